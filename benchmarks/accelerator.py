@@ -1,19 +1,19 @@
-"""How fast trl_jax trains on one GPU, against TRL on the same one: Qwen3-0.6B's and Llama-3.1-8B's shapes, bfloat16.
+"""Training speed of trl_jax and TRL on one GPU: the shapes of Qwen3-0.6B and Llama-3.1-8B, bfloat16.
 
-Live trainers in processes of their own share the GPU and take turns of a few steps, as in `sft`; all are built and
-compile at the same time, so `first step s` is of a busy machine. `--works` says what is trained:
+Trainers in separate processes share the GPU and alternate every few steps, as in `sft`. They are all built and compiled
+at the same time, so `first step s` is measured on a busy machine. Values of `--works`:
 
-chats     SFT on the conversations of the data, 16 a step
-pairs     a reward model of the data's pairs, 8 a step
-long      SFT on 4 rows of 2,048 random ids, where no layout can win anything
-lora      the same with LoRA on all maps of Llama-3.1-8B, whose weights are bfloat16
-grpo      8 completions of at most 128 tokens of each of 8 prompts of 256, and the step on them
+chats     SFT on the conversations of the data, 16 per step
+pairs     a reward model on the pairs of the data, 8 per step
+long      SFT on 4 rows of 2,048 random ids, where layouts make no difference
+lora      the same with LoRA on all linear layers of Llama-3.1-8B in bfloat16
+grpo      8 completions of at most 128 tokens for each of 8 prompts of 256 tokens, and the training step
 
-TRL tuned and trl_jax tuned have no gradient checkpointing; "text by text" lays the texts of packed rows out as rows for
-attention alone, as on GPUs before Hopper; "layer by layer" writes completions as those of small models on CPUs. Model
-FLOPs are 6 for each weight of a map and token of text (4 where only an adapter trains) and attention's on half of the
-square; their share of what the GPU can do is `MFU`. One more segment of trl_jax is profiled, if `--traces` names a
-folder: its dearest kernels go there.
+"tuned" means without gradient checkpointing. "text by text" views the texts of packed rows as rows for attention, as on
+GPUs before Hopper. "layer by layer" generates completions as for small models on CPUs. Model FLOPs are 6 per weight of
+a linear layer and text token (4 if only an adapter is trained), plus causal attention; `MFU` is their fraction of the
+GPU's peak. With `--traces`, one more segment of trl_jax is profiled, and its most expensive kernels are written to that
+folder.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _arguments() -> Any:
 
 
 def _started(arms: list[tuple[str, str]], args: Any, models: dict, folder: Path) -> list[lanes.Lane]:
-    """All arms, built at the same time."""
+    """Start all arms; their trainers are built concurrently."""
     waiting = []
     for work, name in arms:
         side, config, change = ARMS[name]
@@ -90,7 +90,7 @@ def _started(arms: list[tuple[str, str]], args: Any, models: dict, folder: Path)
 
 
 def _raced(started: list[lanes.Lane], segments: int) -> list[lanes.Lane]:
-    """Every segment in each arm, as `lanes.race`; those that came to their end. One that fails takes no other along."""
+    """As `lanes.race`, but an arm that fails does not stop the others. Returns the arms that finished."""
     for segment in range(segments):
         for lane in list(started) if segment % 2 == 0 else started[::-1]:
             try:
@@ -105,7 +105,7 @@ def _raced(started: list[lanes.Lane], segments: int) -> list[lanes.Lane]:
 
 
 def _rows(work: str, started: list[lanes.Lane], args: Any) -> list[dict[str, Any]]:
-    """A row an arm of a work; ratios are those of segments."""
+    """The table of one work, a row per arm; ratios are computed per segment."""
     own, segment = [lane for lane in started if lane.name.startswith(f"{work}:")], accelerator_turns.WORKS[work].segment
     if not own:
         return []

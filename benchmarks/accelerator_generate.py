@@ -1,8 +1,7 @@
-"""How fast completions are written on one GPU, by transformers and by trl_jax: Qwen3-0.6B's shape in bfloat16, no row
-ends early.
+"""Generation speed of transformers and trl_jax on one GPU: the shape of Qwen3-0.6B in bfloat16, without EOS tokens.
 
-"step" is the time of a call by its tokens, without that of a call for one token. The limit is a step that reads the
-weights once, and the keys and values that are kept once, at the GPU's published bandwidth.
+"step" is the time per token of a call, minus the time of a call for one token. The limit is the time that a step takes
+to read the weights and the KV cache once at the GPU's published bandwidth.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ _SIDES = {"transformers": _theirs, "trl_jax": _ours}
 
 
 def _limit(model: Path, args: Any, completions: int) -> float:
-    """Seconds of a step at the published bandwidth, completions half full; 0 where the device is not known."""
+    """Seconds per step at the published bandwidth, with half-full completions; 0 if the device is unknown."""
     import json
 
     import jax

@@ -1,4 +1,4 @@
-"""The far side of `accelerator`: a trainer on a GPU in a process of its own that trains when it is told to."""
+"""The child process of `accelerator`: a trainer on a GPU that trains one segment per request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import common, sft_turns, turns
 
-PEAK = 989.4e12  # dense bfloat16 operations a second of an H100 or H200
+PEAK = 989.4e12  # dense bfloat16 FLOP/s of an H100 or H200
 _SIZES = {
     "qwen3": (1024, 3072, 28, 16, 151936),
     "llama": (4096, 14336, 32, 32, 128256),
@@ -23,7 +23,7 @@ _NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vo
 
 
 class Work(NamedTuple):
-    """A model's name, examples a step, steps a turn, and the tokens of a text, of real ones about."""
+    """Model, examples per step, steps per segment, and tokens per text (approximate for real data)."""
 
     model: str
     batch: int
@@ -41,7 +41,7 @@ WORKS = {
 
 
 def prepare(device: str, share: float) -> None:
-    """No network; on a GPU, several processes share its memory."""
+    """Use no network; on a GPU, let several processes share its memory."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": str(share)}
     if device == "cpu":
@@ -49,7 +49,8 @@ def prepare(device: str, share: float) -> None:
 
 
 def build_model(folder: Path, data: Path, kind: str) -> None:
-    """A model of noise in bfloat16, drawn by torch on the GPU if there is one, and a tokenizer of the data."""
+    """Write a model with random bfloat16 weights, drawn by torch on the GPU if there is one, and train a tokenizer on
+    the data."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -71,11 +72,14 @@ def take(
     pipe: Connection, side: str, name: str, model: Path, turns: int, options: Any, config: dict,
     change: Callable[[], None] | None, trace: Path | None,
 ) -> None:  # fmt: skip
-    """Build the trainer and say so, then train; the last segment is profiled if `trace` names a file.
+    """Build the trainer and report it, then train; the last segment is profiled if `trace` is a file.
 
     Args:
-        name: of the work. turns: in all. options: of the benchmark. config: of the arm.
-        change: what makes the package another one for this arm; None leaves it as it is.
+        name: name of the work.
+        turns: total number of segments.
+        options: arguments of the benchmark.
+        config: arguments of the arm.
+        change: patches the package for this arm, or None.
     """
     try:
         _take(pipe, side, name, model, turns, options, config, change, trace)
@@ -155,8 +159,8 @@ _TRAINERS = {
 
 
 def model_flops(config: dict[str, Any], name: str) -> float:
-    """FLOPs of a token of text, forward and backward: 6 for each weight of a map (4 where the base stays as it is),
-    and attention's over half of the text."""
+    """FLOPs per text token, forward and backward: 6 per weight of a linear layer (4 if the base is frozen), plus causal
+    attention."""
     width, layers, channels = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * channels, config["num_key_value_heads"] * channels
     weights = layers * width * (2 * queries + 2 * keys + 3 * config["intermediate_size"])
@@ -169,12 +173,12 @@ def _profiler(after: int, path: Path) -> Any:
     from transformers import TrainerCallback
 
     class Profiler(TrainerCallback):
-        """Profiles the steps behind the step `after`."""
+        """Profiles the steps after step `after`."""
 
         def on_step_end(self, args, state, control, model, **kwargs):
             import jax
 
-            if state.global_step == after:  # what writes the next step's rows is profiled, too
+            if state.global_step == after:  # also profiles the generation of the next step
                 turns.settle(model)
                 jax.profiler.start_trace(str(path.with_suffix("")))
 
@@ -189,11 +193,11 @@ def _profiler(after: int, path: Path) -> Any:
 
 
 def kernels(folder: Path) -> dict[str, Any]:
-    """Of a trace: microseconds that kernels take, of each program and each name, the dearest first."""
+    """Microseconds of kernels in a trace, by program and by name, the most expensive first."""
     import jax
 
     names, programs, busy, begin, end = Counter(), Counter(), 0.0, None, None
-    file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)  # a folder may have earlier ones
+    file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)  # the folder may have earlier traces
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         if "/device:" not in plane.name:
             continue

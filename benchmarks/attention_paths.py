@@ -1,17 +1,19 @@
-"""Each way that attention is computed on this machine's device, against the formula in float64 on the host: largest
-difference of results and gradients by their scale, and milliseconds of a forward and backward pass.
+"""Compare each attention implementation on this machine's device with the formula in float64 on the host: the largest
+error of results and gradients, relative to the largest value, and milliseconds of a forward and backward pass.
 
-Pairs of texts with a common beginning fill packed rows: `rows` computes them text by text (cuDNN's kernel in bfloat16
-on NVIDIA GPUs), `blocks` along the packed row in plain XLA, `padded` one text a row in plain XLA. `packed` are texts
-that share nothing, which cuDNN's kernel reads where they lie.
+Packed rows are filled with pairs of texts that share a prefix: `rows` computes them text by text (cuDNN in bfloat16 on
+NVIDIA GPUs), `blocks` on packed rows in plain XLA, `padded` one text per row in plain XLA. In `packed`, texts share
+nothing, so that cuDNN reads the packed rows directly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from statistics import median
 from typing import Any
+from unittest import mock
 
 from benchmarks import common
 
@@ -53,7 +55,7 @@ def _drawn(args: Any, apart: bool) -> tuple:
 
 
 def _apart(args: Any) -> tuple:
-    """As `drawn` of the tests, of texts that share nothing."""
+    """As `drawn` of the tests, but with texts that share no prefix."""
     import numpy as np
 
     from trl_jax.core.outputs import Packed
@@ -109,10 +111,9 @@ def _compared(args: Any, how: dict, path: str, kind: str, exact: tuple) -> dict[
     given = [jnp.asarray(x, kind) for x in qkv]
     given += [jnp.asarray(x, jnp.float32) for x in layouts.sinks_of(how, args.heads[0])]
     step = jax.jit(jax.grad(total, argnums=tuple(range(1, 1 + len(given))), has_aux=True))
-    kept, cudnn.attends = cudnn.attends, cudnn.attends if path != "padded" else lambda q: False
-    with jax.default_matmul_precision("float32"):
+    patched = mock.patch.object(cudnn, "supports", lambda q: False) if path == "padded" else contextlib.nullcontext()
+    with patched, jax.default_matmul_precision("float32"):
         compiled = step.lower(jnp.asarray(weight, jnp.float32), *given).compile()
-    cudnn.attends = kept
     gradients, out = compiled(jnp.asarray(weight, jnp.float32), *given)
     apart = [
         float(np.abs(np.asarray(mine, np.float64) - wanted).max() / np.abs(wanted).max())

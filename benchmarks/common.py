@@ -1,6 +1,6 @@
-"""What the benchmarks share: rows, checkpoints, processes of their own, tables.
+"""Shared by the benchmarks: data, checkpoints, child processes and tables.
 
-Nothing heavy is imported here at the top: a child process that measures its imports starts from this file.
+Heavy packages are not imported at module level, because child processes that measure imports import this file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAD, EOS = SPECIAL = ["<pad>", "</s>"]
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """An argument parser with what every benchmark takes."""
+    """An argument parser with the options that all benchmarks share."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     options.add_argument("--json", type=Path, help="also write everything measured to this file")
     options.add_argument("--cpus", type=int, help="processor cores each side may use; unset, all of them")
@@ -31,7 +31,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def prepare(cpus: int | None) -> None:
-    """CPU only, no network, and the same cores for this process and those it starts."""
+    """Use only the CPU and no network, and restrict this process and its children to the same cores."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     if cpus is not None:
@@ -39,22 +39,22 @@ def prepare(cpus: int | None) -> None:
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` in a fresh interpreter, so that its imports and its peak memory are its own."""
+    """Call `function(*args)` in a fresh interpreter, so that its imports and peak memory are measured separately."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
 def memory(field: str = "VmHWM") -> float:
-    """MB of this process by /proc (Linux only): VmHWM is the peak so far, RssAnon what is allocated now.
+    """Memory of this process in MB, from /proc (Linux only): VmHWM is the peak so far, RssAnon what is allocated now.
 
-    Not getrusage: its peak starts at that of the process which started this one.
+    getrusage is not used because its peak starts at the parent process's peak.
     """
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status[field].split()[0]) * 1024 / 1e6
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The `chosen` and `rejected` texts of a jsonl file, gzip'd or not."""
+    """The `chosen` and `rejected` texts of a jsonl file, which may be gzipped."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
@@ -64,10 +64,10 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def turn_about(
     calls: dict[Any, Callable[[], Any]], turns: int
 ) -> tuple[dict[Any, Any], dict[Any, float], dict[Any, list[float]]]:
-    """Each call once, which compiles, and then all of them in turn, `turns` times.
+    """Run each call once, which compiles, and then all of them alternately, `turns` times.
 
     Returns:
-        What the first of each gave, the CPU seconds of the first of each, and those of the others.
+        The result of each first call, its CPU seconds, and the CPU seconds of the later calls.
     """
     results, first, times = {}, {}, {name: [] for name in calls}
     for name, call in calls.items():
@@ -85,13 +85,13 @@ def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def spread(values: Iterable[float]) -> str:
-    """`median (least to most)` of some figures."""
+    """Format values as `median (min to max)`."""
     values = list(values)
     return f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print rows as one table; figures get four digits."""
+    """Print rows as a table, numbers with four digits."""
     cells = [list(rows[0])] + [[_cell(value) for value in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
@@ -105,13 +105,13 @@ def _cell(value: Any) -> str:
 
 
 def write_json(path: Path | None, report: Any) -> None:
-    """Write the report, if a file was named."""
+    """Write the report to the file, if any."""
     if path is not None:
         path.write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def build_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
-    """A byte-level BPE tokenizer that learned from `texts`, saved to `folder`."""
+    """Train a byte-level BPE tokenizer on `texts` and save it to `folder`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -129,7 +129,7 @@ def build_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None
 
 
 class NoTorch:
-    """Among the finders of modules, says that there is none."""
+    """A module finder that raises ModuleNotFoundError for torch."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -138,7 +138,7 @@ class NoTorch:
 
 
 def hide_torch() -> None:
-    """As where it is not installed: where it is, transformers imports it."""
+    """Make torch appear not to be installed; otherwise transformers imports it."""
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
     sys.meta_path.insert(0, NoTorch())
@@ -156,10 +156,12 @@ def build_llama(
     inner: int | None = None,
     windows: Sequence[int | None] = (),
 ) -> None:
-    """A causal llama of noise with heads of `head` channels, `group` of them for each of the keys; no torch needed.
+    """Write a causal llama with random weights, without torch.
 
     Args:
-        windows: how many tokens each layer sees, None for all, where they differ: it is a ministral then.
+        head: channels per head.
+        group: query heads per key/value head.
+        windows: attention window of each layer in tokens, None for full attention; if given, the model is a ministral.
     """
     import ml_dtypes
     import numpy as np

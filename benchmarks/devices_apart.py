@@ -1,7 +1,7 @@
-"""How far a run on this machine's accelerator is from the same run on its CPU, which is TRL's to the marks of `parity`.
+"""Compare runs on this machine's accelerator with the same runs on its CPU, which match TRL.
 
-Each case is a small model trained for some steps, in float32 and in bfloat16, in each layout. Largest differences of
-logged numbers and of final weights.
+In each case a small model is trained for some steps, in float32 and bfloat16 and in each layout. Reports the largest
+differences of logged numbers and final weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _apart(case: str, kind: str, args: Any, scratch: Path) -> list[dict[str, Any]]:
-    """The CPU's run in the first layout, and the accelerator's in each, against that one."""
+    """Compare the accelerator's run in each layout with the CPU's run in the first layout."""
     from compat_tests import tiny
 
     trainer, head = case.split()[0], "classifier" if case == "Reward" else "causal"

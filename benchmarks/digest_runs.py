@@ -1,4 +1,4 @@
-"""The runs of `digests`, and what one came to: small trainings of every kind, of the public names alone."""
+"""The runs of `digests` and their results: small training runs of every kind, using only public names."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from compat_tests.tiny import preference_rows, tiny_model
 
-CLOCK = ("runtime", "per_second", "total_flos")  # ends of keys whose values are no result
-SAMPLES = 8  # numbers kept of a tensor
+CLOCK = ("runtime", "per_second", "total_flos")  # suffixes of keys to ignore: they are not results
+SAMPLES = 8  # number of elements kept per tensor
 BASE = {
     "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
     "logging_steps": 1, "learning_rate": 5e-4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
     "pad_to_multiple_of": 64, "max_steps": 6, "seed": 7,
 }  # fmt: skip
-# Of 43 pairs, 4 a micro-batch and 3 micro-batches a step: the last step of an epoch has 2, and 3 pairs in the last.
+# With 43 pairs, 4 per micro-batch and 3 micro-batches per step: an epoch's last step has 2, the last with 3 pairs.
 RAGGED = {"gradient_accumulation_steps": 3, "max_steps": -1, "num_train_epochs": 2}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True}
 SAVED = {"save_strategy": "steps", "save_steps": 3}
@@ -29,8 +29,13 @@ DROPPING = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.2)
 
 @dataclass(frozen=True)
 class Run:
-    """A training: `config` over BASE, `facts` and `rows` as `tiny_model` and `preference_rows` take them, `adapter` and
-    `quantized` of LoraConfig and BitsAndBytesConfig; `kind` says what else is special."""
+    """A training run.
+
+    Attributes:
+        config: overrides BASE.
+        facts, rows: arguments of `tiny_model` and `preference_rows`.
+        adapter, quantized: arguments of LoraConfig and BitsAndBytesConfig, or None.
+    """
 
     config: dict = field(default_factory=dict)
     model: str = "llama"
@@ -85,7 +90,7 @@ RUNS = {
 
 
 def measured(name: str) -> dict:
-    """What the run of that name came to, JSON-ready."""
+    """The results of the run with this name, JSON serializable."""
     run = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder) / "model", run.model, **run.facts)

@@ -1,12 +1,12 @@
-"""Whether two trees of trl_jax compute the same to the bit: small named runs, and a file of what each came to.
+"""Check whether two checkouts of trl_jax give bitwise identical results in small named runs.
 
-    python -m benchmarks.digests --write base.json        # in the one tree
-    python -m benchmarks.digests --compare base.json      # in the other; exits 1 on a difference
+    python -m benchmarks.digests --write base.json        # in one checkout
+    python -m benchmarks.digests --compare base.json      # in the other; exits with 1 on a difference
 
-A run trains a tiny model 6 to 8 steps on the CPU, evaluates, predicts and saves. Kept are every logged figure but
-those of the clock, in full, and of each saved tensor and of the predictions a digest and a few numbers at even
-distances, which show roughly how far apart two tensors are. Runs named "mesh ..." have eight simulated devices.
-Files are comparable where processor, jaxlib and XLA_FLAGS are the same: another XLA may round elsewhere.
+A run trains a tiny model for 6 to 8 steps on the CPU, evaluates, predicts and saves. The file has all logged numbers
+except times, and for each saved tensor and the predictions a digest and a few evenly spaced elements, which show
+roughly how different two tensors are. Runs named "mesh ..." use eight simulated devices. Files are only comparable for
+the same processor, jaxlib and XLA_FLAGS, because rounding may differ otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 
 
 def differences(ours: dict, theirs: dict) -> str | None:
-    """In words how two results differ, None where they do not. NaN equals NaN."""
+    """A description of the differences of two results; None if they are equal. NaN equals NaN."""
     said = [*_log_differences(ours["logs"], theirs["logs"]), *_tensor_differences(ours["tensors"], theirs["tensors"])]
     return "; ".join(said) or None
 
@@ -67,7 +67,7 @@ def _distance(ours: list[float], theirs: list[float]) -> float:
 
 
 def _results(names: list[str]) -> Iterator[tuple[str, dict | None]]:
-    """Yield (name, what it came to, or None where it failed), a process for those of one device and one for meshes."""
+    """Yield (name, results, or None if it failed), with one process for single-device runs and one for meshes."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TORCH_COMPILE_DISABLE": "1", "TQDM_DISABLE": "1"}
     flags = os.environ.get("XLA_FLAGS", "")
@@ -78,7 +78,7 @@ def _results(names: list[str]) -> Iterator[tuple[str, dict | None]]:
                 if name.startswith("mesh ") == bool(devices):
                     try:
                         yield name, pool.submit(measured, name).result()
-                    except Exception:  # the other runs still say something
+                    except Exception:  # continue with the other runs
                         traceback.print_exc()
                         yield name, None
 

@@ -1,12 +1,12 @@
-"""What a device holds of weights, moments and gradients, and what it sends, on meshes of simulated CPU devices.
+"""Memory for weights, moments and gradients, and communication, per device on meshes of simulated CPU devices.
 
     python -m benchmarks.division                        # a llama of 8 layers and width 512
     python -m benchmarks.division --meshes fsdp:2 fsdp:4 zero2:4 --width 1024
 
-Weights and moments are those that the step is given; gradients, arguments and what it needs beside them by the memory
-analysis of what was compiled, the gradients being results of the same function without an optimizer. What is sent is
-read from the HLO, each collective as often as it runs, in bytes of its larger end. The texts are short, so that
-activations hardly count.
+Weights and moments are measured as inputs of the step. Arguments and temporary memory ("beside them") come from XLA's
+memory analysis of the compiled step, gradients from that of the same function without the optimizer. Communication is
+read from the HLO: each collective is multiplied by how often it runs, in bytes of the larger of its input and output.
+Texts are short, so that activations are negligible.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = {"all-gather": "gathered", "reduce-scatter": "reduced and scattered", "a
 
 
 def row(folder: Path, mesh: str) -> dict[str, float]:
-    """Bytes a device, by COLUMNS."""
+    """Bytes per device, by COLUMNS."""
     import jax
     import numpy as np
 
@@ -70,7 +70,7 @@ def _held(arrays: Any) -> int:
 
 
 def _gradients(trainer: Any) -> Any:
-    """Of parameters and a batch, the gradients alone, as the step has them."""
+    """A jitted function from parameters and a batch to the gradients, sharded as in the step."""
     from functools import partial
 
     import jax

@@ -1,8 +1,8 @@
-"""How fast trl_jax trains on preferences, DPO, KTO, ORPO and CPO, against TRL: live trainers taking turns, as in `sft`.
+"""Training speed of trl_jax and TRL with DPO, KTO, ORPO and CPO. Trainers alternate, as in `sft`.
 
-"pairs" are those of a file: conversations that begin alike; KTO takes one answer of each, chosen and rejected in turn.
-"control" are texts of one length behind prompts of one word, where no layout can win anything. TRL tuned has no
-gradient checkpointing. What compares is tokens of text a second, by the trainer's own count.
+"pairs" are conversations with a common prefix from a file; KTO uses one answer of each, alternately chosen and
+rejected. "control" are texts of one length after prompts of one word, where layouts make no difference. "tuned" means
+without gradient checkpointing. Speeds are compared in text tokens per second, as counted by the trainer.
 """
 
 from __future__ import annotations

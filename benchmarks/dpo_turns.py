@@ -1,4 +1,4 @@
-"""The far side of `dpo`: a trainer of preferences in a process of its own that trains when it is told to."""
+"""The child process of `dpo`: a preference trainer that trains one segment per request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFERENCE_FREE = ("ORPO", "CPO")  # which TRL has in trl.experimental
 def take(
     pipe: Connection, side: str, trainer: str, model: Path, rows: dict, config: dict, segment: int, stop: int
 ) -> None:
-    """Build a "DPO", "KTO", "ORPO" or "CPO" trainer, say so, then train as `turns.train` does."""
+    """Build a "DPO", "KTO", "ORPO" or "CPO" trainer, report it, then train as `turns.train` does."""
     package = turns.package_of(side)
     if trainer in REFERENCE_FREE:
         package = importlib.import_module(f"{package.__name__}.experimental.{trainer.lower()}")
@@ -31,7 +31,7 @@ def take(
 
 
 def dataset(model: Path, trainer: str, *, kind: str, data: Path, count: int, length: int) -> Any:
-    """Pairs, or for KTO one answer of each, chosen and rejected in turn."""
+    """Pairs, or for KTO one answer of each, alternately chosen and rejected."""
     from datasets import Dataset
 
     rows = list(islice(pairs(data) if kind == "pairs" else _control(model, count, length), count))
@@ -47,7 +47,7 @@ def dataset(model: Path, trainer: str, *, kind: str, data: Path, count: int, len
 
 
 def pairs(data: Path) -> Any:
-    """The pairs of hh-rlhf as messages; their answers are the last ones."""
+    """The pairs of hh-rlhf as messages; the answer is the last message."""
     for row in common.read_rows(data):
         chosen, rejected = (sft_turns.messages(row[side]) for side in ("chosen", "rejected"))
         if len(chosen) > 1 and chosen[:-1] == rejected[:-1] and chosen[-1] != rejected[-1]:
@@ -55,7 +55,7 @@ def pairs(data: Path) -> Any:
 
 
 def _control(model: Path, count: int, length: int) -> Any:
-    """Texts of words that are a token each: `length` tokens with prompt and EOS."""
+    """Pairs of random words that are one token each: `length` tokens with prompt and EOS."""
     import numpy as np
 
     tokenizer = sft_turns.tokenizer(model)

@@ -1,4 +1,4 @@
-"""The same llama on both engines: seconds to export and compile, and of a step's loss and gradients, taking turns."""
+"""The same llama on both backends: seconds to export and compile, and seconds of a step's loss and gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def race(folder: Path, args: Any, remat: bool) -> list[dict[str, Any]]:
-    """Every round runs both engines, the first to go changing; ratios are of the same round."""
+    """Each round runs both backends, alternating which one is first; ratios are computed per round."""
     from trl_jax.exported.program import load_exported
     from trl_jax.hub.config import read_native_config
     from trl_jax.hub.native_backend import load_native
@@ -66,7 +66,7 @@ def race(folder: Path, args: Any, remat: bool) -> list[dict[str, Any]]:
 
 
 def step(graph: Any, args: Any, remat: bool) -> Callable:
-    """params -> gradients of the pairwise loss on random rows of one length."""
+    """A jitted function from params to gradients of the pairwise loss on random rows of one length."""
     import jax
     import jax.numpy as jnp
     import numpy as np

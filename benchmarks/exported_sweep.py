@@ -1,6 +1,6 @@
-"""Every model_type that the exporter takes, held against transformers: scores, gradients, seconds.
+"""Compare every model_type that the exporter supports with transformers: scores, gradients, seconds.
 
-A process of its own for each type, so that one which is slow or fails costs no other.
+Each type runs in its own process, so that a failure does not affect the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def measure(model_type: str) -> dict[str, Any]:
-    """A row of the table; what went wrong stands in it."""
+    """A row of the table, with the error if there was one."""
     from compat_tests.exported.check import compare
 
     start = time.perf_counter()
@@ -37,7 +37,7 @@ def measure(model_type: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             apart = compare(configs.build(Path(folder), model_type))
-        except Exception as error:  # the sweep goes on with the next type
+        except Exception as error:  # continue with the next type
             return row | {"error": f"{type(error).__name__}: {str(error)[:200]}"}
     row |= {"ok": apart.scores < 1e-5 and apart.gradients < 1e-4, "scores": float(apart.scores)}
     return row | {"gradients": apart.gradients, "at": apart.parameter, "seconds": time.perf_counter() - start}

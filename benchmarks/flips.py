@@ -1,4 +1,4 @@
-"""Single flipped bits in a trainer's checkpoint: python -m benchmarks.flips --flips 1000"""
+"""Check that flipped bits in a checkpoint are detected: python -m benchmarks.flips --flips 1000"""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trl_jax.training.checkpoint import BrokenCheckpoint, verify
 
 
 def unnoticed(folder: Path, flips: int, seed: int) -> tuple[list[str], int]:
-    """Flips that `verify` did not tell by file name, as "file: byte, bit"; and how many files were flipped.
+    """The flips that `verify` did not report with the file's name, as "file: byte, bit"; and the number of files.
 
-    Every file is as likely as any other, so that small ones are not passed over.
+    Files are drawn uniformly, so that small files are covered as well.
     """
     dice, missed = random.Random(seed), []
     files = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -1,7 +1,7 @@
-"""Saves onto real file systems that are full or read-only: sudo python -m benchmarks.full_disk
+"""Save checkpoints to file systems that are full or read-only: sudo python -m benchmarks.full_disk
 
-Mounts a tmpfs of every size from enough for one checkpoint to enough for two, so that the second save fails at each
-of its writes in turn; the first checkpoint must stay whole, and the second be whole or absent.
+Mounts a tmpfs of each size from just enough for one checkpoint to enough for two, so that the second save fails at each
+of its writes. The first checkpoint must stay intact, and the second one must be complete or absent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def size_of_one(folder: Path) -> int:
 
 
 def full(folder: Path, pages: int) -> str:
-    """What became of the second save."""
+    """The outcome of the second save: "refused" or "saved"."""
     mounted(folder, pages)
     try:
         save(folder / "run", 2)

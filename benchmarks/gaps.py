@@ -1,11 +1,13 @@
-"""How far two runs are apart, and which of it is no more than rounding may do.
+"""The differences of two runs, and which of them can be explained by rounding.
 
-A bias that moves both answers of a pair alike (a head's own, the last norm's), or all scores of a softmax (that of the
-keys), has no gradient: what there is of one is rounding, and Adam divides it by its own size. "but gauge" leaves these
-parameters out. What they change of a reward they change of all, so "less mean" takes each run's mean from its rewards.
+A bias that shifts the scores of both answers of a pair (of a score head or the last norm) or all scores of a softmax
+(of the keys) has no exact gradient: its computed gradient is rounding noise, which Adam normalizes to full-size
+updates. "but gauge" excludes these parameters. They shift all rewards equally, so "less mean" subtracts each run's mean
+reward.
 
-A weight whose first gradient is below Adam's eps is another: its first step is that gradient over eps, rounding and
-all, where every other weight's is 1. Exact gradients, which TRL has in float64, say which weights these are.
+The second exception is a weight whose first gradient is below Adam's eps: its first update is proportional to the
+gradient, rounding errors included, whereas other weights' first updates have size 1. Exact gradients, computed with TRL
+in float64, tell which weights these are.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ import numpy as np
 from compat_tests.parity.marks import Marks, steps_of, timeless, worst
 
 GAUGE = re.compile(r"key\.bias|k_proj\.bias|k_lin\.bias|(classifier|score|out_proj)\.bias|final_layer_norm\.bias")
-FUSED = "query_key_value.bias"  # by head: query, key, value
+FUSED = "query_key_value.bias"  # for each head: query, key, value
 LEVELS = ("min_reward", "mean_reward", "max_reward")
 WEIGHTS = ("weights", "weights but gauge")
-EPS = 1e-8  # adam_epsilon, as it comes
+EPS = 1e-8  # default of adam_epsilon
 DRIFTS = {"rewards": "rewards less mean", "weights": "weights but gauge", "predictions": "predictions less mean"}
 
 
 def gaps(mine, other) -> dict[str, float]:
-    """The largest gap of any step, of the weights, and of the evaluation and predictions where both have them."""
+    """The largest gaps over all steps, of the weights, and of evaluation and predictions if both runs have them."""
     every = worst(steps_of(mine.logs), steps_of(other.logs))
     assert not [key for key in ("num_tokens", "step", "learning_rate", "epoch") if every[key]], every
     found = {key: every[key] for key in ("loss", "grad_norm", "margin")}
@@ -53,9 +55,10 @@ def gaps(mine, other) -> dict[str, float]:
 def beyond(
     found: dict[str, float], mine, other, gradients: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, list[str]]:
-    """The gaps beyond the parity marks, tensors by name and how many of their elements; of a model that has such
-    biases, those gaps which these cannot make. Apart from them tensors of which all such elements have an exact first
-    gradient below Adam's eps; `gradients` is asked for these only where a weight is beyond."""
+    """The gaps that exceed the parity tolerances: names of numbers, and tensors with the number of such elements. If
+    the model has gauge biases, gaps that these can cause are excluded. Tensors whose exceeding elements all have an
+    exact first gradient below Adam's eps are listed separately; `gradients` is only called if a weight exceeds its
+    tolerance."""
     drifting = any(GAUGE.search(name) or name.endswith(FUSED) for name in other.weights)
     left = [key for key in found if key not in (DRIFTS if drifting else DRIFTS.values()) and key not in WEIGHTS]
     past = [key for key in left if not found[key] <= (Marks.loss if key == "loss" else Marks.rewards)]
@@ -78,5 +81,5 @@ def _gap(mine, other, name: str, gauge: re.Pattern | None = None) -> np.ndarray:
     if gauge is not None and gauge.search(name):
         return np.zeros_like(gap)
     if gauge is not None and name.endswith(FUSED):
-        gap.reshape(-1, 3, gap.size // 12)[:, 1] = 0  # of tiny models' four heads
+        gap.reshape(-1, 3, gap.size // 12)[:, 1] = 0  # tiny models have four heads
     return gap

@@ -1,10 +1,10 @@
-"""Completions by transformers and by trl_jax: the same prompts, seed and model of noise, float32, no row ends early.
+"""Generation with transformers and trl_jax: the same prompts, seed and random model, float32, without EOS tokens.
 
-Calls are made turn about in one process, after one of each that compiles. Times are CPU seconds, which on a busy
-machine tell more than the clock. "prefill" is a call for one token, "step" the rest of a call by its tokens. Each
-side's peak memory is that of a process of its own, beyond what lies there before its model is loaded.
+Calls alternate in one process, after one warm-up call each. Times are CPU seconds, which are more reliable than wall
+time on a busy machine. "prefill" is a call for one token, "step" the remaining time of a call per token. Peak memory is
+measured in a separate process per side, relative to the memory before its model is loaded.
 
-`--axis` repeats the race for several numbers of prompts, completions, tokens of a prompt or new tokens.
+`--axis` repeats the benchmark for several numbers of prompts, completions, prompt tokens or new tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEED = 0
 
 
 class Work(NamedTuple):
-    """The size of a call: prompts of `shortest` to `longest` tokens, completions of each, new tokens of each."""
+    """The size of a call: prompts of `shortest` to `longest` tokens, completions per prompt, tokens per completion."""
 
     model: str
     prompts: int
@@ -88,7 +88,7 @@ def _arguments():
 
 
 def inputs(work: Work) -> dict[str, Any]:
-    """Ids and mask of all rows, padded on the left, each prompt as often as it has completions."""
+    """Left-padded ids and mask, each prompt repeated once per completion."""
     import numpy as np
 
     dice = np.random.default_rng(0)
@@ -107,7 +107,7 @@ def options_of(work: Work, new: int) -> dict[str, Any]:
 
 
 def ours(folder: Path, work: Work) -> Callable[[int], Any]:
-    """A function that generates so many tokens."""
+    """A function that generates a given number of tokens."""
     from trl_jax.hub.auto import AutoModelForCausalLM
 
     model, prompts = AutoModelForCausalLM.from_pretrained(folder), inputs(work)
@@ -163,7 +163,7 @@ def _row(side: str, work: Work, cold: float, whole: dict, prefill: dict, equal: 
 
 
 def _compiled() -> int:
-    """Programs of a generation that were compiled: prefills, first tokens, chunks of steps."""
+    """Number of compiled programs for generation: prefills, first tokens, chunks of steps."""
     from trl_jax.generation.decode import prefill
     from trl_jax.generation.generator import first_tokens, next_tokens
 
@@ -171,7 +171,7 @@ def _compiled() -> int:
 
 
 def peak(side: str, folder: Path, work: Work) -> float:
-    """MB of a call at most, the model's weights among them."""
+    """Peak memory of a call in MB, including the model's weights."""
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
@@ -183,7 +183,7 @@ def peak(side: str, folder: Path, work: Work) -> float:
 
 
 def bandwidth(folder: Path) -> float:
-    """Bytes a second of this process when it reads a matrix for a product with a vector."""
+    """Memory bandwidth of this process in bytes per second, measured with a matrix-vector product."""
     import numpy as np
 
     matrix, vector = np.ones((2**13, 2**13), np.float32), np.ones(2**13, np.float32)
@@ -195,8 +195,8 @@ def bandwidth(folder: Path) -> float:
 
 
 def limit(work: Work, weights: int, bytes_a_second: float) -> float:
-    """Tokens a second if a step did nothing but read the weights once, and the keys and values that are kept once:
-    those of a prompt once for all of its completions, those of completions half full; of both no more than a window."""
+    """Tokens per second if a step only read the weights and the KV cache once. A prompt's cache is read once for all of
+    its completions, completions are half full, and both are limited by the attention window."""
     shape = MODELS[work.model]
     keys = 2 * 4 * shape["width"] // shape.get("group", 2)  # bytes of a token's keys and values in a layer
     mean, seen = (min(work.shortest, work.longest) + work.longest) / 2, shape.get("windows", (None,) * shape["layers"])

@@ -1,8 +1,8 @@
-"""Whether runs compile for GPUs that this machine lacks: each trainer, families of every kind of attention, meshes,
-adapters, bfloat16. It takes JAX's plugin for NVIDIA GPUs, and no GPU.
+"""Check that runs compile for GPUs without having one: each trainer, model families with every kind of attention,
+meshes, adapters, bfloat16. Needs JAX's plugin for NVIDIA GPUs.
 
     pip install ".[cuda]"
-    python -m benchmarks.gpus --topology h100:8           # half a minute a run
+    python -m benchmarks.gpus --topology h100:8           # half a minute per run
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from compat_tests import tiny
 from compat_tests.models import causal
 
 LORA = "--use_peft --lora_target_modules all-linear"
-RUNS = (  # trainer, family, mesh of eight devices, further flags
+RUNS = (  # trainer, family, mesh of eight devices, extra flags
     *(("sft", "llama", mesh, "") for mesh in ("data:8", "fsdp:8", "data:2,fsdp:4", "fsdp:4,sequence:2")),
     *(("sft", family, "fsdp:4,tensor:2", "") for family in ("llama", "qwen3_moe", "gemma2", "mistral")),
     ("sft", "gpt_oss", "fsdp:8", "--generate 64x128+64"), ("sft", "qwen3_5_text", "fsdp:8", "--generate 64x128+64"),

@@ -1,9 +1,9 @@
-"""How fast trl_jax takes whole steps of GRPO or distillation, writing, judging and training, against TRL with
+"""Speed of full GRPO or distillation steps (generation, rewards and training) with trl_jax, and with TRL using
 transformers' generate.
 
-Live trainers take turns, as in `dpo`. Prompts are random letters, a token each, all of one length; completions end at
-`--completion` tokens but where an end is drawn. TRL tuned has no gradient checkpointing. The ratio is that of tokens a
-second, of prompts and completions, by the trainer's own count.
+Trainers alternate, as in `dpo`. Prompts are random letters, one token each, all of the same length; completions end
+after `--completion` tokens or when EOS is sampled. "tuned" means without gradient checkpointing. Speeds are compared in
+tokens of prompts and completions per second, as counted by the trainer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _config(name: str, args: Any, folder: Path) -> dict[str, Any]:
 def take(
     pipe: Connection, side: str, kind: str, folder: Path, length: int, config: dict, segment: int, stop: int
 ) -> None:
-    """Build the trainer, say so, then train as `turns.train` does."""
+    """Build the trainer, report it, then train as `turns.train` does."""
     package = turns.package_of(side)
     compiling = turns.count_compilation() if side == "trl_jax" else []
     count = config["max_steps"] * config["per_device_train_batch_size"] // config.get("num_generations", 1)
@@ -96,7 +96,7 @@ def prompts(count: int, length: int) -> Any:
 
 
 def variety(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """The number of different tokens."""
+    """The reward: the number of distinct tokens."""
     return [float(len(set(ids))) for ids in completion_ids]
 
 

@@ -1,4 +1,4 @@
-"""How long importing trl_jax takes, beside TRL: a fresh interpreter each time, in turn."""
+"""Import times of trl_jax and TRL, alternately in fresh interpreters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     args = options.parse_args()
     common.prepare(args.cpus)
-    for statement in STATEMENTS:  # once for the disk's sake, not counted
+    for statement in STATEMENTS:  # warm the disk cache
         probe(statement)
     found: dict[str, list] = {statement: [] for statement in STATEMENTS}
     for _ in range(args.rounds):
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def probe(statement: str) -> tuple[float, list[str]]:
-    """Seconds of the statement in a fresh interpreter, and which heavy packages it loaded."""
+    """The seconds that a statement takes in a fresh interpreter, and the heavy packages that it imports."""
     code = PROBE.format(statement=statement, heavy=HEAVY)
     python = [sys.executable, "-W", "ignore", "-c", code]
     out = subprocess.run(python, check=True, capture_output=True, text=True)

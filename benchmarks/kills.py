@@ -1,9 +1,9 @@
-"""Training runs killed at random instants: python -m benchmarks.kills --kills 100 [--trainer grpo]
+"""Kill training runs at random times: python -m benchmarks.kills --kills 100 [--trainer grpo]
 
-Each run is killed by SIGKILL once or twice, begun again by the same command, and compared with the run that nobody
-killed: the saved weights byte for byte, the log number for number, nothing left over in the folder. What the process
-was doing is counted: of GRPO, whose completions, rewards and prompts must be the same, too, a part of the kills fall
-into generating, judging and saving.
+Each run is killed with SIGKILL once or twice, restarted with the same command, and compared with an uninterrupted run:
+weights must be bitwise equal, logs identical, and no files left over; in GRPO, completions, rewards and prompts must be
+the same as well. The report counts what the processes were doing when they were killed; in GRPO, some are killed while
+generating, computing rewards and saving.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import compat_tests.conftest  # noqa: F401  (the CPU, one thread, no network)
-import trl_jax.trainer.grpo_trainer  # once, for all that are forked
+import trl_jax.trainer.grpo_trainer  # imported once, before forking
 import trl_jax.trainer.reward_trainer  # noqa: F401
 from compat_tests import tiny
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.trainer.trainers import FACTS
+from trl_jax.training.checkpoint import RECORD
 
 CONFIG = {
     "save_steps": 2, "save_total_limit": 2, "logging_steps": 3, "num_train_epochs": 3, "gradient_accumulation_steps": 2,
@@ -55,7 +56,7 @@ def grpo_run(folder: Path, out: Path) -> Any:
 
 
 def told(method: Callable, what: str, tell: Callable[[str], None]) -> Callable:
-    """The method, which tells when it begins and when it ends."""
+    """Wrap a method so that it reports its start (upper case) and end (lower case)."""
 
     def call(*args: Any, **options: Any) -> Any:
         tell(what.upper())
@@ -68,7 +69,8 @@ def told(method: Callable, what: str, tell: Callable[[str], None]) -> Callable:
 
 
 def train(trainer: str, folder: Path, out: Path, began: int) -> None:
-    """The command: goes on from what there is. Writes to `began` what it does, from the time that training runs."""
+    """The command: resumes from the last checkpoint, if any. From the start of training, it reports to the file
+    descriptor `began` what it does."""
     from transformers import TrainerCallback
     from transformers.trainer_callback import PrinterCallback
     from transformers.trainer_utils import get_last_checkpoint
@@ -98,8 +100,8 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
 
 
 def forked(trainer: str, folder: Path, out: Path, kill_after: float | None) -> tuple[float, set[str]]:
-    """Train in a process of its own, killed so many seconds after its first step; how long it trained, and what it was
-    doing when it ended."""
+    """Train in a child process, which is killed `kill_after` seconds after training starts. Returns how long it trained
+    and what it was doing when it ended."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -116,7 +118,7 @@ def forked(trainer: str, folder: Path, out: Path, kill_after: float | None) -> t
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
     said = b""
-    while part := os.read(read, 4096):  # until it has ended
+    while part := os.read(read, 4096):  # until the child exits
         said += part
     os.close(read)
     _, status = os.waitpid(child, 0)
@@ -128,9 +130,10 @@ def forked(trainer: str, folder: Path, out: Path, kill_after: float | None) -> t
 
 
 def outcome(out: Path) -> dict[str, bytes]:
-    """What is compared: weights, optimizer and all else that a run goes on with, logs, tables of completions, and the
-    names of all that is there but the record of a run that began anew, as where the only checkpoint lacked its name."""
-    names = sorted(path.name for path in out.iterdir() if path.name != ".trl_jax.training.state")
+    """What is compared: weights, optimizer and other training state, logs, tables of completions, and the names of all
+    files in the folder, except the record that a run leaves if it starts from scratch next to checkpoints of the killed
+    run."""
+    names = sorted(path.name for path in out.iterdir() if path.name != RECORD)
     files = [out / "final" / "model.safetensors", out / "logs.json", *out.glob("checkpoint-*/model.safetensors")]
     files += [*out.glob("checkpoint-*/training_state/arrays.safetensors"), *out.glob("completions/*")]
     return {"names": repr(names).encode()} | {str(path.relative_to(out)): path.read_bytes() for path in sorted(files)}
@@ -144,12 +147,12 @@ def main() -> None:
     given = parser.parse_args()
     base, dice, killed, doing = Path(tempfile.mkdtemp()), random.Random(given.seed), 0, Counter()
     model = base / "model"
-    if os.fork() == 0:  # torch builds the model, and its threads must not be in this process
+    if os.fork() == 0:  # torch builds the model; its threads must not run in a process that forks
         tiny.tiny_model(model, "llama", **MODELS[given.trainer])
         os._exit(0)
     os.wait()
     length, _ = forked(given.trainer, model, base / "whole", None)
-    if given.kills > 5:  # what is compiled is kept
+    if given.kills > 5:  # measure the length with a warm compilation cache
         length, _ = forked(given.trainer, model, base / "warm", None)
     else:
         length /= 3
@@ -158,7 +161,7 @@ def main() -> None:
         out = base / f"run-{killed}"
         for _ in range(min(dice.choice((1, 1, 2)), given.kills - killed)):
             while (found := forked(given.trainer, model, out, dice.uniform(0, length))[1]) == {"done"}:
-                shutil.rmtree(out)  # it was quicker
+                shutil.rmtree(out)  # it finished before it was killed
             doing.update(found)
             killed += 1
         forked(given.trainer, model, out, None)

@@ -1,4 +1,4 @@
-"""Arms of a benchmark: live trainers in processes of their own that take turns, so that all meet the same machine."""
+"""Arms of a benchmark: trainers in separate processes that alternate, so that all see the same machine load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks import common
 
 @dataclass
 class Lane:
-    """One arm's process, as seen from here: `seconds` of each of its segments."""
+    """The parent's view of an arm's process. `seconds` are those of each segment so far."""
 
     name: str
     pipe: Connection
@@ -33,7 +33,7 @@ def start(name: str, take: Callable[..., None], *work: Any, checkout: Path | Non
     """Start an arm, `take(pipe, *work)`, and wait until its trainer is built.
 
     Args:
-        checkout: another one of the repository that the arm is of.
+        checkout: the arm imports trl_jax from this other checkout of the repository.
     """
     with _importing_from(checkout):
         pipe = begin(take, *work)
@@ -41,7 +41,7 @@ def start(name: str, take: Callable[..., None], *work: Any, checkout: Path | Non
 
 
 def begin(take: Callable[..., None], *work: Any) -> Connection:
-    """Start an arm, and do not wait: its facts come through the pipe."""
+    """Start an arm without waiting; its facts arrive through the pipe."""
     context = get_context("spawn")
     here, there = context.Pipe()
     context.Process(target=take, args=(there, *work), daemon=True).start()
@@ -51,7 +51,7 @@ def begin(take: Callable[..., None], *work: Any) -> Connection:
 
 @contextlib.contextmanager
 def _importing_from(checkout: Path | None) -> Iterator[None]:
-    """A process that is started meanwhile looks for its modules in that folder first: it is handed our sys.path."""
+    """Processes started in this context look for modules in that folder first, because they inherit sys.path."""
     kept = sys.path.copy()
     sys.path[:0] = [] if checkout is None else [str(checkout.absolute())]
     yield
@@ -59,7 +59,7 @@ def _importing_from(checkout: Path | None) -> Iterator[None]:
 
 
 def race(lanes: Sequence[Lane], segments: int) -> None:
-    """Run every segment in each arm, the first to go changing; then add what the arms say at their end."""
+    """Run all segments in all arms, rotating which arm is first; then collect the arms' final facts."""
     for segment in range(segments):
         first = segment % len(lanes)
         for lane in [*lanes[first:], *lanes[:first]]:
@@ -69,13 +69,13 @@ def race(lanes: Sequence[Lane], segments: int) -> None:
 
 
 def apart(base: Lane, lane: Lane, key: str) -> float:
-    """The largest difference between two arms of a logged figure."""
+    """The largest difference of a logged number between two arms."""
     pairs = zip(base.facts["logs"], lane.facts["logs"], strict=True)
     return max(abs(theirs[key] - ours[key]) for theirs, ours in pairs)
 
 
 def add_options(options: ArgumentParser, texts: str) -> None:
-    """The options of every benchmark of arms; `texts` says which the file of data has."""
+    """Add the options that benchmarks with arms share; `texts` describes the data file."""
     options.add_argument("--data", type=Path, required=True, help=f"jsonl of {texts} texts")
     options.add_argument("--model", type=Path, help="checkpoint; unset, a llama of --layers and --width")
     options.add_argument("--layers", type=int, default=8)
@@ -92,7 +92,7 @@ def add_steps(options: ArgumentParser, warm_up: int, steps: int) -> None:
 
 
 def config_of(name: str, args: Any, folder: Path) -> dict[str, Any]:
-    """The arguments of an arm that is told how many steps it has, in which each segment is logged."""
+    """The trainer arguments of an arm with a fixed number of steps, logged once per segment."""
     return {
         "output_dir": str(folder / name), "per_device_train_batch_size": args.batch, "max_length": args.max_length,
         "max_steps": args.warm_up + args.steps, "bf16": False, "train_sampling_strategy": "sequential",
@@ -102,10 +102,10 @@ def config_of(name: str, args: Any, folder: Path) -> dict[str, Any]:
 
 
 def table(lanes: Sequence[Lane], args: Any, other_steps: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """A row an arm, of the steps behind the warm-up; ratios are those of segments.
+    """A row per arm, for the steps after the warm-up; ratios are computed per segment.
 
     Args:
-        other_steps: the arms whose steps are of other rows.
+        other_steps: the arms whose steps train on different rows, so that losses cannot be compared.
     """
     base, warm = lanes[0], args.warm_up // args.segment
     rates = {lane.name: rates_of(lane, warm, _that_counts(lane, lanes)) for lane in lanes}
@@ -127,12 +127,12 @@ def table(lanes: Sequence[Lane], args: Any, other_steps: Sequence[str] = ()) -> 
 
 
 def _that_counts(lane: Lane, lanes: Sequence[Lane]) -> Lane:
-    """The arm whose count of tokens is a lane's: its own, or another's of the same rows where its trainer has none."""
+    """The arm that provides a lane's token counts: itself, or, if its trainer does not log them, another one."""
     return next(one for one in (lane, *lanes) if "num_tokens" in one.facts["logs"][0])
 
 
 def rates_of(lane: Lane, warm: int, counting: Lane | None = None) -> list[float]:
-    """Tokens of text a second of each measured segment, by the trainer's own count, or by that of `counting`."""
+    """Text tokens per second in each measured segment, as counted by the trainer of the lane, or of `counting`."""
     totals = [entry["num_tokens"] for entry in (counting or lane).facts["logs"]]
     tokens = [after - before for before, after in zip([0, *totals], totals, strict=False)]
     return [count / seconds for count, seconds in zip(tokens[warm:], lane.seconds[warm:], strict=True)]

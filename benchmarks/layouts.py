@@ -1,4 +1,4 @@
-"""Loss and gradients of one step in packed and shared rows against padded ones, in every native decoder family."""
+"""Compare a step's loss and gradients in the packed and shared layouts with the padded one, for all native decoders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def measured(folder: Path, family: str, name: str, dtype: str) -> dict:
-    """Gaps of a variant: in loss relative to it, in gradients relative to the largest of a tensor's."""
+    """Relative gaps of a variant: of the loss, and of gradients relative to the largest element of each tensor."""
     from compat_tests.models import variants
     from compat_tests.models.test_layouts import PACKED, apart
     from trl_jax.hub.auto import AutoModelForSequenceClassification

@@ -1,9 +1,8 @@
-"""Peak memory and time of loading a checkpoint, against its size in float32, beside transformers.
+"""Peak memory and time of loading a checkpoint with trl_jax and transformers, relative to its size in float32.
 
-A llama of noise, of the size asked for, is written first. Each loader runs in a process of its own and is
-measured after all imports and a first load of something tiny. Two peaks are told apart: what the process
-allocated (anonymous memory, sampled every millisecond), and what was resident at the most, which includes
-pages of the mapped file that the kernel may drop.
+A llama with random weights is written first. Each loader runs in its own process and is measured after all imports and
+a warm-up load of a tiny model. Two peaks are reported: allocated memory (anonymous, sampled every millisecond), and
+resident memory, which includes pages of the mapped file that the kernel may drop.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def main() -> None:
 
 
 def build(folder: Path, millions: int, width: int, dtype: str) -> tuple[float, float]:
-    """Write the checkpoint. Returns the MB in float32 of all its weights, and of its largest tensor."""
+    """Write the checkpoint. Returns the size in MB, in float32, of all weights and of the largest tensor."""
     from safetensors import safe_open
 
     vocab_size, a_layer = 32000, 12 * width * width
@@ -65,9 +64,9 @@ def row(side: str, dtype: str, size: float, largest: float, found: dict[str, flo
 
 
 def measure(side: str, folder: str) -> dict[str, float]:
-    """Growth of this process's memory in MB while it loads, and the seconds that took."""
+    """The growth of this process's memory while loading, in MB, and the seconds that it takes."""
     load = LOADERS[side]()
-    with tempfile.TemporaryDirectory() as warm:  # what is imported at the first load is not the checkpoint's
+    with tempfile.TemporaryDirectory() as warm:  # lazy imports of the first load are not measured
         common.build_llama(Path(warm), layers=1, width=64, vocab_size=64)
         load(warm)
     resident, allocated = common.memory(), common.memory("RssAnon")
@@ -86,7 +85,7 @@ def measure(side: str, folder: str) -> dict[str, float]:
 
 
 class Sampler:
-    """Watches anonymous memory from a thread; `most` is the highest it saw, in MB."""
+    """Samples anonymous memory in a thread; `most` is the maximum in MB."""
 
     def __enter__(self) -> Sampler:
         self.most, self._stop = common.memory("RssAnon"), threading.Event()
@@ -123,10 +122,10 @@ def _on_a_mesh() -> Callable[[str], object]:
     from trl_jax.hub.auto import find_checkpoint
     from trl_jax.mesh.mesh import ShardingPlan, make_mesh
 
-    place = ShardingPlan(make_mesh({"fsdp": 4})).place
+    sharding_of = ShardingPlan(make_mesh({"fsdp": 4})).sharding_of
 
     def load(folder: str) -> object:
-        return jax.block_until_ready(find_checkpoint(folder, dtype="float32").load(0, None, place).params)
+        return jax.block_until_ready(find_checkpoint(folder, dtype="float32").load(0, None, sharding_of).params)
 
     return load
 

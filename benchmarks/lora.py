@@ -1,7 +1,7 @@
-"""Memory and time of a step: the whole model, LoRA and QLoRA, here and in TRL with PEFT.
+"""Memory and time of a step with full fine-tuning, LoRA and QLoRA, in trl_jax and in TRL with PEFT.
 
-Each figure comes from a process of its own, on a llama made on the spot; ours finds no torch there, which transformers
-would import for 0.35 GB and nobody needs. Run it on an idle machine:
+Each number is measured in its own process, on a llama with random weights. For trl_jax, torch is hidden: transformers
+would otherwise import it, which takes 0.35 GB. Run it on an idle machine:
 
     python benchmarks/lora.py --width 768 --layers 12 --steps 12
 """
@@ -18,14 +18,14 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MODES = ("full", "lora", "qlora")
 SIDES = ("trl_jax", "trl")
 
 
 def build(folder: Path, width: int, layers: int) -> None:
-    """A llama of this size, random, in bfloat16."""
+    """Write a llama of this size with random bfloat16 weights."""
     import torch
     import transformers
 
@@ -42,7 +42,7 @@ def build(folder: Path, width: int, layers: int) -> None:
 
 
 def one(side: str, mode: str, folder: str, steps: int, tokens: int) -> dict[str, float]:
-    """Seconds a step (the median, without the first two) and the most memory the process held, in GB."""
+    """Median seconds per step, without the first two steps, and the process's peak memory in GB."""
     if side == "trl_jax":
         from benchmarks import common
 
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # side, mode, folder: what each process runs
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # side, mode, folder: for the child processes
     given = parser.parse_args()
     if given.one is not None:
         print(json.dumps(one(*given.one, given.steps, given.tokens)))

@@ -1,4 +1,4 @@
-"""The runs that `meshes` compares: on meshes of simulated devices, on one, and of TRL with the same global batch."""
+"""The runs that `meshes` compares: on meshes of simulated devices, on one device, and of TRL with an equal batch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 
 from benchmarks.gaps import beyond, gaps
 
-PAIRS = 8  # of a step, whatever the mesh
-LACKING = 3  # pairs of the last step that a ragged epoch lacks, and begins again for
+PAIRS = 8  # pairs per step, for all meshes
+LACKING = 3  # pairs that the last step of a ragged epoch lacks; ranks fill it up from the start of the epoch
 FACTS = {"gemma2": {"sliding_window": 7}, "qwen2": {"head": "causal", "tie": True}}
-# transformers' gemma2 wants it for its soft caps.
+# transformers' gemma2 needs eager attention for logit soft-capping.
 CONFIG = {"gemma2": {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}}
 
 
 def words(mesh: str) -> tuple[dict, int]:
-    """Arguments that say a mesh, and how many shards it has; "zero1:8" is DeepSpeed's stage 1 over all eight."""
+    """The trainer arguments for a mesh, and its number of shards; "zero1:8" is DeepSpeed's stage 1 on 8 devices."""
     if mesh.startswith("zero"):
         return {"deepspeed": {"zero_optimization": {"stage": int(mesh[4])}}}, 8
     sizes = dict(part.split(":") for part in mesh.split(","))
@@ -30,7 +30,7 @@ def words(mesh: str) -> tuple[dict, int]:
 
 
 def run(folder, rows, mesh: str, layout: str, accumulation: int = 1, scores: bool = True, **config):
-    """A run; with `scores`, what it evaluates and predicts at its end, too."""
+    """Train; with `scores`, also evaluate and predict at the end."""
     from compat_tests import tiny
     from compat_tests.parity.reference import run_ours
 
@@ -54,7 +54,7 @@ def run(folder, rows, mesh: str, layout: str, accumulation: int = 1, scores: boo
 
 @dataclass
 class Side:
-    """A model's runs that need no mesh, each made once: of one device, and of TRL."""
+    """A model's runs without a mesh, on one device and of TRL; each is run once and cached."""
 
     model: str
     folder: Path
@@ -66,7 +66,7 @@ class Side:
         return CONFIG.get(self.model, {}) | in_order
 
     def rows_of(self, way: str) -> list[dict]:
-        """A "refilled" epoch has those pairs twice for which ranks begin a ragged one again."""
+        """A "refilled" epoch ends with the pairs with which ranks fill up a "ragged" one."""
         last = {"refilled": self.rows[:LACKING], "ragged": []}.get(way, self.rows[-LACKING:])
         return self.rows[:-LACKING] + last
 
@@ -87,7 +87,7 @@ class Side:
         return self.made[way]
 
     def row(self, mesh: str, layout: str, way: str) -> dict[str, dict[str, float]]:
-        """A mesh's gaps to either."""
+        """The gaps between a run on a mesh and the runs on one device and of TRL."""
         how = self.config(way) | _adapter("trl_jax", way)
         mine = run(self.folder, self.rows_of(way), mesh, layout, _passes(way), **how)
         if way == "ragged" and words(mesh)[1] > 1:
@@ -100,10 +100,10 @@ class Side:
         }
 
     def first_gradients(self, way: str) -> dict[str, np.ndarray]:
-        """What the first step's optimizer gets under TRL in float64: what plain descent takes from the weights."""
+        """The gradients of the first step, computed with TRL in float64 as the update of SGD with learning rate 1."""
         from compat_tests.parity.reference import read_weights, run_trl
 
-        if way == "lora":  # whose base has none
+        if way == "lora":  # the base has no gradients
             return {}
         if (way, "exact") not in self.made:
             step = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_steps": 1}

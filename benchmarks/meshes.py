@@ -1,13 +1,13 @@
-"""The same run on meshes of eight simulated devices, on one device, and of TRL with the same global batch: how far
-apart every number is, as Markdown.
+"""Compare runs on meshes of eight simulated devices with the same run on one device, and of TRL with the same global
+batch. Prints the differences of all numbers as Markdown.
 
     python -m benchmarks.meshes                       # six models, their layouts, every mesh, 20 steps each
     python -m benchmarks.meshes --models bert --meshes data:8 --ways plain lora
     python -m benchmarks.meshes --models llama gemma2 --layouts padded packed shared --meshes sequence:2
 
-Each run is a line of the standard error, and of a file of --rows; the standard output has the worst of each model,
-layout and way, and names what is beyond the parity marks. `bench.gaps` says what the columns are. Several such commands
-can share the work: `--show FILES` makes one table of their files.
+Each run is a line on standard error and in the file of --rows. Standard output has the worst differences for each
+model, layout and way, and lists everything that exceeds the parity tolerances. `benchmarks.gaps` describes the columns.
+The work can be divided over several commands; `--show FILES` combines their files into one table.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def eight_devices() -> None:
 
 
 def fits(model: str, layout: str, mesh: str, way: str) -> bool:
-    """Whether there is such a run: what encoders make of a prompt depends on its answer, so nothing is shared, and
-    their texts are not dealt over devices; eight shards have one pair each."""
+    """Whether this combination is supported. Encoders cannot share prompts, because their representation depends on the
+    answer, and do not support sequence meshes; with eight shards of one pair each there is nothing to accumulate."""
     if model == "bert" and (layout == "shared" or "sequence" in mesh):
         return False
     return way != "accumulated" or words(mesh)[1] < PAIRS
@@ -83,7 +83,7 @@ def _options() -> argparse.ArgumentParser:
 
 
 def race(args: argparse.Namespace) -> Iterator[dict]:
-    """Each run's gaps, with its names, its seconds and what is beyond the marks."""
+    """The gaps of each run, with its names, seconds, and what exceeds the tolerances."""
     from compat_tests import tiny
 
     rows = tiny.preference_rows(PAIRS * args.steps, margin=True)
@@ -98,7 +98,7 @@ def race(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def report(found: list[dict]) -> None:
-    """The worst of each model, layout and way, from either yardstick; then what is beyond the marks."""
+    """Print the worst gaps for each model, layout and way, to one device and to TRL; then those beyond tolerances."""
     for yardstick in YARDSTICKS:
         kinds = itertools.groupby(sorted(found, key=_kind), _kind)
         table = [(kind, [row[yardstick] for row in rows]) for kind, rows in kinds]

@@ -1,4 +1,4 @@
-"""The far side of `peers`: a trainer of TRL, trl_jax, Tunix or EasyDeL in a process of its own that takes turns."""
+"""The child process of `peers`: a trainer of TRL, trl_jax, Tunix or EasyDeL that trains one segment per request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RATES = {"SFT": 2e-5, "DPO": 1e-6, "GRPO": 1e-6}  # TRL's defaults
 
 
 def rows(task: str, model: Path, data: Path, count: int, max_length: int) -> list[dict[str, Any]]:
-    """The first conversations of the data, or pairs or prompts, that no arm cuts."""
+    """The first conversations (or pairs, or prompts) of the data that no arm truncates."""
     words = sft_turns.tokenizer(model)
     if task == "SFT":
         chats = (sft_turns.messages(row["chosen"]) for row in common.read_rows(data))
@@ -33,7 +33,7 @@ def rows(task: str, model: Path, data: Path, count: int, max_length: int) -> lis
 def take(
     pipe: Connection, side: str, task: str, model: Path, rows: list[dict], config: dict, segment: int, stop: int
 ) -> None:
-    """Build TRL's or our trainer, say so, then train as `turns.train` does."""
+    """Build TRL's or our trainer, report it, then train as `turns.train` does."""
     from datasets import Dataset
 
     package = turns.package_of(side)
@@ -49,17 +49,17 @@ def take(
 
 
 def variety(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """The reward: the number of different characters."""
+    """The reward: the number of distinct characters."""
     return [float(len(set(text))) for text in completions]
 
 
 def take_tunix(
     pipe: Connection, task: str, model: Path, rows: list[dict], config: dict, pad: int | None, segment: int, stop: int
 ) -> None:
-    """The same with Tunix, whose interpreter this is.
+    """The same for Tunix; runs in the interpreter of Tunix's environment.
 
     Args:
-        pad: tokens that every text is padded to; None rounds the longest of a batch up to a multiple of 128.
+        pad: length to which all texts are padded; None: the longest of each batch, rounded up to a multiple of 128.
     """
     import jax
     import numpy as np
@@ -95,7 +95,7 @@ def take_tunix(
 def take_easydel(
     pipe: Connection, task: str, model: Path, rows: list[dict], config: dict, segment: int, stop: int
 ) -> None:
-    """The same with EasyDeL, whose interpreter this is. Every text is padded to `max_length`."""
+    """The same for EasyDeL; runs in the interpreter of EasyDeL's environment. All texts are padded to `max_length`."""
     import easydel
     import jax
     from datasets import Dataset
@@ -143,7 +143,7 @@ def take_easydel(
 
 
 def _easydel_model(folder: Path) -> Any:
-    """EasyDeL's model with the weights of the folder, in float32."""
+    """EasyDeL's model with the folder's weights, in float32."""
     import easydel
     import jax
     import jax.numpy as jnp
@@ -158,8 +158,8 @@ def _easydel_model(folder: Path) -> Any:
 def _taking_turns(
     batches: Sequence[Any], pipe: Connection, settle: Any, segment: int, stop: int, facts: dict
 ) -> Iterator[Any]:
-    """Batches, again and again, `stop` of them. Before each segment it waits for its turn; asked for the next batch
-    after it, it reports the seconds."""
+    """Yield `stop` batches, cycling through `batches`. Waits for a request before each segment, and reports its seconds
+    when the batch after it is requested."""
     start = 0.0
     for number in range(stop + 1):
         if number == 1:
@@ -177,11 +177,11 @@ def _taking_turns(
 
 
 def _learner(model: Path, mesh: Any, words: Any, config: dict, length: int, prompts: int, stop: int) -> tuple[Any, Any]:
-    """Tunix's learner of GRPO with its own generator, and the model that it trains.
+    """Tunix's GRPO learner, with its own generator, and the model that it trains.
 
     Args:
-        length: tokens that prompts are padded to.
-        prompts: of a step.
+        length: length to which prompts are padded.
+        prompts: number of prompts per step.
     """
     from tunix.rl import rl_cluster
     from tunix.rl.grpo import grpo_learner
@@ -209,7 +209,7 @@ def _learner(model: Path, mesh: Any, words: Any, config: dict, length: int, prom
 
 
 def _optimizer(rate: float, stop: int) -> Any:
-    """The optimizer that TRL's defaults give."""
+    """The optimizer of TRL's defaults."""
     import optax
 
     adamw = optax.adamw(optax.linear_schedule(rate, 0.0, stop), weight_decay=0.0)
@@ -217,7 +217,7 @@ def _optimizer(rate: float, stop: int) -> Any:
 
 
 def _trainer(task: str, model: Path, mesh: Any, config: dict, stop: int) -> tuple[Any, list[float]]:
-    """Tunix's trainer with the optimizer that TRL's defaults give, and the list that its losses come to."""
+    """Tunix's trainer with the optimizer of TRL's defaults, and the list to which its losses are appended."""
     from tunix.sft import hooks, peft_trainer, utils
     from tunix.sft.dpo import dpo_trainer
 
@@ -253,7 +253,7 @@ def _trainer(task: str, model: Path, mesh: Any, config: dict, stop: int) -> tupl
 
 
 def _model(folder: Path, mesh: Any) -> Any:
-    """Tunix's qwen3 with the weights of the folder, in float32."""
+    """Tunix's qwen3 with the folder's weights, in float32."""
     import jax.numpy as jnp
     from transformers import AutoConfig
     from tunix.models.qwen3 import model, params
@@ -269,7 +269,7 @@ def _model(folder: Path, mesh: Any) -> Any:
 
 
 def _batch(task: str, words: Any, rows: Sequence[dict], pad: int | None) -> Any:
-    """What Tunix's trainer takes: padded arrays, or prompts as texts."""
+    """A batch for Tunix's trainer: padded arrays, or prompts as text."""
     import numpy as np
     from tunix.sft import peft_trainer
     from tunix.sft.dpo import dpo_trainer
@@ -290,7 +290,7 @@ def _batch(task: str, words: Any, rows: Sequence[dict], pad: int | None) -> Any:
 
 
 def _places(batch: Any) -> list[int]:
-    """How many tokens and padding a step computes, by text."""
+    """The number of tokens that a step computes, padding included, for each text."""
     if hasattr(batch, "input_tokens"):
         return [batch.input_tokens.size]
     return [batch.prompt_ids.size + ids.size for ids in (batch.chosen_ids, batch.rejected_ids)]
@@ -313,7 +313,7 @@ def _in_128s(ids: Sequence[int]) -> int:
 
 
 def _of_pair(words: Any, row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
-    """Ids of the prompt, up to where the assistant answers, and of both answers."""
+    """Ids of the prompt (with the generation prompt) and of both answers."""
     prompt = _ids(words, row["prompt"], add_generation_prompt=True)
     chosen, rejected = (_ids(words, row["prompt"] + row[side])[len(prompt) :] for side in ("chosen", "rejected"))
     return prompt, chosen, rejected

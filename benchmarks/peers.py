@@ -1,19 +1,18 @@
-"""How fast trl_jax trains, against TRL, google-tunix and EasyDeL: live trainers in processes of their own take turns.
+"""Training speed of trl_jax, TRL, google-tunix and EasyDeL. Trainers in separate processes alternate.
 
-All train the same qwen3 of noise on the same conversations, pairs or prompts of hh-rlhf, in the same order, in float32,
-with the same AdamW, schedule and clipping. The steps go through --batches batches again and again, so every shape is
-compiled in the warm-up. Tunix pads what it is given, and asks its caller for the lengths: "fixed" pads every text to
---max_length, as its examples do (half of it for the prompt and half for the answer in DPO, a quarter for the prompt in
-GRPO), "in 128s" pads a batch to its longest text, rounded up to a multiple of 128. Rows longer than that are left out
-for all.
+All train the same qwen3 with random weights on the same conversations, pairs or prompts of hh-rlhf, in the same order,
+in float32, with the same AdamW, schedule and clipping. Steps cycle through --batches batches, so all shapes are
+compiled during the warm-up. Tunix leaves the padded lengths to its caller: "fixed" pads all texts to --max_length, as
+its examples do (in DPO half of it for the prompt and half for the answer, in GRPO a quarter for the prompt); "in 128s"
+pads each batch to its longest text, rounded up to a multiple of 128. Longer rows are left out for all trainers.
 
-GRPO has Tunix's default loss (`loss_type="grpo"` in TRL) and no reference. TRL and trl_jax generate the same
-completions and Tunix others; nearly all have --completion tokens, because the model has random weights.
+GRPO uses Tunix's default loss (`loss_type="grpo"` in TRL) and no reference. TRL and trl_jax generate the same
+completions, Tunix different ones; nearly all have --completion tokens, because the model has random weights.
 
-EasyDeL pads every text to --max_length, too; its trainers of SFT and DPO are compared, with its attention "sdpa".
+EasyDeL also pads all texts to --max_length. Only its SFT and DPO trainers are compared, with its "sdpa" attention.
 
-Tunix and EasyDeL need environments of their own, whose jax is another: --python and --easydel name their interpreters.
-Unset, one is made in a temporary folder with pip, which downloads about a gigabyte.
+Tunix and EasyDeL need their own environments with a different jax: --python and --easydel are their interpreters. If
+unset, an environment is created in a temporary folder with pip, which downloads about a gigabyte.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import Any
 from benchmarks import common, lanes, peer_turns, sft_turns, turns
 
 TUNIX = ("google-tunix==0.1.7",)
-EASYDEL = ("easydel==0.3.0", "pillow", "torch==2.13.0")  # torch reads the weights
+EASYDEL = ("easydel==0.3.0", "pillow", "torch==2.13.0")  # torch is needed to read the weights
 TASKS = ("SFT", "DPO", "GRPO")
 ARMS = ("TRL", "trl_jax", "Tunix fixed", "Tunix in 128s", "EasyDeL")
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,7 +81,7 @@ def _arguments() -> Any:
 
 
 def _environment(folder: Path, packages: Sequence[str]) -> Path:
-    """The interpreter of a new environment with these packages."""
+    """Create an environment with these packages and return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
@@ -129,7 +128,7 @@ def _config(name: str, task: str, args: Any, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _interpreter(python: Path) -> Iterator[None]:
-    """Processes started meanwhile run under that interpreter, with its packages and the modules of this checkout."""
+    """Processes started in this context use that interpreter, its packages, and the modules of this checkout."""
     asked = [str(python), "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
     found = subprocess.run(asked, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
     kept = sys.path.copy()

@@ -1,6 +1,6 @@
-"""What `trl-jax plan` says of published shapes on TPU slices that are not there: the README's table.
+"""Run `trl-jax plan` for published model shapes on TPU slices, without having TPUs.
 
-python -m benchmarks.pods                       # wants jax[tpu]; 2 to 4 minutes a row on two cores
+python -m benchmarks.pods                       # needs jax[tpu]; 2 to 4 minutes per row on two cores
 python -m benchmarks.pods --rows 0 2 --length 2048
 """
 
@@ -30,7 +30,7 @@ CONFIGS = {
         },
     },
 }  # fmt: skip
-ROWS = (  # model, topology, mesh, pairs a chip
+ROWS = (  # model, topology, mesh, pairs per chip
     ("Qwen3-0.6B", "v6e:1x1", "data:1", 8),
     ("Qwen3-0.6B", "v6e:2x2", "fsdp:4", 8),
     ("Qwen3-0.6B", "v6e:2x4", "fsdp:8", 8),
@@ -43,7 +43,7 @@ GIB = 2**30
 
 
 def planned(model: str, topology: str, mesh: str, pairs: int, length: int, layout: str) -> dict:
-    """The plan as the command writes it, by a process of its own."""
+    """The plan that the command writes, run in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[model]))
         flags = {

@@ -1,8 +1,8 @@
-"""Many prompts, `--batch` completions at a time: batches that end as a whole, and places that prompts which wait take.
+"""Generate for many prompts with `--batch` slots: fixed batches, against refilling slots with waiting prompts.
 
-One model of noise in float32, in which one id in so many ends a completion: lengths are spread as in practice, where a
-batch waits for its longest. Both ways draw the same tokens. Calls are made turn about in one process, after one of each
-that compiles; times are CPU seconds.
+The model has random weights in float32, and one in --mean ids is an EOS token, so that completion lengths vary as in
+practice, where a batch waits for its longest completion. Both ways sample the same tokens. Calls alternate in one
+process, after one warm-up call each; times are CPU seconds.
 """
 
 from __future__ import annotations

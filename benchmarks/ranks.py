@@ -1,11 +1,12 @@
-"""Several real processes on the loopback beside as many ranks of TRL (gloo, CPU); fewer and more go on with the run.
+"""Compare runs of several processes on one machine with the same number of TRL ranks (gloo, CPU), and resume them with
+fewer and more processes.
 
-    python -m benchmarks.ranks                # four of each; then two, one and four go on, a quarter each
+    python -m benchmarks.ranks                # four of each; then two, one and four resume, a quarter of the run each
     python -m benchmarks.ranks --count 2 --mesh data:2 --model gemma2
 
-A row for each run: the largest gap of any step to TRL's ranks, and of the weights at the end; `bench.gaps` says what
-its columns are. The first row is TRL's own, one process of it beside its ranks, where the pairs come out even: ranks
-begin a ragged epoch again.
+Each row has a run's largest gaps to TRL's ranks over all steps and of the final weights; `benchmarks.gaps` describes
+the columns. The first row compares a single TRL process with TRL's ranks, if the epoch divides evenly (in a ragged
+epoch, ranks fill up the last step).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pathlib import Path
 
 from benchmarks.gaps import gaps
 
-PAIRS = 16  # of a step
+PAIRS = 16  # pairs per step
 CONFIG = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
 
 
 def run(whose: str, folder: Path, out: Path, count: int, **config) -> None:
-    """So many processes, to the end; eight pairs a micro-batch over all."""
+    """Run `count` processes to the end, with eight pairs per micro-batch over all of them."""
     from compat_tests.mesh.launching import launch
 
     start, given = time.time(), CONFIG | {"per_device_train_batch_size": 8 // count} | config
@@ -37,7 +38,7 @@ def run(whose: str, folder: Path, out: Path, count: int, **config) -> None:
 
 
 def left(logs: Path, folder: Path):
-    """What a run left: its log, or a checkpoint's, and weights."""
+    """Read the log and the weights of a finished run or a checkpoint."""
     from compat_tests.parity.reference import Run, read_weights
 
     found = json.loads(logs.read_text())

@@ -1,4 +1,4 @@
-"""The same run under TRL and under trl_jax, on real pairs: how far apart the curves, and what each costs."""
+"""The same run with TRL and trl_jax on real pairs: the differences of their curves, and their costs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def apart(furthest: tuple[float, str]) -> str:
 
 
 def measure(args: Any, folder: Path) -> tuple[dict[str, dict], dict[str, tuple[float, str]]]:
-    """Each side's run, and where final weights are furthest apart: of both, and of each side from the exact ones."""
+    """The run of each side, and the largest differences of final weights: between the sides, and of each from the
+    float64 run."""
     model = args.model
     if model is None:
         model = folder / "tiny"
@@ -82,7 +83,7 @@ def measure(args: Any, folder: Path) -> tuple[dict[str, dict], dict[str, tuple[f
 
 
 def build_tiny(folder: Path, data: Path) -> None:
-    """Four layers 128 wide, and a tokenizer of the data itself."""
+    """Write a llama with four layers of width 128, and train a tokenizer on the data."""
     texts = [row[side] for row in common.read_rows(data) for side in ("chosen", "rejected")]
     common.build_tokenizer(folder, texts, vocab_size=8192)
     common.build_llama(folder, layers=4, width=128, vocab_size=8192)
@@ -91,7 +92,7 @@ def build_tiny(folder: Path, data: Path) -> None:
 def train(
     side: str, model: Path, data: Path, pairs: int, held_out: int, out: Path, config: dict, double: bool = False
 ) -> dict:
-    """One run, from import to a saved folder, in float64 if `double`. Everything the process does is counted."""
+    """Run one side from import to saving, in float64 if `double`, and measure everything that the process does."""
     start, before = time.perf_counter(), common.memory()
     from compat_tests.parity.reference import in_float64
 
@@ -139,7 +140,7 @@ def train(
 
 
 def furthest_weights(theirs: Path, ours: Path) -> tuple[float, str]:
-    """The largest difference of any element of two checkpoints, and the tensor it is in."""
+    """The largest difference of any element between two checkpoints, and its tensor."""
     import numpy as np
 
     from compat_tests.parity.reference import read_weights
@@ -151,7 +152,7 @@ def furthest_weights(theirs: Path, ours: Path) -> tuple[float, str]:
 
 
 def deviations(theirs_run: dict, ours_run: dict) -> list[dict]:
-    """For each logged key the largest deviation, absolute and of the value there, its step, and the tests' mark."""
+    """For each logged key: the largest absolute deviation, its step, the value there, and the tests' tolerance."""
     from compat_tests.parity.marks import Marks, allowed, timeless
 
     found: dict[str, dict] = {}

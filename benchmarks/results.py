@@ -1,11 +1,11 @@
-"""Runs of SmolLM2-135M-Instruct whose results one can read, each on one CPU core: figures before, during and after.
+"""Train SmolLM2-135M-Instruct on one CPU core, with readable results before, during and after training.
 
-`python -m benchmarks.smollm2 FOLDER` makes the weights. Every run evaluates on rows that are not trained on. `--side
-trl` runs the same arguments under TRL, for its curve.
+`python -m benchmarks.smollm2 FOLDER` creates the weights. Every run evaluates on held-out rows. `--side trl` runs TRL
+with the same arguments, for its curve.
 
   grpo          full fine-tuning on sums; the reward is 1 for the right number, otherwise 0
-  dpo           LoRA on short pairs of a jsonl file of chosen and rejected dialogues, as hh-rlhf has them
-  sft           LoRA on sentences about people, which are to be turned into JSON
+  dpo           LoRA on short pairs of a jsonl file of chosen and rejected dialogues, such as hh-rlhf
+  sft           LoRA on sentences about people, to be converted to JSON
   distillation  the first layers of the model learn the distributions of the whole model, on the dialogues of `--data`
 """
 
@@ -28,11 +28,11 @@ Message = dict[str, str]
 
 @dataclasses.dataclass
 class Run:
-    """A trainer that is ready, with the texts that its model completes before and after.
+    """A trainer, with prompts that its model answers before and after training.
 
     Args:
         asked: held-out prompts.
-        wanted: their answers, where there is one right answer.
+        wanted: the correct answers, or None.
     """
 
     trainer: Any
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(args: Any, folder: Path) -> dict[str, Any]:
-    """Train. The curve has a row for each evaluation, with the mean training loss or reward since the one before."""
+    """Train. The curve has a row per evaluation, with the mean training loss or reward since the previous one."""
     package = turns.package_of(args.side)
     run = TASKS[args.task](package, args, folder)
     completes = args.side == "trl_jax"
@@ -97,7 +97,7 @@ def measure(args: Any, folder: Path) -> dict[str, Any]:
 
 
 def answers(run: Run) -> list[str]:
-    """Greedy completions of the prompts asked."""
+    """Greedy completions of the run's prompts."""
     texts = run.trainer.model.generate_text(
         run.asked, run.trainer.processing_class, max_new_tokens=run.new_tokens, do_sample=False
     )
@@ -105,7 +105,7 @@ def answers(run: Run) -> list[str]:
 
 
 def exact(found: Sequence[str], wanted: Sequence[str]) -> float:
-    """The share of answers that are the wanted text and nothing else."""
+    """The fraction of answers that are exactly the wanted text."""
     return sum(one == right for one, right in zip(found, wanted, strict=True)) / len(wanted)
 
 
@@ -136,8 +136,8 @@ def _clock(stop: int | None) -> Any:
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        """CPU seconds between the logs of adjacent steps, which wait for the step; those around an evaluation are left
-        out. Training ends after `stop` steps."""
+        """Measures CPU seconds between the logs of consecutive steps (logging waits for the step), except around
+        evaluations. Stops training after `stop` steps."""
 
         def __init__(self):
             self.seconds, self.steps, self._start, self._last = [], 0, 0.0, None
@@ -166,7 +166,7 @@ def _clock(stop: int | None) -> Any:
 
 
 def config_of(args: Any, folder: Path, **own: Any) -> dict[str, Any]:
-    """Arguments that the runs share."""
+    """The trainer arguments that all runs share, with `own` ones."""
     return {
         "output_dir": str(folder / "out"), "seed": args.seed, "logging_steps": 1, "eval_strategy": "steps",
         "eval_on_start": True, "bf16": False, "use_cpu": True, "gradient_checkpointing": False,
@@ -189,7 +189,8 @@ def grpo(package: Any, args: Any, folder: Path) -> Run:
 
 
 def sums(dice: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Sums of two numbers from 1 to 12, after an example, and those held out. Both orders of a sum are in one part."""
+    """Prompts for sums of two numbers from 1 to 12, with an example, for training and held out. Both orders of a sum
+    are in the same part."""
     pairs = [(first, second) for first in range(1, 13) for second in range(first, 13)]
     dice.shuffle(pairs)
     example = [{"role": "system", "content": "Add."}, user("2 + 3"), assistant("5")]
@@ -212,7 +213,7 @@ def assistant(text: str) -> Message:
 
 
 def is_right(completions: Any, answer: Any, **columns: Any) -> list[float]:
-    """1 for a completion that is the number and nothing else."""
+    """1 for a completion that is exactly the number, else 0."""
     said = [messages[0]["content"].strip() for messages in completions]
     return [float(text == right) for text, right in zip(said, answer, strict=True)]
 
@@ -250,7 +251,7 @@ def sft(package: Any, args: Any, folder: Path) -> Run:
 
 
 def person(dice: random.Random, names: Sequence[str], cities: Sequence[str]) -> dict[str, Any]:
-    """A sentence about a person, and the JSON of it."""
+    """A sentence about a person, and its content as JSON."""
     known = {"name": dice.choice(names), "city": dice.choice(cities), "age": dice.randint(18, 90)}
     system = {"role": "system", "content": "Reply in JSON."}
     asked = user(dice.choice(SENTENCES).format(**known))
@@ -306,7 +307,7 @@ ASKED = [
 
 
 def first_layers(folder: Path, out: Path, layers: int) -> None:
-    """A checkpoint of the model's first layers, its embeddings and its final norm."""
+    """Write a checkpoint with the model's first layers, its embeddings and its final norm."""
     import shutil
 
     from safetensors.numpy import load_file, save_file
@@ -322,13 +323,13 @@ def first_layers(folder: Path, out: Path, layers: int) -> None:
 
 
 def _layer(name: str) -> int:
-    """The number of the layer that a tensor belongs to, -1 for one outside."""
+    """The layer that a tensor belongs to; -1 for tensors outside of layers."""
     parts = name.split(".")
     return int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
 
 
 def _parts(rows: Sequence[dict], train: int, held_out: int, prompt: Callable[[dict], Any]) -> tuple[list, list]:
-    """The first rows, and the last ones whose prompt is none of theirs."""
+    """The first `train` rows, and the last `held_out` rows whose prompts are not among them."""
     first = list(rows[:train])
     known = [prompt(row) for row in first]
     others = [row for row in rows[train:] if prompt(row) not in known]
@@ -347,7 +348,7 @@ _TOKENIZERS: dict[Path, Any] = {}
 
 
 def _tokens(folder: Path, messages: Sequence[Message]) -> int:
-    """How many tokens a dialogue has in the model's chat template."""
+    """The number of tokens of a dialogue in the model's chat template."""
     if folder not in _TOKENIZERS:
         _TOKENIZERS[folder] = sft_turns.tokenizer(folder)
     return len(_TOKENIZERS[folder].apply_chat_template(list(messages), tokenize=True, return_dict=False))

@@ -1,6 +1,6 @@
-"""What a checkpoint costs: python -m benchmarks.saving --megabytes 300 --folder DISK
+"""The time to save and load a checkpoint: python -m benchmarks.saving --megabytes 300 --folder DISK
 
-The weights of a model of that size and AdamW's two moments, saved whole and read again; each part by itself, medians.
+Saves and loads the weights of a model of that size and AdamW's two moments; reports the median time of each part.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def once(base: Path, trees: dict) -> dict[str, float]:
         parts["digest"] = sum(timed(lambda file=file: digest(file)) for file in files)
 
     whole = timed(lambda: save_checkpoint(str(run_dir), write, events_of(1), {"dataset": None}))
-    parts["the whole save"] = whole - parts["digest"]  # which was taken twice
+    parts["the whole save"] = whole - parts["digest"]  # which was computed twice
     parts["blocks training, written aside"] = aside(run_dir, trees)
     parts["verify"] = timed(lambda: verify(run_dir / "checkpoint-1"))
     saved = SavedProgress(run_dir / "checkpoint-1")
@@ -65,7 +65,7 @@ def once(base: Path, trees: dict) -> dict[str, float]:
 
 
 def aside(run_dir: Path, trees: dict) -> float:
-    """Seconds until the next step may begin: the arrays are copied, a thread does the rest."""
+    """Seconds until the next step may start: the arrays are copied, and a thread saves them."""
     background, start = AsyncSaver(), time.perf_counter()
     held = host_copy(trees)
 

@@ -1,9 +1,9 @@
-"""How the cost of a step grows with tokens, pairs and layers; and when a long run compiles its last shape.
+"""How the time of a step grows with tokens, pairs and layers; and which steps of a long run compile a shape.
 
-One of the three is varied at a time, the others are the least of their own. Pairs are random tokens of one length that
-share nothing, so that the layout hides no growth. Each point is a process of its own; times are medians of the steps
-after the first two. The exponent of a line fitted to the logarithms stands for all points, that of the last doubling
-for where it tends to.
+One of the three is varied at a time, with the others at their minimum. Pairs are random tokens of one length without a
+common prefix, so that the layout has no influence. Each point runs in its own process; times are medians over the steps
+after the first two. Exponents are fitted to all points on a log-log scale, and computed for the last doubling, which
+shows the asymptotic growth.
 
     python -m benchmarks.scaling --picture scaling.svg
     python -m benchmarks.scaling --data PAIRS.jsonl.gz --steps 300    # which steps of a real run compile
@@ -73,7 +73,7 @@ def _along(axis: str, args: Any, folder: Path) -> list[dict]:
 
 
 def timed(model: Path, tokens: int, pairs: int, repeats: int) -> tuple[list[float], float]:
-    """Seconds of each step but the first two, and the peak of the process."""
+    """Seconds of each step except the first two, and the process's peak memory in MB."""
     import jax
     import numpy as np
     from datasets import Dataset
@@ -111,7 +111,7 @@ def _words() -> Any:
 
 
 def compiling(model: Path, data: Path, steps: int) -> list[int]:
-    """The steps, counted from 1, for which a shape was compiled."""
+    """The steps, counted from 1, that compiled a shape."""
     from transformers import TrainerCallback
 
     from trl_jax.trainer.reward_config import RewardConfig
@@ -136,7 +136,7 @@ def compiling(model: Path, data: Path, steps: int) -> list[int]:
 
 
 def fit(axis: str, rows: list[dict]) -> dict[str, Any]:
-    """Exponents of `seconds ~ size**exponent`."""
+    """Fit the exponent in `seconds ~ size**exponent`."""
     import numpy as np
 
     size, seconds = (np.log([row[key] for row in rows]) for key in ("size", "step s"))

@@ -1,6 +1,6 @@
-"""Compile and step time of a forward and backward pass: layers scanned, layers unrolled, and torch's.
+"""Compile and run time of a forward and backward pass with scanned layers, unrolled layers, and torch.
 
-The same checkpoint and rows on every side, float32, no optimizer. Passes are timed turn about.
+All sides use the same checkpoint and rows, in float32 and without an optimizer. Timed passes alternate.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def race(folder: Path, rows: int, length: int, turns: int) -> list[dict[str, Any
 
 
 def ours(unrolled: bool, folder: Path, ids: Any) -> Any:
-    """A compiled pass; unrolled is the same scan told to repeat its body in the program."""
+    """A compiled pass. `unrolled` uses the same scan with unroll=True."""
     import jax
     import jax.numpy as jnp
 

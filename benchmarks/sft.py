@@ -1,12 +1,13 @@
-"""How fast trl_jax fine-tunes a language model, against TRL: live trainers in processes of their own, taking turns.
+"""Speed of supervised fine-tuning with trl_jax and TRL. Trainers in separate processes alternate.
 
-Every arm trains the same model on the same rows in the same order. After --warm_up steps, in which shapes compile, each
-segment of a few steps is timed in one arm after the other; arms that pack have other steps, so what compares is tokens
-of text a second. TRL tuned has no gradient checkpointing. "chats" are the conversations of a file of chosen texts as
-messages, "control" rows of random ids of one length, where no layout can win anything.
+All arms train the same model on the same rows in the same order. After --warm_up steps, in which shapes compile,
+segments of a few steps are timed in one arm after the other. Arms that pack have different steps, so speeds are
+compared in text tokens per second. "tuned" and "packed" arms have no gradient checkpointing. "chats" are the
+conversations of a file of chosen texts, as messages; "control" are rows of random ids of one length, where layouts make
+no difference.
 
---vocabularies and --lengths measure steps, in CPU seconds, and peaks of memory on the control as one of the two grows,
-each run alone.
+--vocabularies and --lengths measure CPU seconds per step and peak memory on the control for growing vocabularies or row
+lengths, with each run on its own.
 """
 
 from __future__ import annotations
@@ -69,16 +70,16 @@ def _model(args: Any, folder: Path, vocabulary: int) -> Path:
 
 
 def _work(name: str, args: Any, kind: str, folder: Path) -> tuple[str, dict, dict]:
-    """Whose trainer an arm is, its configuration, and what `sft_turns.dataset` is told."""
+    """The package of an arm, its trainer arguments, and the arguments of `sft_turns.dataset`."""
     side, arguments = ARMS[name]
-    # Packed steps have several rows' tokens each: rows enough for all of them.
+    # A packed step consumes several times as many rows.
     count = (args.warm_up + args.steps) * args.batch * (6 if "packing" in arguments else 1)
     config = lanes.config_of(name, args, folder) | arguments
     return side, config, {"kind": kind, "data": args.data, "count": count, "length": args.control_length}
 
 
 def _race(args: Any, kind: str, model: Path, folder: Path) -> list[Lane]:
-    """Build all arms one after the other, then run every segment in each."""
+    """Build all arms one after the other, then run all segments."""
     started, stop = [], args.warm_up + args.steps
     for name in args.arms:
         side, config, rows = _work(name, args, kind, folder)

@@ -1,4 +1,4 @@
-"""The far side of `sft`: a trainer of texts in a process of its own that trains when it is told to."""
+"""The child process of `sft`: an SFT trainer that trains one segment per request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEMPLATE = (
 )
 
 
-# The kinds of layers of a type, in turn.
+# The repeating pattern of layer types of a model type.
 LAYER_TYPES = {
     "qwen3": ("full_attention",),
     "lfm2": ("conv", "conv", "full_attention"),
@@ -29,7 +29,8 @@ LAYER_TYPES = {
 
 
 def build_model(folder: Path, data: Path, layers: int, width: int, vocabulary: int, model_type: str = "llama") -> None:
-    """A causal model of noise, and a tokenizer of the data with a chat template; ids beyond its own stay unused."""
+    """Write a causal model with random weights, and train a tokenizer on the data. The model's vocabulary may be larger
+    than the tokenizer's."""
     turns.build_small(folder, data, layers, width)
     if model_type != "llama":
         _build(folder, model_type, layers, width, vocabulary)
@@ -38,7 +39,7 @@ def build_model(folder: Path, data: Path, layers: int, width: int, vocabulary: i
 
 
 def _build(folder: Path, model_type: str, layers: int, width: int, vocabulary: int) -> None:
-    """A model of another type in the sizes of the llama, drawn by torch."""
+    """Write a model of another type with the sizes of the llama and random weights, using torch."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,7 +51,7 @@ def _build(folder: Path, model_type: str, layers: int, width: int, vocabulary: i
         "linear_num_key_heads": width // 64, "linear_num_value_heads": width // 32, "linear_key_head_dim": 32,
         "linear_value_head_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    if model_type == "qwen3":  # the base of the published ones, and of every qwen3 in Tunix 0.1.7
+    if model_type == "qwen3":  # rope_theta of the published models, and of all qwen3 in Tunix 0.1.7
         sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1_000_000.0}
     known = AutoConfig.for_model(model_type).to_dict()
     config = AutoConfig.for_model(model_type, **{name: size for name, size in sizes.items() if name in known})
@@ -59,8 +60,7 @@ def _build(folder: Path, model_type: str, layers: int, width: int, vocabulary: i
 
 
 def take(pipe: Connection, side: str, model: Path, rows: dict, config: dict, segment: int, stop: int) -> None:
-    """Build the trainer, say so, then train to step `stop`: for each "go" received the seconds of a segment, and at the
-    end the tokens of each segment, the logs and the peak of memory."""
+    """Build the trainer, report it, then train to step `stop` as `turns.train` does."""
     package = turns.package_of(side)
     compiling = turns.count_compilation() if side == "trl_jax" else []
     trainer = package.SFTTrainer(
@@ -81,7 +81,7 @@ def tokenizer(model: Path) -> Any:
 
 
 def dataset(model: Path, *, kind: str, data: Path, count: int, length: int) -> Any:
-    """Chats of the data as messages, or rows of random ids of one length."""
+    """Conversations from the data as messages, or rows of random ids of one length."""
     import numpy as np
     from datasets import Dataset
 
@@ -93,13 +93,13 @@ def dataset(model: Path, *, kind: str, data: Path, count: int, length: int) -> A
 
 
 def messages(text: str) -> list[dict[str, str]]:
-    """The turns of one of hh-rlhf's texts."""
+    """The messages of a text of hh-rlhf."""
     _, *parts = _TURN.split(text)
     return [{"role": _ROLES[role], "content": said} for role, said in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def peak(side: str, model: Path, rows: dict, config: dict) -> dict[str, float]:
-    """CPU seconds of a step, the median of those behind the second, and the peak of memory of a run of five."""
+    """Median CPU seconds per step (without the first two) and peak memory of a run of five steps."""
     from transformers import TrainerCallback
 
     package, ends = turns.package_of(side), []

@@ -1,6 +1,7 @@
-"""Seconds to the first step and to the end of a script of three steps, beside TRL: a fresh interpreter each, in turn.
+"""Seconds to the first step and to the end of a script with three steps, for trl_jax and TRL in fresh interpreters.
 
-`cold` finds no compiled programs, `warm` those of the same script, `warm, other rows` those of scripts with other rows.
+`cold` has an empty compilation cache, `warm` one from the same script, `warm, other rows` one from scripts with other
+rows.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def measure(folder: Path, kind: str, arms: list[str], rounds: int) -> dict[str, list[list[float]]]:
-    """For each arm the FIGURES of each round; the first is not counted, for the sake of the disk."""
+    """For each arm the FIGURES of each round, after an unmeasured round that warms the disk cache."""
     model = build(folder)
     found: dict[str, list[list[float]]] = {arm: [] for arm in arms}
     for number in range(-1, rounds):
@@ -80,14 +81,14 @@ def run(arm: str, kind: str, model: Path, rows: Path, cache: Path | str) -> list
 
 
 def build(folder: Path) -> Path:
-    """A llama of two layers and a tokenizer, which need neither library."""
+    """Write a llama of two layers and a tokenizer, without using either library."""
     common.build_llama(folder / "model", layers=2, width=64, vocab_size=512)
     common.build_tokenizer(folder / "model", [" ".join(WORDS)], 400)
     return folder / "model"
 
 
 def write_rows(folder: Path, kind: str, seed: int) -> Path:
-    """64 rows of 8 to 60 words, others for each seed."""
+    """Write 64 rows of 8 to 60 words, which depend on the seed."""
     dice = random.Random(seed)
     columns = ("text",) if kind == "SFT" else ("prompt", "chosen", "rejected")
     texts = ([" ".join(dice.choices(WORDS, k=dice.randint(8, 60))) for _ in columns] for _ in range(64))

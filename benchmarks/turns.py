@@ -1,4 +1,4 @@
-"""The far side of `speed`: a trainer in a process of its own that trains when it is told to."""
+"""The child process of `speed`: a trainer that trains one segment per request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = 8192
 
 
 def build_small(folder: Path, data: Path, layers: int, width: int) -> None:
-    """A llama of noise with a tokenizer of the data."""
+    """Write a llama with random weights, and train a tokenizer on the data."""
     texts = [row[side] for row in common.read_rows(data) for side in ("chosen", "rejected")]
     common.build_tokenizer(folder, texts, VOCABULARY)
     common.build_llama(folder, layers=layers, width=width, vocab_size=VOCABULARY)
@@ -23,10 +23,7 @@ def build_small(folder: Path, data: Path, layers: int, width: int) -> None:
 def take(
     pipe: Connection, side: str, model: Path, rows: dict, config: dict, segment: int, stop: int | None = None
 ) -> None:
-    """Build the trainer, send facts about its batches, then train, at most to the step `stop`.
-
-    Through the pipe: facts; then, for each "go" received, the seconds of a segment; then closing facts.
-    """
+    """Build the trainer, send facts about its batches, then train, at most to step `stop`; see `train`."""
     start = time.perf_counter()
     package = package_of(side)
     compiling = count_compilation() if side == "trl_jax" else []
@@ -42,10 +39,11 @@ def take(
 def train(
     pipe: Connection, trainer: Any, side: str, segment: int, stop: int | None, facts: dict, compiling: list[float]
 ) -> None:
-    """Send facts, then train: for each "go" received the seconds of a segment, and at the end what is known then.
+    """Send `facts` through the pipe, then train: for each "go" received, run a segment and send its seconds; at the
+    end, send the final facts.
 
     Args:
-        compiling: of `count_compilation`.
+        compiling: the list returned by `count_compilation`.
     """
     timer = clock(pipe, segment, stop, settle if side == "trl_jax" else _settle_torch)
     trainer.add_callback(timer)
@@ -65,7 +63,7 @@ def train(
 
 
 def first_step(side: str, model: Path, rows: dict, config: dict, cache: str) -> None:
-    """One step in a process of its own; what JAX compiles is kept in `cache`."""
+    """Train one step, with JAX's compilation cache in the folder `cache`."""
     import os
 
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
@@ -85,7 +83,8 @@ def package_of(side: str) -> Any:
 def dataset(
     model: Path, config: dict, *, kind: str, data: Path, pairs: int, length: int, batch: int, grouped: bool
 ) -> Any:
-    """Tokenized pairs, whole batches of them; `grouped`: those of like length in one batch, of 50 drawn together."""
+    """Tokenized pairs in full batches; `grouped`: sorted by length within runs of 50 shuffled batches, as in
+    transformers."""
     import numpy as np
     from datasets import Dataset
 
@@ -103,7 +102,7 @@ def dataset(
 
 
 def _read(model: Path, data: Path, pairs: int, most: int) -> list[dict]:
-    """The file's first pairs that fit."""
+    """The file's first pairs with at most `most` tokens per text."""
     from transformers import AutoTokenizer
 
     words, rows = AutoTokenizer.from_pretrained(model), []
@@ -117,7 +116,7 @@ def _read(model: Path, data: Path, pairs: int, most: int) -> list[dict]:
 
 
 def _drawn(dice: Any, kind: str, pairs: int, length: int, most: int) -> list[dict]:
-    """Pairs of random tokens: single turns, or texts of one length that share nothing."""
+    """Pairs of random tokens: single turns, or texts of one length without a common prefix."""
 
     def tokens(count):
         return dice.integers(10, 8000, count).tolist()
@@ -135,9 +134,11 @@ def _drawn(dice: Any, kind: str, pairs: int, length: int, most: int) -> list[dic
 
 
 def _batches(trainer: Any, side: str) -> dict[str, Any]:
-    """What each of one epoch's batches is made of, as the trainer's own loader gives them.
+    """The sizes of the batches of one epoch, from the trainer's own loader.
 
-    Tokens are those of both texts; filled are the places that are no padding, fewer where prompts are shared.
+    tokens: tokens of both texts.
+    filled: positions that are not padding, fewer than `tokens` if prompts are shared.
+    places: positions in the arrays.
     """
     batches = trainer.get_train_dataloader()
     found = [_ours(batch) for batch in batches.steps] if side == "trl_jax" else [_theirs(batch) for batch in batches]
@@ -160,7 +161,7 @@ def clock(pipe: Connection, segment: int, stop: int | None, wait_for: Any) -> An
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        """Waits for its turn before each segment; reading the next batch is part of the segment."""
+        """Waits for a request before each segment; reading the next batch is part of the segment."""
 
         def on_train_begin(self, args, state, control, **kwargs):
             self._wait()
@@ -184,7 +185,7 @@ def clock(pipe: Connection, segment: int, stop: int | None, wait_for: Any) -> An
 
 
 def settle(model: Any) -> None:
-    """Wait until the step is done: JAX returns before it is."""
+    """Wait until the step is done: JAX dispatches asynchronously."""
     import jax
 
     jax.block_until_ready(model.params)
@@ -198,7 +199,7 @@ def _settle_torch(model: Any) -> None:
 
 
 def _device_peak(side: str) -> int:
-    """Bytes that arrays had at most on the GPU; 0 on a CPU."""
+    """Peak bytes of arrays on the GPU; 0 on a CPU."""
     if side == "trl_jax":
         import jax
 
@@ -215,7 +216,7 @@ def silence(trainer: Any) -> None:
 
 
 def count_compilation() -> list[float]:
-    """A list that grows by the seconds of each compilation from now on."""
+    """A list to which the seconds of each later compilation are appended."""
     import jax
 
     seconds = []

@@ -1,10 +1,9 @@
-"""How fast trl_jax trains a vision-language model, DPO on pairs with an image each and GRPO on prompts with one,
-against TRL: live trainers taking turns, as in `dpo`.
+"""Training speed of trl_jax and TRL with a vision-language model: DPO on pairs and GRPO on prompts, with one image
+each. Trainers alternate, as in `dpo`.
 
-The model is a small Qwen2.5-VL of random weights, the pictures are noise, all of one size. TRL tuned has no gradient
-checkpointing. The ratio is that of tokens of text a second, by the trainer's own count, in which each image token
-counts. transformers' processor of this model wants torchvision, for videos: TRL gets one whose part for videos is never
-called.
+The model is a small Qwen2.5-VL with random weights, the images are noise of one size. "tuned" means without gradient
+checkpointing. Speeds are compared in tokens per second, image tokens included, as counted by the trainer.
+transformers' processor of this model needs torchvision for videos, so TRL gets a processor with a stub for videos.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def _config(name: str, trainer: str, args: Any, folder: Path) -> dict[str, Any]:
 
 
 def build(folder: Path, layers: int, width: int, tower_layers: int) -> None:
-    """Write a Qwen2.5-VL of random weights with its tokenizer and image processor."""
+    """Write a Qwen2.5-VL with random weights, a tokenizer and an image processor."""
     common.hide_torch()
     from transformers import AutoTokenizer, Qwen2_5_VLConfig
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -115,7 +114,7 @@ def build(folder: Path, layers: int, width: int, tower_layers: int) -> None:
 def take(
     pipe: Connection, side: str, kind: str, model: Path, pixels: int, config: dict, segment: int, stop: int
 ) -> None:
-    """Build the trainer, say so, then train as `turns.train` does."""
+    """Build the trainer, report it, then train as `turns.train` does."""
     package = turns.package_of(side)
     compiling = turns.count_compilation() if side == "trl_jax" else []
     group = config.get("num_generations", 1)
@@ -133,7 +132,7 @@ def take(
 
 
 def _processor(folder: Path) -> Any:
-    """transformers' processor, which loads without torchvision if it need not check its part for videos."""
+    """transformers' processor. It loads without torchvision because the check of its video processor is disabled."""
     from transformers import AutoImageProcessor, AutoTokenizer
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 
@@ -147,7 +146,7 @@ def _processor(folder: Path) -> Any:
 
 
 def rows(kind: str, count: int, pixels: int) -> Any:
-    """Prompts of 32 letters with an image each, and for DPO two answers of 64 letters."""
+    """Prompts of 32 letters with an image each, and for DPO also two answers of 64 letters."""
     import numpy as np
     from datasets import Dataset
     from PIL import Image
@@ -168,7 +167,7 @@ def rows(kind: str, count: int, pixels: int) -> Any:
 
 
 def variety(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """The number of different tokens."""
+    """The reward: the number of distinct tokens."""
     return [float(len(set(ids))) for ids in completion_ids]
 
 

@@ -1,4 +1,4 @@
-"""What every test shares: the CPU, one thread a library, no network; tiny checkpoints built once."""
+"""Settings for all tests (CPU, one thread per library, offline) and the session's tiny checkpoints."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-# Before jax, torch or the hub's client are imported: each reads its settings once.
+# Set before jax, torch and huggingface_hub are imported: each reads its settings once, on import.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1"  # where the tests' own Hub and ranks are
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1"  # for the tests' own Hub servers and ranks
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # bitsandbytes would compile for longer than it computes
-# Tests that compile the same program share it: XLA takes seconds, a tiny run one. Gone with the session.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling would take bitsandbytes longer than computing
+# Tests share compiled programs: XLA takes seconds for each, a tiny run one second. Deleted at the end of the session.
 _compiled = tempfile.TemporaryDirectory(prefix="trl-jax-compiled-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-# What a run keeps for the next one is no other session's.
+# A datasets cache per session, so that no run finds what another session has cached.
 _kept = tempfile.TemporaryDirectory(prefix="trl-jax-datasets-")
 os.environ.setdefault("HF_DATASETS_CACHE", _kept.name)
-# Nor does LLVM polish what runs for a moment; and XLA's older code for fusions, which jaxlib 0.12 no longer has, takes
-# a fifth of the time to make, and a program in one part another fifth. XLA_FLAGS= runs the tests as users run.
+# Short runs are not worth LLVM's optimizations. XLA's older fusion emitters (removed in jaxlib 0.12) compile in a fifth
+# of the time, and not splitting programs for parallel code generation saves another fifth. With an empty XLA_FLAGS the
+# tests compile as users do.
 _quickly = "--xla_backend_optimization_level=0"
 if version("jaxlib").startswith("0.10."):
     _quickly += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -44,7 +45,8 @@ hypothesis.settings.load_profile("trl_jax")
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """checkpoint(model_type="llama", **facts) -> the folder of `tiny.tiny_model`; shared, so read only."""
+    """checkpoint(model_type="llama", **facts) -> the folder of `tiny.tiny_model`, built once per session: do not write
+    to it."""
     folders = {}
 
     def build(model_type: str = "llama", **facts):
@@ -57,11 +59,11 @@ def checkpoint(tmp_path_factory):
     return build
 
 
-# The dearest files, in the order of what they cost: whoever takes one last would work on alone.
+# The most expensive files, in order of cost, run first: a worker that began one last would keep all others waiting.
 FIRST = (
     "hub/vision/test_families.py", "mesh/test_eight_devices.py", "compat_tests/test_notebooks.py",
     "tasks/test_public_tasks.py", "rollout/test_server.py", "parity/test_image_curve.py",
-    "trainer/test_image_rollouts.py", "cli/test_front.py", "models/test_families.py",
+    "trainer/test_image_rollouts.py", "cli/test_main_module.py", "models/test_families.py",
     "training/test_rollout_resume.py", "trainer/test_image_rows.py", "compat_tests/test_readability.py",
     "hub/peft/test_virtual_tokens.py", "cli/test_compare_command.py", "compat_tests/test_scripts.py",
     "mesh/test_two_processes.py", "hub/vision/test_prefill.py", "compat_tests/test_examples.py",
@@ -78,17 +80,17 @@ FIRST = (
     "training/test_layouts.py", "models/test_layouts.py", "parity/test_dpo_curve.py", "trainer/test_trainer_train.py",
     "hub/peft/test_targets.py", "mesh/test_two_language_models.py", "cli/test_transformers_patches.py",
     "trainer/test_ported.py", "generation/test_batches.py", "generation/test_generator.py", "data/test_sft_rows.py",
-    "faults/test_going_on.py", "generation/test_processors.py", "compat_tests/test_pointwise.py",
-    "training/test_resume.py", "cli/test_launchers.py", "trainer/test_set_on_trainers.py",
+    "faults/test_continuing.py", "generation/test_processors.py", "compat_tests/test_pointwise.py",
+    "training/test_resume.py", "cli/test_launchers.py", "trainer/test_attributes_set.py",
     "trainer/test_kto_trainer.py", "training/test_torch_loss.py", "faults/test_secrets.py",
-    "compat_tests/test_door.py", "faults/test_signals.py", "faults/test_numbers.py", "exported/test_scans.py",
+    "compat_tests/test_public_names.py", "faults/test_signals.py", "faults/test_numbers.py", "exported/test_scans.py",
     "training/test_routers.py", "hub/peft/test_causal_adapters.py", "nn/test_packed_attention.py",
     "hub/peft/test_against_peft.py",
 )  # fmt: skip
 
 
 def pytest_configure(config):
-    gc.disable()  # what is imported and collected stays, so the collector would walk through it again and again
+    gc.disable()  # imported modules and collected tests live on, so scanning them again and again is wasted
     config.addinivalue_line("markers", "usual(*ids): the cases that run without THOROUGH=1, see effort.py")
 
 
@@ -106,24 +108,27 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_finish():
-    """Modules stay: the collector need not walk through torch, transformers and jax again and again, nor as often as it
-    would through the little that programs are made of."""
+    """Exempt modules and tests from garbage collection: torch, transformers and jax need not be scanned again. Collect
+    less often, too: building programs allocates many small objects."""
     gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 20, 20)
 
 
-# Linux lets a process have 65,530 mappings of memory, of which a compiled program takes several: one program more ends
-# in a segmentation fault.
+# Linux limits a process to 65,530 memory mappings. A compiled program needs several, and exceeding the limit is a
+# segmentation fault.
 MAPPINGS, _mappings, _ended = 45_000, Path("/proc/self/maps"), 0
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Forget all compiled programs before there are too many; asked for every twentieth test, and between files. What a
-    file leaves, traced programs above all, stays from there on: accelerate has the collector walk through everything
-    whenever a run of TRL's begins and ends."""
+    """Clear JAX's caches before the process runs out of memory mappings; checked every twentieth test and after each
+    file.
+
+    After a file, surviving objects (mostly traced programs) are frozen: accelerate calls `gc.collect()` at the start
+    and end of each TRL run, which would scan them all.
+    """
     global _ended
     _ended += 1
     another = nextitem is None or nextitem.path != item.path
@@ -139,9 +144,9 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file goes to one worker, as a whole: its tests share runs, models and what is compiled."""
+    """Run all tests of a file on one worker, because they share runs, models and compiled programs."""
     from xdist.scheduler import LoadFileScheduling
 
-    gc.enable()  # this process collects nothing
-    config.option.loadscopereorder = False  # it would begin with the files of most tests
+    gc.enable()  # the controller does not collect tests, where it would be enabled again
+    config.option.loadscopereorder = False  # True would start with the files that have the most tests
     return LoadFileScheduling(config, log)

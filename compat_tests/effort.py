@@ -1,7 +1,8 @@
-"""How much a session of tests does: README's command the usual, and more where the environment asks.
+"""How much of the test suite runs, set by environment variables.
 
-LIVE=1 runs TRL beside us where its side is recorded (parity/golden.py). THOROUGH=1 runs every case, with many examples
-of each property, and lets trainers share no programs (shared_programs.py).
+By default the usual cases run. LIVE=1 runs TRL itself instead of reading its recorded runs (parity/golden.py).
+THOROUGH=1 runs every case, draws more examples per property, and does not let trainers share programs
+(shared_programs.py).
 """
 
 from __future__ import annotations
@@ -17,30 +18,31 @@ only_thorough = pytest.mark.skipif(not THOROUGH, reason="runs under THOROUGH=1")
 
 
 def thorough(*values: Any) -> Any:
-    """A case of `parametrize` that runs under THOROUGH=1 alone."""
+    """A case for `parametrize` that runs only under THOROUGH=1."""
     return pytest.param(*values, marks=only_thorough)
 
 
 def usually(usual: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
-    """The cases of `parametrize`, tuples or single values: those that `usual` is true of run always, the others under
-    THOROUGH=1 alone."""
+    """Cases for `parametrize` (tuples or single values): those for which `usual` is true always run, the others only
+    under THOROUGH=1."""
     parts = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
     return [case if usual(*values) else thorough(*values) for case, values in parts]
 
 
 def usual(*ids: str) -> pytest.MarkDecorator:
-    """The cases of a test that run always, by the ids that pytest gives them; the others run under THOROUGH=1 alone."""
+    """Decorator: the cases with these pytest ids always run, the others only under THOROUGH=1."""
     return pytest.mark.usual(*ids)
 
 
 def leave_to_thorough(items: Iterable[pytest.Item], *, whole: bool) -> None:
-    """Mark the cases that `usual` does not name.
+    """Mark the cases that `usual` does not name as THOROUGH=1 only.
 
     Args:
-        whole: whether `items` has all cases of each test, so that a name of none is a mistake.
+        items: the collected tests.
+        whole: whether `items` has all cases of each test, so that an id that matches none is a mistake.
 
     Raises:
-        pytest.UsageError: a test has no case of a name.
+        pytest.UsageError: an id matches no case of its test.
     """
     cases: dict[str, tuple[set[str], set[str]]] = {}
     for item in items:
@@ -56,5 +58,5 @@ def leave_to_thorough(items: Iterable[pytest.Item], *, whole: bool) -> None:
 
 
 def drawn(many: int) -> int:
-    """How many examples of a property hypothesis draws: `many` under THOROUGH=1, else a quarter of them."""
+    """How many examples hypothesis draws per property: `many` under THOROUGH=1, otherwise a quarter of them."""
     return many if THOROUGH else many // 4

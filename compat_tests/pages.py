@@ -37,7 +37,7 @@ def prose(page: Path) -> str:
 
 
 def sections(page: Path) -> dict[str, str]:
-    """Heading of the first or second order -> the text below it, code blocks and all."""
+    """First- or second-level heading -> the text below it, including code blocks."""
     parts = re.split(r"^##? (.+)$", _without_comments_in_code(read(page)), flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -47,7 +47,8 @@ def _without_comments_in_code(text: str) -> str:
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
-    """Tables as dicts a row; a column without a name is ''. Raises ValueError on a row with another number of cells."""
+    """Each table as a list of rows (dicts); a column without a name is ''. Raises ValueError if a row has too many or
+    too few cells."""
     found, rows = [], []
     for line in [*text.splitlines(), ""]:
         if line.startswith("|"):
@@ -60,13 +61,13 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 
 def table(page: str, heading: str) -> dict[str, dict[str, str]]:
-    """The first table of a section of docs/pages: its first column -> the row."""
+    """The first table of a section of docs/pages: the first column's cell -> the row."""
     rows = tables(sections(FOLDER / page)[heading])[0]
     return {row[next(iter(row))]: row for row in rows}
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may name of a page, as mkdocs and GitHub make it of a heading."""
+    """The anchors of a page, as mkdocs and GitHub derive them from its headings."""
     titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 

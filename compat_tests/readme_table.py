@@ -1,4 +1,4 @@
-"""The table of every sequence classifier of transformers in docs/: python -m compat_tests.readme_table prints it."""
+"""Prints the table in docs/ of all sequence classifiers of transformers: python -m compat_tests.readme_table"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Make a virtual environment with the reference (TRL on a CPU build of torch) beside this package, and run the tests.
+# Create a virtual environment with this package and the reference (TRL with torch for the CPU), and run the tests.
 #
-#   bash compat_tests/run.sh [options of pytest]      LIVE=1, THOROUGH=1: more of them, see CONTRIBUTING.md
-#   bash compat_tests/run.sh --install                the environment alone
+#   bash compat_tests/run.sh [options of pytest]      with LIVE=1 or THOROUGH=1: more tests, see CONTRIBUTING.md
+#   bash compat_tests/run.sh --install                only create the environment
 #
-# PYTHON=/path/to/python chooses the interpreter, VENV=.venv-other the environment's folder, and
-# TORCH="torch==2.13.0 --index-url ..." where torch comes from: plain `torch` may bring gigabytes of CUDA that no test
-# needs.
+# PYTHON=/path/to/python selects the interpreter, VENV=.venv-other the environment's folder, and
+# TORCH="torch==2.13.0 --index-url ..." the source of torch: the default package may install gigabytes of CUDA libraries
+# that no test needs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +18,7 @@ venv=${VENV:-.venv-test}
 [ -d "$venv" ] || "${PYTHON:-python3}" -m venv "$venv"
 
 echo "== Installing trl_jax, torch for the CPU, and TRL"
-# shellcheck disable=SC2086  # TORCH may hold options of pip
+# shellcheck disable=SC2086  # TORCH may contain options of pip
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${TORCH:-torch==2.13.0}
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[test]"
 

@@ -1,11 +1,11 @@
-"""Trainers of a test session share what JAX makes of their steps, where these are the same.
+"""Lets the trainers of a test session share jitted functions if their steps are the same.
 
-Each trainer jits a step of its own, which JAX traces, lowers and compiles anew: for tiny models that is six times the
-training. Here two trainers get one jitted function, if all that it is traced from is equal: the trainer's class, the
-task, the graph of the model and of its reference, the optimizer, where arrays lie on several devices, and every
-argument but those that only the host reads. So it is with evaluations, and log-probabilities of completions and of a
-reference. A step is a trainer's own while a test has something patched that could be traced, where a script brings its
-own loss or optimizer, and under THOROUGH=1, where nothing is shared.
+Each trainer jits its own step, which JAX traces, lowers and compiles: for tiny models that takes six times as long as
+the training. Here two trainers share one jitted function if everything it is traced from is equal: the trainer's class,
+the task, the graphs of the model and its reference, the optimizer, the shardings, and every argument that is not used
+on the host only. Evaluations and the log-probabilities of completions and references are shared in the same way. A
+trainer keeps its own step while a test patches something that could be traced, if the user brings a loss or an
+optimizer, and under THOROUGH=1.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import pytest
 
 from compat_tests.effort import THOROUGH
 
-_MOST = 160  # functions that are kept, with their programs
+_MOST = 160  # jitted functions kept, with their programs
 
-# Arguments that no step is traced from. One that is not listed makes the steps different.
+# Arguments that are not used in a traced step. An argument that is not listed here is part of the key.
 HOST = frozenset("""
     output_dir run_name max_steps num_train_epochs seed data_seed logging_steps logging_strategy logging_first_step
     logging_nan_inf_filter save_steps save_strategy save_total_limit save_only_model save_on_each_node report_to
@@ -36,8 +36,8 @@ HOST = frozenset("""
     train_sampling_strategy include_num_input_tokens_seen remove_unused_columns prediction_loss_only log_level
     lr_scheduler_type lr_scheduler_kwargs
 """.split())  # fmt: skip
-# More of them, which losses of scripts may read and those of the package do not: rows and layouts are made, and
-# completions written, before a step gets them, and the rate is handed to it.
+# Arguments that user-defined losses may read, but the package's losses do not: rows and layouts are made, and
+# completions generated, before the step, and the learning rate is passed to it.
 HOST_OF_OURS = HOST | frozenset("""
     learning_rate batch_layout dataset_num_proc dataset_text_field dataset_kwargs truncation_mode shuffle_dataset
     packing packing_strategy eval_packing completion_only_loss assistant_only_loss eos_token pad_token
@@ -48,21 +48,21 @@ HOST_OF_OURS = HOST | frozenset("""
     reward_timeout log_completions num_completions_to_print log_unique_prompts resume_from_checkpoint
     dataloader_num_workers max_completions_per_device lmbda seq_kd teacher_model_name_or_path
 """.split())  # fmt: skip
-# Fields of a task that make rows, or what is learned of them.
+# Fields of a task that only affect how rows are made, or what is computed from rows on the host.
 HOST_OF_TASK = frozenset(
     """
     row_options eval_packing padding_free max_length max_prompt_length truncation_mode num_generations
     num_generations_eval reward_weights cycle scale_rewards multi_objective_aggregation
 """.split()
 )
-# Fields of a setup that no step is traced from, and those that the key has in another form.
+# Fields of a setup that are not traced, or that the key contains in another form.
 HOST_OF_RUN = frozenset(
     """
     editable batch_size reference rollout sharding_plan events progress vocab_size script_loss
 """.split()
 )
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
-# Rooms and files that only the host goes through: patched, they leave every program as it is.
+# Modules that run on the host only: patching them does not change any program.
 _HOST = (
     "trl_jax.cli", "trl_jax.core.secrets", "trl_jax.data", "trl_jax.training.checkpoint", "trl_jax.training.data",
     "trl_jax.hub.fetch", "trl_jax.hub.push", "trl_jax.rewards", "trl_jax.training.metrics",
@@ -71,13 +71,13 @@ _HOST = (
 )  # fmt: skip
 
 _shared: OrderedDict[Any, Any] = OrderedDict()
-_alone: list[bool] = []  # not empty while trainers that are made share nothing
+_alone: list[bool] = []  # not empty while nothing may be shared (a stack, for nested contexts)
 _patches: weakref.WeakSet = weakref.WeakSet()
-_default_optimizers: OrderedDict[int, Any] = OrderedDict()  # by id; they are kept, so that no other gets it
+_default_optimizers: OrderedDict[int, Any] = OrderedDict()  # by id; keeping them alive prevents reuse of an id
 
 
 def install() -> None:
-    """Let trainers share; does nothing under THOROUGH=1."""
+    """Make trainers share jitted functions. A no-op under THOROUGH=1."""
     if THOROUGH:
         return
     from trl_jax.trainer import base_trainer
@@ -101,7 +101,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def nothing_shared() -> Iterator[None]:
-    """For tests that change the task of a trainer that is there: a program is traced from the first one's."""
+    """For tests that change the task of an existing trainer: a shared program closes over the first trainer's task."""
     _alone.append(True)
     try:
         yield
@@ -110,7 +110,7 @@ def nothing_shared() -> Iterator[None]:
 
 
 def _after(kind: type, name: str, then: Callable) -> None:
-    """Call `then(self, result)` after each call of a method."""
+    """Make `kind.name` call `then(self, result)` after each call."""
     method = getattr(kind, name)
 
     @functools.wraps(method)
@@ -172,7 +172,7 @@ def _share_evaluation(evaluator: Any, _: None) -> None:
 
 
 def _share_attribute(name: str) -> Callable:
-    """Let the jitted functions be shared that an object with a run has under this name."""
+    """A hook that shares the jitted function stored in attribute `name` of an object with a `_setup`."""
 
     def share(holder: Any, _: None) -> None:
         own = getattr(holder, name)
@@ -182,7 +182,7 @@ def _share_attribute(name: str) -> Callable:
 
 
 def _shared_or(make: Callable[[], Any], setup: Any, *more: Any) -> Any:
-    """What was made for an equal key, or is made now."""
+    """The function made earlier for an equal key, or `make()`."""
     key = _key(setup, *more)
     if key is None:
         return make()
@@ -195,16 +195,16 @@ def _shared_or(make: Callable[[], Any], setup: Any, *more: Any) -> Any:
 
 
 def _key(setup: Any, *more: Any) -> Any:
-    """All that a program is traced from; None where that cannot be told, or is patched."""
+    """Everything that a program is traced from; None if that cannot be determined, or if something is patched."""
     if setup.model.trainable_masks or setup.own_loss or _is_patched() or _alone:
         return None
-    if setup.script_loss is not None and "_of" not in more:  # log-probabilities are without the loss
+    if setup.script_loss is not None and "_of" not in more:  # log-probabilities do not depend on the loss
         return None
     reference, backends = None, [setup.model.backend]
     if setup.reference is not None:
         reference = _of_backend(setup.reference.backend), _fields(setup.reference, {"backend", "config", "arrays"})
         backends.append(setup.reference.backend)
-    windows = any(backend.window is not None for backend in backends)  # whose lengths are traced
+    windows = any(backend.window is not None for backend in backends)  # then max_length is traced
     said = _said(setup.args, HOST_OF_OURS if windows else HOST_OF_OURS | {"max_length"}) + _said(
         setup.task, HOST_OF_TASK
     )
@@ -222,17 +222,17 @@ def _key(setup: Any, *more: Any) -> Any:
         kinds,
         more,
     )
-    hash(key)  # a field that cannot be hashed is named in `HOST_OF_RUN`, or made so
+    hash(key)  # if a field is unhashable, list it in `HOST_OF_RUN` or make it hashable
     return key
 
 
 def _said(value: Any, without: frozenset[str]) -> str:
-    """The fields of arguments or of a task, as text."""
+    """The fields of arguments or of a task as text; `without` are left out."""
     return repr(_fields(value, without)) if dataclasses.is_dataclass(value) else repr(value)
 
 
 def _places(setup: Any) -> Any:
-    """Where arrays lie on several devices, and the shapes that decide it; None on one."""
+    """The sharding plan, and the shapes that it depends on; None on a single device."""
     plan = setup.sharding_plan
     if plan is None:
         return None
@@ -253,7 +253,7 @@ def _of_backend(backend: Any) -> tuple:
 
 
 def _is_patched() -> bool:
-    """Whether a test has replaced something in a package that steps are made of."""
+    """Whether a test has patched something in a package that steps are traced from."""
     return any(
         any(target is not os.environ for target, *_ in patch._setitem)
         or any(_package(target) in _TRACED and not _on_the_host(target) for target, *_ in patch._setattr)
@@ -270,7 +270,7 @@ def _package(target: Any) -> str:
 
 
 def _module(target: Any) -> str:
-    """The name of a module, or of that of a class or an object."""
+    """The name of a module, or the module's name of a class or an object."""
     if isinstance(target, type) or not hasattr(target, "__name__"):
         target = target if isinstance(target, type) else type(target)
         return target.__module__

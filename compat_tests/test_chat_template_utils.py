@@ -1,4 +1,4 @@
-"""What is asked of chat templates, beside TRL's answers."""
+"""Utilities for chat templates against TRL's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MARKED = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
     "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
 )
-# Calls are shown as JSON of a dict; as text; without the arguments; what a tool said last changes what is before it.
+# Calls are rendered as JSON of a dict; as text; without arguments; and a template where the last tool response changes
+# earlier text.
 TOOLS = {
     "dict": "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
     "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
@@ -65,7 +66,7 @@ def test_templates_are_judged_as_trl_judges_them(tokenizer, template):
         kept = chat_template_utils.is_chat_template_prefix_preserving(tokenizer)
         assert kept == theirs.is_chat_template_prefix_preserving(tokenizer)
     wanted = told(theirs.get_training_chat_template, tokenizer)
-    if wanted is not ValueError:  # of templates that TRL does not know, ours may be derived
+    if wanted is not ValueError:  # for templates that TRL does not know, ours may be derived
         assert told(chat_template_utils.get_training_chat_template, tokenizer) == wanted
 
 

@@ -1,4 +1,4 @@
-"""Rows from one form to another, reward functions, collator and mixtures: each beside TRL's."""
+"""Dataset conversions, reward functions, collators and mixtures, each against TRL's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tokenizer():
 
 
 def both(ours, theirs, *given, **how):
-    """Ours, which must leave its arguments alone, and theirs."""
+    """(our result, TRL's); ours must not modify its arguments."""
     mine = copy.deepcopy(given)
     found = ours(*mine, **how)
     assert list(mine[:1]) == list(given[:1])
@@ -168,8 +168,8 @@ def test_the_configs_of_mixtures_are_trls():
     assert DatasetMixtureConfig(datasets=given).datasets == [DatasetConfig("x")] and given == [{"path": "x"}]
 
 
-OURS = {"install", "pairwise_loss", "set_seed", "token_logps_and_entropies"}  # TRL has no functions of these names
-# Nor these any more: what trl_jax has of earlier releases.
+OURS = {"install", "pairwise_loss", "set_seed", "token_logps_and_entropies"}  # names that TRL does not have
+# Nor these any more: names of earlier TRL releases that trl_jax keeps.
 OURS |= {"compute_accuracy", "get_kbit_device_map", "is_npu_available", "is_peft_available", "is_xpu_available",
          "setup_chat_format"}  # fmt: skip
 

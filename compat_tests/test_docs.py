@@ -1,4 +1,4 @@
-"""README.md and docs/ show a reader code that runs, commands that parse, and links that lead somewhere."""
+"""README.md and docs/ show code that runs, commands that parse, and links that resolve."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ import trl_jax
 from compat_tests import pages
 from compat_tests.pages import FOLDER, PAGES, README, ROOT
 from trl_jax.cli import main
-from trl_jax.rollout.server import Requirements, VllmServers
+from trl_jax.rollout.server import Limits, Requirements
+from trl_jax.rollout.sglang import Sglang
+from trl_jax.rollout.vllm import Vllm
 
 EVERY = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-A_READER_HAS = ("pairs", "rows", "held_out", "trainer")  # a page need not make these
+A_READER_HAS = ("pairs", "rows", "held_out", "trainer")  # names that a page may use without defining them
 CONFIGS = (trl_jax.RewardConfig, trl_jax.SFTConfig, trl_jax.LoraConfig, trl_jax.BitsAndBytesConfig)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """An empty folder, with the YAML file that the pages show; examples can be imported."""
+    """An empty working directory with the YAML file that the pages show; examples can be imported."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     [shown] = pages.blocks(FOLDER / "getting-started.md", "yaml")
@@ -53,12 +55,12 @@ def test_python_has_its_names_and_its_arguments(page):
 
 
 def _after(diff: str) -> str:
-    """The code that a diff ends with."""
+    """The code after applying a diff."""
     return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
 
 
 def check_python(tree: ast.Module, known: dict[str, Any]) -> None:
-    """Run imports and definitions, and hold calls against the signatures of what they call. `known` gets the names."""
+    """Run imports and definitions, and check calls against the signatures of what they call. `known` gets the names."""
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
             exec(compile(ast.Module([node], []), "page", "exec"), known)
@@ -78,7 +80,7 @@ def check_python(tree: ast.Module, known: dict[str, Any]) -> None:
 
 
 def _meant(path: list[str], known: dict[str, Any]) -> Any:
-    """What is called by this dotted name; None where only a run could tell."""
+    """The callable with this dotted name; None if only a run could tell."""
     if path[0] == "trainer" and len(path) == 2:
         return functools.partial(getattr(trl_jax.RewardTrainer, path[1]), None)
     if path[:2] == ["trainer", "model"] and len(path) == 3:
@@ -88,7 +90,7 @@ def _meant(path: list[str], known: dict[str, Any]) -> Any:
 
 
 class Parsed(BaseException):
-    """A command got as far as its arguments."""
+    """Raised once a command has parsed its arguments."""
 
 
 PARSE_ARGS = argparse.ArgumentParser.parse_args
@@ -113,7 +115,7 @@ def test_commands_are_taken(page, monkeypatch):
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Those of code blocks, and those in the text that have a flag."""
+    """Commands in code blocks, and those in the text that have a flag."""
     lines = [line for block in pages.blocks(page, "bash") for line in block.code.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`((?:trl-jax|python -m|bash) [^`]+)`", pages.prose(page))
     split = [shlex.split(line, comments=True) for line in lines]
@@ -125,16 +127,19 @@ def without_variables(words: list[str]) -> list[str]:
 
 
 def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
-    """Read the command's arguments, as it would, and stop there.
+    """Parse the command's arguments as it would, and stop there.
 
-    Raises what the command's own parser raises, or AssertionError where there is no such command, file or extra.
+    Raises what the command's own parser raises, or AssertionError if there is no such command, file or extra.
     """
     match words:
         case ["vllm", "serve", model, "--port", port, *_]:
             needs = Requirements(model, vocab_size=1, max_tokens=1, processed_logps=True, adapter_rank=16)
-            servers = VllmServers([], needs, 1.0)
-            servers.takes_adapters = "--enable-lora" in words
-            assert words == without_variables(shlex.split(servers.command(f"http://host:{port}")))
+            engine = Vllm([], needs, Limits(1.0))
+            engine.takes_adapters = "--enable-lora" in words
+            assert words == without_variables(shlex.split(engine.command(f"http://host:{port}")))
+        case ["sglang", "serve", "--model-path", model, "--port", port]:
+            needs = Requirements(model, vocab_size=1, max_tokens=1, processed_logps=True)
+            assert words == shlex.split(Sglang([], needs, Limits(1.0)).command(f"http://localhost:{port}"))
         case ["pip", "install", what]:
             extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
             assert extra and (extra[1] is None or extra[1] in EXTRAS), f"there is no {what}"
@@ -192,7 +197,7 @@ def test_links_lead_somewhere(page):
 
 @EVERY
 def test_every_screen_has_something_to_look_at(page):
-    """A table, a picture or a block of code at least every 30 lines."""
+    """A table, a picture or a code block at least every 30 lines."""
     plain, code = 0, False
     for number, line in enumerate(pages.read(page).splitlines(), start=1):
         code ^= line.startswith("```")
@@ -200,7 +205,7 @@ def test_every_screen_has_something_to_look_at(page):
         assert plain <= 30 or page.name == "api.md", f"{page.name} is nothing but text up to line {number}"
 
 
-WIDEST = 88  # columns of code that fit beside the navigation, without scrolling
+WIDEST = 88  # columns of code that fit next to the navigation without scrolling
 
 
 @EVERY
@@ -216,7 +221,7 @@ def test_code_fits_the_column(page):
 
 @EVERY
 def test_tables_are_whole(page):
-    """A head with names, a rule below it, rows of as many cells, and no blank line within."""
+    """A header with names, a rule below it, rows with the same number of cells, and no blank line within."""
     lines = pages.prose(page).splitlines()
     tables = [list(rows) for is_table, rows in itertools.groupby(lines, lambda line: line.startswith("|")) if is_table]
     for head, *rest in tables:
@@ -256,7 +261,7 @@ def test_what_a_trainer_that_is_not_here_says():
     imported, used, *answer = shown.code.splitlines()
     with pytest.raises(NotImplementedError) as error:
         exec(f"{imported}\n{used}".replace(">>> ", ""))
-    assert f"NotImplementedError: {error.value}" == " ".join(answer)  # the page breaks the line
+    assert f"NotImplementedError: {error.value}" == " ".join(answer)  # the page wraps the line
 
 
 def test_extras_are_all_told():

@@ -1,4 +1,4 @@
-"""Cases that `usual` does not name wait for THOROUGH=1, and a name of no case is an error."""
+"""Cases that `usual` does not name run only under THOROUGH=1, and an id that matches no case is an error."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def test_other():
 
 @pytest.fixture
 def items(request, tmp_path):
-    """items(source) -> what pytest collects of it."""
+    """items(source) -> what pytest collects from it."""
 
     def collected(source: str) -> list[pytest.Item]:
-        path = tmp_path / f"collected_by_{request.node.name}.py"  # modules are imported once by a name
+        path = tmp_path / f"collected_by_{request.node.name}.py"  # a module name can be imported only once
         path.write_text(source)
         return list(request.session.genitems(pytest.Module.from_parent(request.session, path=path)))
 

@@ -1,4 +1,4 @@
-"""The examples do what the README says of them; but under THOROUGH=1 shortened, and with less to show for it."""
+"""The examples do what README says. Without THOROUGH=1 they are shortened, with lower expectations."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_the_quickstart_learns(tmp_path):
     assert (tmp_path / "curve.svg").read_text().startswith("<svg")
 
 
-@only_thorough  # usually it is what the example of rewards begins with
+@only_thorough  # by default covered by the rewards example, which starts with it
 def test_fine_tuning_learns(tmp_path):
     shown = run(ROOT / "examples" / "sft.py", "--output_dir", tmp_path, *_epochs(10))
     first, last, wrong, right = map(float, re.search(
@@ -88,7 +88,7 @@ def test_pictures_are_read(tmp_path):
 
 @pytest.fixture(scope="module")
 def of_grpo(tmp_path_factory):
-    """The folder that the example of GRPO leaves, and what it prints."""
+    """The folder that the GRPO example writes, and its output."""
     folder = tmp_path_factory.mktemp("grpo")
     return folder, run(ROOT / "examples" / "grpo.py", "--output_dir", folder, *([] if THOROUGH else ["--steps", 60]))
 
@@ -109,7 +109,7 @@ def test_a_reward_model_picks_better_answers(of_grpo, tmp_path):
     own = [] if THOROUGH else ["--policy", of_grpo[0] / "fine-tuned"]
     shown = run(ROOT / "examples" / "best_of_n.py", "--output_dir", tmp_path, *own)
     first, last = map(float, re.search(r"correct answers went from (\d\.\d+) to (\d\.\d+)\.", shown).groups())
-    assert first < 0.2 and last > 0.3  # rounding moves what a short training learns
+    assert first < 0.2 and last > 0.3  # in a short training, results depend on rounding
     assert len(re.findall(r"first: .+ best of 16: .+", shown)) == 4
     assert (tmp_path / "judge" / "model.safetensors").is_file()
 

@@ -1,4 +1,4 @@
-"""Imports only go down: read from the source, those inside functions and those for typing too."""
+"""Imports only point down the layers. Read from the source, including imports inside functions and for typing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FLOORS = {
     "scripts": 10,
     "cli": 10,
 }
-# These share a floor, and the first calls the second.
+# These pairs are on the same layer and may import each other in the given direction.
 NEIGHBORS = {("cli", "scripts"), ("hub", "generation"), ("hub", "exported"), ("exported", "hub")}
 NEIGHBORS |= {("trainer", "legacy"), ("legacy", "trainer")}
 NEVER = {
@@ -51,11 +51,11 @@ NEVER = {
     "exported": "optax",
     "generation": "transformers safetensors optax hub training tasks",
 }
-# These files of training/ know no model and no text.
+# These files of training/ must not depend on models or text.
 _PURE = "update checkpoint optimizers schedules devices events"
 PURE = {Path("training") / f"{name}.py" for name in _PURE.split()}
 PURE_NEVER = {"flax", "models", "nn", "hub", "data", "tasks", "rollout"}
-# Used only where the user brings them: in these files, inside functions.
+# Used only if the user passes such objects: imported only in these files, inside functions.
 BROUGHT = {"torch", "trl", "peft", "accelerate"}
 BRIDGES = (
     "exported/program.py",
@@ -64,8 +64,8 @@ BRIDGES = (
     "hub/torch_state.py",
     "cli/torch_cuda.py",
 )
-RUNS_TRL = "cli/compare_child.py"  # a script under TRL itself, inside functions, too
-# llama3 with nothing behind it is not a family: it is what every config calls one way of stretching rope.
+RUNS_TRL = "cli/compare_child.py"  # runs a script under TRL itself; also inside functions
+# "llama3" as a whole word is not a family: it is the name of a RoPE scaling type that any config may use.
 FAMILIES = re.compile(
     r"(?<![a-z])(llama(?!3$)|qwen|mistral|mixtral|gemma|olmo|smollm|granite|cohere|falcon|phi[0-9]|gpt2"
     r"|gpt_?neox?|bert|roberta|deberta|bloom)",
@@ -117,14 +117,14 @@ class _Reader(ast.NodeVisitor):
 
 
 def imports(source: str, file: str) -> list[Import]:
-    """`file` is its path below the package, as in "nn/layers.py"."""
+    """The imports of a file; `file` is its path relative to the package, e.g. "nn/layers.py"."""
     reader = _Reader(".".join(["trl_jax", *Path(file).parts[:-1]]))
     reader.visit(ast.parse(source))
     return reader.found
 
 
 def wrong_imports(source: str, file: str) -> list[str]:
-    """What the file may not import, a line each."""
+    """The imports that the file may not have, one line each."""
     return [f"{file}:{i.line}: {why}" for i in imports(source, file) if (why := _objection(i, file))]
 
 
@@ -167,7 +167,7 @@ def _between_trainers(file: str, below: list[str]) -> str | None:
 
 
 def family_names(source: str) -> list[str]:
-    """Families named in identifiers or in strings that are not docstrings, as "line: text"."""
+    """Model families named in identifiers or in strings that are not docstrings, as "line: text"."""
     tree = ast.parse(source)
     docstrings = {
         id(node.body[0].value)
@@ -193,7 +193,7 @@ def module_of(path: Path) -> str:
 
 
 def imported(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
-    """The modules of the package that one of them imports, inside functions and for typing too."""
+    """The modules of the package that module `name` imports, including imports inside functions and for typing."""
     found = {i.module for i in imports(path.read_text(), str(path.relative_to(PACKAGE)))}
     names = {module if module in modules else module.rpartition(".")[0] for module in found}
     return (names & modules.keys()) - {name, "trl_jax"}
@@ -218,7 +218,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_private_parts_of_jax_are_used_in_one_file():
-    """They change without notice, so what depends on them is easy to find."""
+    """They change without notice: code that depends on them should be easy to find."""
     used = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "jax._src" in path.read_text()}
     assert used == {"mesh/jax_internals.py"}
 
@@ -228,7 +228,7 @@ def test_every_room_has_a_floor():
     assert rooms <= set(FLOORS) and {"core", "nn", "hub", "training", "trainer"} <= rooms
 
 
-# The checker itself can fail.
+# The checker itself must be able to fail.
 
 
 @pytest.mark.parametrize(

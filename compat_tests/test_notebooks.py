@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom in a kernel, on the models that they make, without a browser."""
+"""Runs the notebooks from top to bottom in a kernel, without a browser, on the models that they create."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FOLDER = ROOT / "examples" / "notebooks"
 
 @pytest.fixture
 def executed(tmp_path, monkeypatch):
-    """executed(name, first="", last="") -> the output of each code cell, with these two around them; it ends at the
-    first error."""
+    """executed(name, first="", last="") -> the output of each code cell, with two more cells around them; it stops at
+    the first error."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", paths)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

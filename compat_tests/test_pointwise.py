@@ -1,4 +1,5 @@
-"""A task and a thin trainer around it, examples/pointwise.py, get all that a run has, with nothing else touched."""
+"""A user-defined task with a thin trainer, examples/pointwise.py, supports everything a run offers without other
+changes."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def trained(trainer, resume=None):
 
 
 def logs(trainer) -> list[dict]:
-    """The history without what a clock says."""
+    """The log history without timings."""
     return [{k: v for k, v in log.items() if not k.endswith(CLOCK)} for log in trainer.state.log_history]
 
 
@@ -87,11 +88,11 @@ def losses(trainer) -> list[float]:
 
 
 def errors(trainer, rows: Dataset) -> np.ndarray:
-    """Score less rating of each row: [rows]."""
+    """Score minus rating of each row: [rows]."""
     return trainer.predict(rows).predictions[:, 0] - np.asarray(rows["rating"])
 
 
-# It logs, over a ragged end of an epoch, too.
+# It logs, also at a ragged end of an epoch.
 
 
 def test_it_logs_the_loss_and_its_metrics(make):
@@ -105,7 +106,7 @@ def test_it_logs_the_loss_and_its_metrics(make):
         assert log["loss"] == pytest.approx(np.mean([np.mean(part**2) for part in pair]), abs=1e-5)
         assert log["mse"] == pytest.approx(np.mean(np.concatenate(pair) ** 2), abs=1e-5)
         assert log["mae"] == pytest.approx(np.mean(np.abs(np.concatenate(pair))), abs=1e-5)
-    assert abs(steps[2]["loss"] - steps[2]["mse"]) > 1e-4  # TRL's mean of means, and the mean over rows
+    assert abs(steps[2]["loss"] - steps[2]["mse"]) > 1e-4  # TRL's mean of means against the mean over rows
 
 
 def test_it_learns(make):
@@ -137,7 +138,7 @@ def test_it_predicts_every_row_in_order(make):
     assert len(short.train_dataset) < COUNT and len(short.predict(table()).predictions) == COUNT
 
 
-# It answers to compute_metrics, and to a script's own compute_loss.
+# It supports compute_metrics, and a user-defined compute_loss.
 
 
 def test_it_answers_to_compute_metrics(make):
@@ -170,10 +171,10 @@ def test_it_answers_to_a_scripts_own_loss(make, kind):
         for k in (PointwiseTrainer, kind)
     )
     for wanted, found in zip(logs(ours), logs(theirs), strict=True):
-        assert found == pytest.approx(wanted, abs=1e-5)  # mse and mae, too
+        assert found == pytest.approx(wanted, abs=1e-5)  # includes mse and mae
 
 
-# It checkpoints, and resumes to the bit after SIGKILL.
+# It saves checkpoints, and resumes bitwise after SIGKILL.
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 3, "eval_strategy": "epoch"}
 
@@ -191,7 +192,7 @@ class Stops(TrainerCallback):
 
 @pytest.mark.parametrize("killed", [False, thorough(True)])
 def test_it_resumes_to_the_bit(killed, make, folder, tmp_path):
-    """After a stop, or in another process after SIGKILL, as faults/ has of every trainer's parts."""
+    """After a stop, or in another process after SIGKILL; faults/ tests the parts of all trainers."""
     whole = trained(make("whole", config=SAVES, eval_dataset=table(5, seed=1)))
     whole.save_model()
     if killed:
@@ -208,7 +209,7 @@ def test_it_resumes_to_the_bit(killed, make, folder, tmp_path):
 
 
 def elsewhere(what: str, *arguments: object) -> subprocess.CompletedProcess:
-    """What the end of this file does, in another process."""
+    """Run the main block of this file in another process."""
     command = [sys.executable, "-m", "compat_tests.test_pointwise", what, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
@@ -240,10 +241,10 @@ def test_it_trains_on_several_devices(make, folder, tmp_path):
     assert [float(one) for one in shown.split()] == pytest.approx(losses(ours), abs=1e-5)
 
 
-TWO = {"gradient_accumulation_steps": 2, "max_steps": 5}  # steps of 4 rows; 5 of them are an epoch but two rows
+TWO = {"gradient_accumulation_steps": 2, "max_steps": 5}  # steps of 4 rows; 5 of them are an epoch except for two rows
 
 
-# It is exported for transformers; an adapter trains beside it.
+# It is exported for transformers, and trains with an adapter.
 
 
 def test_transformers_scores_what_it_saved_the_same(make, tmp_path):
@@ -278,12 +279,12 @@ def test_an_adapter_trains(make, folder, tmp_path):
 
 
 def scores(model, tokenizer) -> list[float]:
-    """What torch's model gives the first five rows."""
+    """The torch model's scores of the first five rows."""
     texts = [row["prompt"] + row["completion"] + tokenizer.eos_token for row in rated(5)]
     return [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
 
 
-# Rows: of a table or a stream, ended with EOS, not too long, with the columns they need.
+# Rows: from a table or a stream, ended with EOS, not too long, with the required columns.
 
 
 def test_a_stream_trains_as_a_table(make):
@@ -384,7 +385,7 @@ def test_what_is_no_dataset_is_refused(make, rows, error, text):
         make(rows=rows, config={"max_steps": 1})
 
 
-# Its arguments, and its card.
+# Its arguments and its card.
 
 
 def test_arguments_of_its_own_config_are_checked(tmp_path):
@@ -414,7 +415,7 @@ def test_its_card_names_it_and_no_other_trainer(make, tmp_path):
     assert "- pointwise\n" in card and "reward-trainer" not in card
 
 
-# The example is short, has nothing but public names, and shows that it learned.
+# The example is short, uses only public names, and shows that it learns.
 
 
 def test_the_example_is_short():

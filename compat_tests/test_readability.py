@@ -1,4 +1,4 @@
-"""A reader can follow a run: how many files of the package it enters, and how large they are."""
+"""The package stays readable: how many files a run executes, how many files there are, and how long they are."""
 
 from __future__ import annotations
 

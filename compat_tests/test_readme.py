@@ -1,4 +1,4 @@
-"""Figures and lists in README.md and docs/ are the code's, or follow from the table that was measured."""
+"""Figures and lists in README.md and docs/ match the code, or the tables of measurements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_pythons_are_the_projects(page):
     assert f"Python {', '.join(versions[:-1])} or {versions[-1]}." in pages.read(page)
 
 
-# Lists that the code has
+# Lists from the code
 
 
 SUPPORTED = {name: line.supported for name, line in trl_jax.RewardConfig.argument_table().items() if line.supported}
@@ -92,7 +92,7 @@ def test_devices_that_a_plan_knows():
 
 
 def test_flags_that_a_plan_adds():
-    """Those of the table are of `plan`, and some of `plan` alone."""
+    """Flags in the table exist for `plan`, and some only for `plan`."""
     flags = {command: _flags(command) for command in ("plan", "reward")}
     named = {name for cell in table("plans.md", "Flags") for name in re.findall(r"`(--\w+)`", cell)}
     added = {"--topology", "--json", "--suggestions", "--trainer", "--generate"}
@@ -119,7 +119,7 @@ def test_plan_says_what_it_is_for():
     assert "whether a run fits on devices" in text and "whether a run fits" in main.COMMANDS["plan"]
 
 
-# Figures that the code has
+# Figures from the code
 
 
 def test_tolerances():
@@ -147,7 +147,7 @@ def test_counts():
 
 
 def test_devices_share_what_one_holds():
-    """Over fsdp and tensor everything is divided, over data alone nothing, under ZeRO all but the weights."""
+    """With fsdp and tensor everything is sharded, with data nothing, with ZeRO everything except the weights."""
     shown = table("devices.md", "Memory and communication per device")
     names = {name.replace("ZeRO 1 or 2 over 8", "zero1:8") for name in shown}
     assert names == {*division.MESHES} - {"data:1", "zero2:8"}
@@ -166,11 +166,11 @@ def test_rows_of_published_models_are_those_of_the_script():
     assert rows == [(pods.ROWS[at][0], ", ".join(pods.ROWS[at][1:3])) for at in (3, 4, 5, 0, 1, 2, 6)]
 
 
-# Figures that follow from what was measured
+# Figures derived from measurements
 
 
 def _times(heading: str, column: int = 0) -> tuple[float, float]:
-    """Ratio of pairs per second to TRL's: both with default settings, and both tuned."""
+    """Pairs per second relative to TRL: both with default settings, and both tuned."""
     rows = [line for line in pages.sections(FOLDER / "performance.md")[heading].splitlines() if line.startswith("|")]
     at = [place for place, name in enumerate(rows[0].split("|")) if name.strip() == "pairs/s"][column]
     value = {line.split("|")[1].strip(): line.split("|")[at] for line in rows[2:]}
@@ -192,7 +192,7 @@ def test_times_faster_follow_from_the_tables():
 
 
 def _readme_speeds() -> dict[tuple[str, str], tuple[str, str]]:
-    """(hardware, task) -> README's factors against TRL's defaults and against TRL tuned."""
+    """(hardware, task) -> README's factors against TRL's defaults and against tuned TRL."""
     [shown] = [found for found in pages.tables(pages.sections(README)["Speed"]) if "hardware" in found[0]]
     return {(row["hardware"], row["task"]): (row["vs TRL default"], row["vs TRL tuned"]) for row in shown}
 
@@ -228,7 +228,8 @@ def test_times_faster_on_a_gpu_follow_from_the_table():
         tuned = f"{name}: TRL, tuned"
         factor = f"{rates[f'{name}: trl_jax'] / rates[tuned]:.1f}x" if tuned in rates else "not measured"
         assert shown["NVIDIA H200", task] == (times[f"{name}: trl_jax"], factor), name
-        ratio = rates[f"{name}: trl_jax"] / rates[f"{name}: TRL, default"]  # medians of turns, not of tokens
+        # The speedup is a median over alternating turns, which this ratio is not.
+        ratio = rates[f"{name}: trl_jax"] / rates[f"{name}: TRL, default"]
         assert ratio == pytest.approx(float(times[f"{name}: trl_jax"].rstrip("x")), rel=0.1), name
 
 
@@ -237,7 +238,7 @@ def test_times_faster_of_the_larger_model():
     for arm in ("default", "tuned"):
         for kind, told in list(rows[f"speedup in pairs/s, {arm}"].items())[1:]:
             theirs, ours = (float(rows[f"{side}, {arm}"][kind].split()[0]) for side in ("TRL", "trl_jax"))
-            # The seconds are medians, the speedup is of pairs per second.
+            # Seconds are medians, while the speedup is of pairs per second.
             assert float(told.rstrip("x")) == pytest.approx(theirs / ours, rel=0.04), (arm, kind)
 
 
@@ -289,7 +290,7 @@ def test_contributing_is_short():
     ],
 )
 def test_the_trainer_shown_is_the_example(name, heading, count):
-    """But for line breaks: code blocks of the pages are narrower."""
+    """Except for line breaks, because code blocks on the pages are narrower."""
     page = pages.read(FOLDER / "write-a-trainer.md")
     section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
     imports, *parts = re.findall(r"```python\n(.*?)```", section, flags=re.S)
@@ -308,13 +309,13 @@ def _imported(code: str) -> set[tuple[str, str]]:
     return {(node.module if isinstance(node, ast.ImportFrom) else "", one.name) for node in nodes for one in node.names}
 
 
-# The numbers of releases.md are versions, and those of the other two are defaults.
+# The numbers in releases.md are versions, and those in the other two are defaults.
 MEASURED = [page for page in PAGES if page.name not in ("releases.md", "from-easydel.md", "from-tunix.md")]
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=[page.name for page in MEASURED])
 def test_a_table_of_measurements_names_its_command(page):
-    """In its section, or by a link to the section with the method."""
+    """In its section, or through a link to the section with the method."""
     for heading, text in pages.sections(page).items():
         cells = [cell for found in pages.tables(text) for row in found for cell in row.values()]
         if sum(bool(re.search(r"\d\.\d\d|\d\.\de-\d", cell)) for cell in cells) >= 3:

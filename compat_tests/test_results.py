@@ -1,4 +1,4 @@
-"""The rows and checkpoints that `benchmarks.results` trains on, and the figures that docs/pages/results.md quotes."""
+"""The rows and checkpoints that `benchmarks.results` trains on, and the figures quoted in docs/pages/results.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_curve_averages_training_between_evaluations():
 
 
 def test_figures_in_the_text_are_those_of_the_tables():
-    """A sentence says "falls from A to B" or "rises from A to B" of the third column of its section's table."""
+    """ "falls from A to B" or "rises from A to B" refers to the third column of the section's table."""
     said = {}
     for heading, text in pages.sections(FOLDER / "results.md").items():
         if found := re.search(r"(?:falls|rises)\s+from\s+(\d[\d.]*)\s+to\s+(\d[\d.]*\d)", text):

@@ -1,6 +1,6 @@
-"""Scripts written for TRL, of three years: each under real TRL and under `python -m trl_jax`, results compared.
+"""Scripts written for TRL over three years, run with TRL and with `python -m trl_jax`: results are compared.
 
-Those that TRL itself no longer runs are run there with the words that changed since; here as they stand.
+For scripts that TRL itself no longer runs, TRL gets an updated version; ours run unchanged.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from compat_tests.trainer.trainers import FACTS
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in ("__init__", "run_all"))
-# What these do usually has tests beside TRL of its own: parity/test_curve.py, trainer/test_trainer_evaluate.py,
+# By default, these are covered by other comparisons with TRL: parity/test_curve.py, trainer/test_trainer_evaluate.py,
 # trainer/test_overriding.py, trainer/test_trainer_train.py and data/test_preference.py.
 SELDOM = {"margins", "own_metrics", "subclassed", "callbacks", "old_helpers", "old_tokenized"}
-# What TRL 1.16 wants written for what a script says.
+# Replacements that TRL 1.16 needs in old scripts.
 SINCE = {
     "old_keywords": {
         "TrainingArguments\n": "set_seed\nfrom trl import RewardConfig\n",
@@ -37,7 +37,7 @@ SINCE = {
         ", max_length=64": "",
     },
     "old_tokenized": {
-        ', padding="max_length", max_length=96': "",  # TRL 1.16 reads no masks
+        ', padding="max_length", max_length=96': "",  # TRL 1.16 does not read masks
         ", save_safetensors=True": "",
         "tokenizer=tokenizer": "processing_class=tokenizer",
         "rows = rows.map(tokenize, batched=True, remove_columns=rows.column_names)": (
@@ -60,7 +60,7 @@ SINCE = {
         "include_tokens_per_second=False,": "",
         "overwrite_output_dir=True,": "",
     },
-    "gpu_words": {
+    "gpu_code": {
         'assert torch.cuda.is_available(), "this script needs a GPU"': "",
         "torch.cuda.set_device(0)": "",
         "torch.cuda.get_device_properties(0)": "type('Some', (), {'name': 'some', 'total_memory': 1024**3})",
@@ -81,7 +81,7 @@ UNTIMED = ("runtime", "per_second", "flos")
 
 @pytest.fixture(scope="module")
 def runs(checkpoint, tmp_path_factory):
-    """{"theirs" or "ours": (folder, what each script told)}"""
+    """{"theirs" or "ours": (folder, the output of each script)}"""
     pytest.importorskip("trl")
     root = tmp_path_factory.mktemp("scripts")
     data = root / "pairs.jsonl"
@@ -101,7 +101,7 @@ def runs(checkpoint, tmp_path_factory):
 
 
 def _written(name, side, root):
-    """The script's path: ours as it stands, theirs with the words that changed."""
+    """The script's path: ours is unchanged, theirs has the replacements."""
     path = SCRIPTS / f"{name}.py"
     if side == "ours" or name not in SINCE:
         return path
@@ -113,12 +113,12 @@ def _written(name, side, root):
 
 
 def lines(printed):
-    """What a script prints itself; the bars and logs of a trainer are not its own."""
+    """The lines that a script itself prints, without the trainer's bars and logs."""
     own = "trained", "eval", "event", "best", "score", "spread", "saving", "logged", "columns", "*****", "  train_loss"
     return [line for line in printed.splitlines() if line.startswith(own)]
 
 
-@usual("gpu_words", "official", "old_keywords", "old_launcher", "old_loss", "refused", "torch_object")
+@usual("gpu_code", "official", "old_keywords", "old_launcher", "old_loss", "refused", "torch_object")
 @pytest.mark.parametrize("name", usually(lambda name: name not in SELDOM, NAMES))
 def test_a_script_gives_what_it_gives_under_trl(runs, name):
     (theirs, wanted), (ours, told) = runs["theirs"], runs["ours"]
@@ -143,12 +143,12 @@ def same_logs(ours, theirs):
 def same_files(ours, theirs):
     files = ({path.name for path in folder.iterdir()} for folder in (ours, theirs))
     mine, wanted = files
-    own = {"training_args.json", "training_loss.svg"}  # the picture in our card
+    own = {"training_args.json", "training_loss.svg"}  # the plot in our card
     assert wanted - mine <= {"training_args.bin"} and mine - wanted <= own
     weights, reference = read_weights(ours), read_weights(theirs)
     assert weights.keys() == reference.keys()
     for tensor, values in reference.items():
-        # A gradient that is rounding alone (under Adam's eps) may move an element by up to the scripts' rate, 1e-3.
+        # A gradient that is rounding noise (below Adam's eps) may move an element by up to the learning rate, 1e-3.
         apart = np.abs(weights[tensor] - values)
         assert np.mean(apart > 3e-4) <= 1e-3 and apart.max() <= 1e-3, (tensor, apart.max())
 

@@ -1,4 +1,4 @@
-"""Trainers share a jitted step only where all is equal that it is traced from."""
+"""Trainers share a jitted step only if everything it is traced from is equal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_class_of_a_script_has_its_own(programs):
         RewardConfig, RewardTrainer = trl_jax.RewardConfig, Own
 
     assert programs(Package)[0] is not programs()[0] and programs(Package)[0] is programs(Package)[0]
-    assert programs(Package, learning_rate=0.1)[0] is not programs(Package)[0]  # which its loss may ask for
+    assert programs(Package, learning_rate=0.1)[0] is not programs(Package)[0]  # its loss may read it
 
 
 def test_the_length_of_texts_counts_where_attention_has_windows(programs):

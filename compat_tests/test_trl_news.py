@@ -1,4 +1,4 @@
-"""What trl_news reports of two releases."""
+"""What trl_news reports about two releases."""
 
 import re
 import tomllib

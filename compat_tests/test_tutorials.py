@@ -1,4 +1,4 @@
-"""The tutorials' blocks run in order, and what the pages for other libraries' users say of our arguments holds."""
+"""Runs the tutorials' code in order, and checks what the pages for users of other libraries say about our arguments."""
 
 from __future__ import annotations
 

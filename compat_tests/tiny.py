@@ -1,6 +1,7 @@
-"""Tiny tokenizers, checkpoints and preference rows, built on the spot: no download, the same every time.
+"""Tiny tokenizers, checkpoints and preference rows, built on the fly: nothing is downloaded, and results are
+deterministic.
 
-Importing this needs neither torch nor transformers: `tiny_model` imports both, `tiny_tokenizer` transformers.
+Importing this module needs neither torch nor transformers: `tiny_model` imports both, `tiny_tokenizer` transformers.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ HEADS = {
 
 
 def tiny_tokenizer(folder=None, *, pad="<pad>", eos="</s>", bos=None, chat_template=False, vocab_size=512):
-    """A byte-level BPE fast tokenizer that knows our word lists; written to `folder` too when one is given.
+    """A byte-level BPE fast tokenizer trained on our word lists; also saved to `folder` if given.
 
-    pad=None leaves it without a pad token, pad equal to eos makes them one; `bos` is put before every text.
-    chat_template: the template, or True for CHAT_TEMPLATE.
+    pad=None: no pad token; pad equal to eos: one token for both; bos: prepended to every text; chat_template: the
+    template, or True for CHAT_TEMPLATE.
     """
     from tokenizers import Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
@@ -94,12 +95,12 @@ def tiny_model(
 ) -> Path:
     """Write a checkpoint with its tokenizer and return the folder.
 
-    Every parameter is random, norms and biases too, and large enough for each to move the score. As in real
+    Every parameter is random, including norms and biases, and large enough to affect the outputs. As in real
     checkpoints, the vocabulary has a few rows that no token uses.
 
-    head: "classifier", "causal", "masked", "pretraining" or "base"; shards: over several files; tie: a causal head
-    with the embedding; tokenizer: arguments of `tiny_tokenizer`; overrides: of the config, which names the tokenizer's
-    pad token unless `pad_token_id` is among them.
+    head: "classifier", "causal", "masked", "pretraining" or "base"; shards: split over several files; tie: tie the head
+    of a causal model to the embedding; tokenizer: arguments of `tiny_tokenizer`; overrides: fields of the config, whose
+    pad_token_id is the tokenizer's unless overridden.
     """
     import torch
     import transformers
@@ -127,10 +128,10 @@ def tiny_model(
 
 
 def preference_rows(n: int, kind: str = "text", margin: bool = False, seed: int = 0) -> list[dict]:
-    """`n` pairs of 4 to about 50 tokens (the chat template adds 15); either side may be the longer.
+    """`n` pairs of 4 to about 50 tokens (the chat template adds 15); either side may be the longer one.
 
-    kind: "text" (implicit prompt), "prompt" (explicit), or the same as messages: "chat", "chat_prompt".
-    Three pairs in four are told apart by their words; the rest mix them, so that accuracy stays below 1.
+    kind: "text" (implicit prompt), "prompt" (explicit prompt), or the same as messages: "chat", "chat_prompt". In three
+    of four pairs the words tell chosen from rejected; the others mix them, so that accuracy stays below 1.
     """
     dice = random.Random(f"{seed} {kind} {margin}")
     rows = [_row(dice, kind) for _ in range(n)]
@@ -141,9 +142,9 @@ def preference_rows(n: int, kind: str = "text", margin: bool = False, seed: int 
 
 
 def text_rows(n: int, kind: str = "text", seed: int = 0) -> list[dict]:
-    """`n` rows to fine-tune on, of 4 to about 50 tokens: the prompts and good answers of `preference_rows`.
+    """`n` rows for fine-tuning, of 4 to about 50 tokens: the prompts and chosen answers of `preference_rows`.
 
-    kind: "text"; "prompt", with a completion; or the same as messages, "chat" and "chat_prompt".
+    kind: "text"; "prompt" (prompt and completion); or the same as messages: "chat", "chat_prompt".
     """
     rows = preference_rows(n, kind, seed=seed)
     names = {"text": "text", "chat": "messages"}
@@ -171,13 +172,13 @@ def _row(dice: random.Random, kind: str) -> dict:
 
 
 def _length(dice: random.Random) -> int:
-    """Words of an answer: mostly short, some long."""
+    """Number of words of an answer: mostly short, some long."""
     return dice.randint(3, 12) if dice.random() < 0.6 else dice.randint(13, 32)
 
 
 @cache
 def _trained_bpe(vocab_size: int, special: tuple[str, ...]) -> str:
-    """The tokenizer's JSON. Trained on our own lists, so that most of their words become one token."""
+    """The tokenizer's JSON. It is trained on our word lists, so that most of their words become one token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
@@ -214,7 +215,8 @@ def _randomise(model, generator) -> None:
 
 
 def _randomise_buffers(model, generator) -> None:
-    """Apart from `_randomise`, whose source recordings of parity tests are held to. What multiplies is around 1."""
+    """Separate from `_randomise`, whose source code is part of the digest of recordings (parity/golden.py). Factors are
+    drawn around 1, other buffers around 0."""
     import torch
 
     with torch.no_grad():
@@ -224,7 +226,6 @@ def _randomise_buffers(model, generator) -> None:
 
 
 def buffers_of(model) -> list[tuple[str, Any]]:
-    """Numbers that a torch model computes with and does not train: of routers of experts, of activations, of
-    layers."""
+    """Buffers that a torch model computes with but does not train: of routers, activations and layers."""
     ends = ("correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
     return sorted(((name, b) for name, b in model.named_buffers() if name.endswith(ends)), key=lambda one: one[0])

@@ -1,6 +1,6 @@
-"""A whole run in an environment without torch, trl, peft and accelerate: python compat_tests/torch_free.py
+"""A complete run in an environment without torch, trl, peft and accelerate: python compat_tests/torch_free.py
 
-Trains, evaluates, saves, loads and scores, in this process and through the command line, and fails if any of the four
+Trains, evaluates, saves, loads and scores, both in this process and through the command line. Fails if any of the four
 is installed or was imported.
 """
 
@@ -58,7 +58,7 @@ def train(folder: Path) -> Path:
 
 
 def go_on(folder: Path, whole, args, pairs) -> None:
-    """From the checkpoint in the middle to the same end."""
+    """Resume from the checkpoint in the middle and reach the same weights."""
     import numpy as np
 
     from trl_jax.trainer.reward_trainer import RewardTrainer
@@ -70,7 +70,7 @@ def go_on(folder: Path, whole, args, pairs) -> None:
 
 
 def from_a_config(folder: Path) -> None:
-    """A model that no checkpoint names an architecture for."""
+    """A model built from a config that has no `architectures`."""
     from transformers import AutoConfig
 
     from trl_jax.hub.auto import AutoModelForCausalLM

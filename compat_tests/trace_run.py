@@ -1,6 +1,6 @@
-"""Counts the files and functions of the package that a two-step run enters: python -m compat_tests.trace_run dpo grpo
+"""Count the files and functions of the package that a two-step run executes: python -m compat_tests.trace_run dpo grpo
 
-Prints a line of totals for each run; --list adds the files, with the functions that each of them executed.
+Prints a line of totals for each run; --list also prints each file with the number of its functions that ran.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ RUNS = {"dpo": dpo, "grpo": grpo}
 
 
 def traced(name: str) -> dict[str, set[str]]:
-    """File below the package -> the functions of it that ran from the import of the package to the end of train()."""
+    """File (relative to the package) -> its functions that ran from importing the package to the end of train()."""
     import trl_jax
     from compat_tests.tiny import tiny_model
 
     package = f"{Path(trl_jax.__file__).parent}/"
     seen: set[Any] = set()
 
-    def called(frame: Any, event: str, arg: Any) -> None:  # None: no events of the lines
+    def called(frame: Any, event: str, arg: Any) -> None:  # returning None turns line events off
         seen.add(frame.f_code)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -72,20 +72,20 @@ def traced(name: str) -> dict[str, set[str]]:
             threading.settrace(None)
     found: dict[str, set[str]] = defaultdict(set)
     for code in seen:
-        function = code.co_flags & inspect.CO_OPTIMIZED  # and not the body of a module or a class
+        function = code.co_flags & inspect.CO_OPTIMIZED  # not the body of a module or a class
         if function and code.co_filename.startswith(package):
             found[code.co_filename.removeprefix(package)].add(f"{code.co_name}:{code.co_firstlineno}")
     return dict(found)
 
 
 def import_others() -> None:
-    """Import what the package imports of other libraries, which takes longer in a trace."""
+    """Import the third-party libraries that the package uses, which is slow under a tracer, then forget the package."""
     import datasets  # noqa: F401
     import flax.nnx  # noqa: F401
 
-    from trl_jax.cli.transformers_patches import leave_models_aside
+    from trl_jax.cli.transformers_patches import import_without_models
 
-    leave_models_aside()
+    import_without_models()
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl_jax"]:
         del sys.modules[name]
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the files and how many of their functions ran")
     given = parser.parse_args()
     import_others()
-    for name in given.runs:  # each from a process that has none of the package
+    for name in given.runs:  # each in a forked process that has not imported the package
         run = multiprocessing.get_context("fork").Process(target=report, args=(name,), kwargs={"lists": given.list})
         run.start()
         run.join()

@@ -1,8 +1,8 @@
-"""Compare two TRL releases, and list what is new there and missing here.
+"""Compare two TRL releases: list what is new, and what of it is missing here.
 
     python compat_tests/trl_news.py OLD NEW
 
-OLD and NEW are folders that hold the `trl` package of an unpacked wheel. Sources are parsed, never imported.
+OLD and NEW are folders that contain the `trl` package of an unpacked wheel. Sources are parsed, never imported.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def _default(value: ast.expr | None) -> str:
 
 
 def read(root: Path) -> Source:
-    """Parse every file under `root`. Raises FileNotFoundError where there is none."""
+    """Parse every file under `root`. Raises FileNotFoundError if there is none."""
     files = sorted(root.rglob("*.py"))
     if not files:
         raise FileNotFoundError(f"{root} holds no Python file; pass the folder of an unpacked package")

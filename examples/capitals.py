@@ -34,7 +34,7 @@ def read_options(description: str, epochs: float) -> argparse.Namespace:
 
 
 def chats() -> tuple[list[dict], list[dict]]:
-    """Chats to train on, and held-out ones: for every fourth country, one of the questions."""
+    """Chats for training, and held-out ones: one of the questions for every fourth country."""
     train, test = [], []
     for number, (country, city) in enumerate(CAPITALS.items()):
         for way, question in enumerate(ASKED):
@@ -67,7 +67,7 @@ def answers(folder: Path, rows: list[dict]) -> list[str]:
 
 
 def show(rows: list[dict], column: str, before: list[str], after: list[str]) -> None:
-    """Print the answers before and after training, and how many of the latter match the column."""
+    """Print the answers before and after training, and how many of those after training match the column."""
     for row, first, last in zip(rows, before, after, strict=True):
         print(f"{row['prompt'][0]['content']}\n  before: {first[:60] or '(nothing)'}\n  after:  {last}")
     right = sum(row[column][0]["content"].lower() == answer.lower() for row, answer in zip(rows, after, strict=True))

@@ -1,7 +1,7 @@
-"""Your own policy gradient loss on rollouts: SPO. `python examples/custom_policy_loss.py [folder]`
+"""A custom policy gradient loss for online training: SPO. `python examples/custom_policy_loss.py [folder]`
 
-PPO and GRPO clip the ratio of the new and the old policy, so a token beyond the bounds has no gradient. Simple Policy
-Optimization (https://huggingface.co/papers/2401.16025) pulls the ratio back with a quadratic penalty.
+PPO and GRPO clip the ratio of the new and the old policy, so tokens beyond the bounds have no gradient. Simple Policy
+Optimization (https://huggingface.co/papers/2401.16025) instead pulls the ratio back with a quadratic penalty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trl_jax.tasks import Batch, OnlineTask, weighted_loss
 
 @dataclass(frozen=True)
 class SpoTask(OnlineTask):
-    """SPO: the objective is best where the ratio is `epsilon` away from 1."""
+    """SPO: the optimal ratio is 1 + `epsilon` or 1 - `epsilon`, by the advantage."""
 
     epsilon: float = 0.2
 
@@ -56,7 +56,7 @@ class SpoTrainer(OnlineTrainer):
 
 
 def share_of_e(completions: list[str], **columns: list) -> list[float]:
-    """The reward: how many of the characters are an "e"."""
+    """The reward: the fraction of characters that are an "e"."""
     return [text.count("e") / max(1, len(text)) for text in completions]
 
 

@@ -1,6 +1,6 @@
-"""Your own preference loss on a language model: DPO-Positive. `python examples/custom_preference_loss.py [folder]`
+"""A custom preference loss for language models: DPO-Positive. `python examples/custom_preference_loss.py [folder]`
 
-DPO may lower the probability of a chosen answer, as long as that of the rejected one falls faster. DPO-Positive (Smaug,
+DPO may lower the probability of a chosen answer, as long as the rejected one's falls faster. DPO-Positive (Smaug,
 https://huggingface.co/papers/2402.13228) penalizes that.
 """
 
@@ -21,7 +21,7 @@ from trl_jax.tasks import Batch, LossBatch, PairTask, weighted_loss
 
 @dataclass(frozen=True)
 class DpoPositiveTask(PairTask):
-    """DPO, less `penalty` times what a chosen answer loses to the reference."""
+    """DPO with a penalty on chosen answers that the reference finds more likely."""
 
     beta: float = 0.1
     penalty: float = 5.0

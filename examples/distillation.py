@@ -81,7 +81,7 @@ def share_sorted(folder: Path, rows: list[dict]) -> float:
 
 
 def show_divergence(history: list[dict], path: Path) -> None:
-    """Plot the divergence of the student from the teacher, on its answers to held-out questions."""
+    """Plot the divergence of the student from the teacher on the student's answers to held-out questions."""
     points = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
     curve = Curve(
         "KL(student || teacher) on held-out questions, nats per token", points, 0.0, max(y for _, y in points)

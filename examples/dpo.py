@@ -56,7 +56,7 @@ def pairs(rows: list[dict]) -> list[dict]:
 
 
 def fine_tuned(train: list[dict], test: list[dict], out: Path, seed: int) -> Path:
-    """Fine-tune on both kinds of answers, with twice as many rebuffs. Return the folder of the model."""
+    """Fine-tune on both kinds of answers, with twice as many rebuffs. Returns the folder of the model."""
     start = tiny_model.build(out / "start", texts([*train, *test]), seed=seed)
     sides = ("chosen", "rejected", "rejected")
     rows = [{"prompt": row["prompt"], "completion": row[side]} for row in train for side in sides]
@@ -91,7 +91,7 @@ def make_trainer(model: str, out: Path, train: list[dict], test: list[dict], opt
 
 
 def show_rewards(history: list[dict], path: Path) -> None:
-    """A reward is beta * log(p / p_ref) of an answer."""
+    """Plot the rewards: beta * log(p / p_ref) of an answer."""
     points = {
         name: [(entry["step"], entry[f"eval_rewards/{name}"]) for entry in history]
         for name in ("chosen", "rejected", "margins")

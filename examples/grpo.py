@@ -58,7 +58,7 @@ def read_options() -> argparse.Namespace:
 
 
 def questions() -> tuple[list[dict], list[dict]]:
-    """Prompts to train on, and every fifth one held out."""
+    """Prompts for training, and every fifth one held out."""
     rows = [
         {"prompt": [{"role": "user", "content": f"{please} {what}."}]}
         for please, what in itertools.product(
@@ -75,7 +75,7 @@ def is_sorted(completions, **columns) -> list[float]:
 
 
 def fine_tuned(train: list[dict], out: Path, seed: int, *, in_order: bool = False, **shape: int) -> Path:
-    """Fine-tune to answer with three digits, sorted if `in_order`. Return the folder of the model."""
+    """Fine-tune to answer with three digits, sorted if `in_order`. Returns the folder of the model."""
     start = tiny_model.build(out / "start", [*texts(train), " ".join(DIGITS)], seed=seed, **shape)
     drawn = random.Random(seed)
     rows = []

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Curve(NamedTuple):
-    """points: (step, value), ordered by step. low, high: limits of the axis."""
+    """A curve with points (step, value), ordered by step, and the limits `low` and `high` of the vertical axis."""
 
     title: str
     points: Sequence[tuple[float, float]]

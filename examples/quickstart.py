@@ -62,7 +62,7 @@ def make_trainer(model: str, out: Path, train: Dataset, test: Dataset, options: 
         num_train_epochs=options.epochs,
         seed=options.seed,
         per_device_train_batch_size=8,
-        per_device_eval_batch_size=len(test),  # one batch, so predictions are all chosen, then all rejected
+        per_device_eval_batch_size=len(test),  # a single batch, so that predictions are all chosen, then all rejected
         learning_rate=5e-4,
         warmup_steps=20,
         logging_steps=20,

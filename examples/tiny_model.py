@@ -1,7 +1,7 @@
 """Build a llama that is small enough to train within seconds. Nothing is downloaded.
 
 The result is an ordinary Hugging Face checkpoint of a causal language model with random weights. `RewardTrainer`
-replaces its language model head by a score head.
+replaces its language model head with a score head.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build(folder: str | Path, texts: Iterable[str], vocab_size: int = 1024, seed
     """Write a tokenizer, config.json and model.safetensors to `folder`.
 
     Args:
-        texts: to train the tokenizer on.
+        texts: training data of the tokenizer.
         shape: overrides entries of CONFIG.
     """
     folder = Path(folder)

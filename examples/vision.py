@@ -3,8 +3,8 @@ downloaded.
 
     python examples/vision.py [--output_dir out] [--epochs 30] [--seed 42]
 
-The model has the architecture of Qwen2.5-VL and starts from random weights. The digits are white, in random places and
-sizes, on colored grounds. The pictures it is tested on are new ones. Needs Pillow: pip install ".[vision]".
+The model has the architecture of Qwen2.5-VL and starts from random weights. The digits are white, with random positions
+and sizes, on colored backgrounds. It is tested on new pictures. Needs Pillow: pip install ".[vision]".
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def rows(generator: np.random.Generator, count: int) -> Dataset:
-    """Questions about pictures, half of them about the color."""
+    """Questions about pictures, half of them about the background color."""
     made = []
     for number in range(count):
         digit, color = str(generator.integers(10)), str(generator.choice(list(COLORS)))
@@ -74,7 +74,7 @@ def rows(generator: np.random.Generator, count: int) -> Dataset:
 
 
 def draw(generator: np.random.Generator, digit: str, color: tuple[int, ...]) -> Image.Image:
-    """A white digit of seven segments on a ground of this color."""
+    """A white seven-segment digit on a background of this color."""
     picture = Image.new("RGB", (SIDE, SIDE), tuple(int(part + generator.integers(-15, 16)) for part in color))
     width, height = int(generator.integers(14, 17)), int(generator.integers(22, 26))
     left, top = int(generator.integers(6, 10)), int(generator.integers(2, 5))
@@ -90,7 +90,7 @@ def draw(generator: np.random.Generator, digit: str, color: tuple[int, ...]) -> 
 
 
 def build(folder: Path, seed: int) -> Path:
-    """Write a Qwen2.5-VL of random weights, with its tokenizer and image processor."""
+    """Write a Qwen2.5-VL with random weights, a tokenizer and an image processor."""
     words = [*QUESTIONS.values(), *COLORS, *SEGMENTS]
     tokenizer = tiny_model.train_tokenizer(words, 320)
     tokenizer.add_special_tokens({"additional_special_tokens": [tiny_model.USER, tiny_model.ASSISTANT, *IMAGE_TOKENS]})
@@ -139,7 +139,7 @@ def make_trainer(model: str, out: Path, train: Dataset, test: Dataset, options) 
 
 
 def score(folder: Path, test: Dataset) -> dict[str, list[bool]]:
-    """Whether each answer is right, by what the question is about."""
+    """Whether each answer is right, grouped by what the question is about."""
     model = AutoModelForImageTextToText.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)

@@ -1,6 +1,6 @@
 """trl_jax: TRL's trainers on JAX. Change `from trl import ...` to `from trl_jax import ...`.
 
-Importing this module loads nothing: every name is fetched when it is first used.
+Imports are lazy: each name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from trl_jax.core.text import api_boundary
-from trl_jax.core.trainers import WHERE, fetching
+from trl_jax.core.trainers import WHERE, lazy_getattr
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.chat_template_utils import (
@@ -99,7 +99,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
 
 __version__ = "0.1.0"
 
-# transformers, where it is imported after this module: without torch, it says that there are no models.
+# If transformers is imported later: suppress its warning that no models are available without torch.
 logging.getLogger("transformers").addFilter(lambda record: not record.getMessage().startswith("PyTorch was not found."))
 
 _WHERE = WHERE | {
@@ -164,10 +164,10 @@ _WHERE = WHERE | {
     "token_logps_and_entropies": "trl_jax.hub.pretrained",
     "unpair_preference_dataset": "trl_jax.data_utils",
 }
-_MODULES = ("chat_template_utils", "data_utils", "rewards", "scripts", "trainer")  # that TRL's name as attributes
+_MODULES = ("chat_template_utils", "data_utils", "rewards", "scripts", "trainer")  # submodules that `trl` exposes
 __all__ = sorted(_WHERE)
 
-_fetch = fetching(__name__, _WHERE)
+_fetch = lazy_getattr(__name__, _WHERE)
 
 
 @api_boundary
@@ -188,7 +188,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """`%load_ext trl_jax` in a notebook: `import trl` finds trl_jax from then on."""
+    """`%load_ext trl_jax` in a notebook makes `import trl` import trl_jax."""
     _fetch("install")()
 
 

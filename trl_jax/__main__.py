@@ -1,7 +1,7 @@
-"""python -m trl_jax SCRIPT [ARGUMENTS]: a script written for TRL, unchanged, with its training on JAX.
+"""python -m trl_jax SCRIPT [ARGUMENTS]: run an unchanged TRL script, training on JAX.
 
-Inside, and in the Python processes it starts, the names of `trl` that trl_jax has are trl_jax's, whether trl is
-installed or not; any other name is that of the installed trl, or says that it is missing.
+In the script, and in Python processes that it starts, `import trl` imports trl_jax, whether trl is installed or not.
+Names that trl_jax does not have come from the installed trl; without it, using them raises an error.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 from types import TracebackType
 
 from trl_jax.cli.main import COMMANDS, noting
-from trl_jax.cli.transformers_patches import leave_models_aside
+from trl_jax.cli.transformers_patches import import_without_models
 from trl_jax.core.text import without_launcher
 
 USAGE = "usage: python -m trl_jax SCRIPT.py [ARGUMENTS]\n       python -m trl_jax -m MODULE [ARGUMENTS]"
 
 
 def main(argv: list[str]) -> int:
-    """Run the script as Python would. Exit status 2 where there is none to run."""
+    """Run the script as Python would. Returns exit status 2 if there is no script to run."""
     if argv[:1] in ([], ["-h"], ["--help"]):
         print(f"{USAGE}\n\n{__doc__.split(': ', 1)[1]}", file=sys.stderr if not argv else sys.stdout)
         return 0 if argv else 2
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    leave_models_aside()  # before anything imports transformers' callbacks
+    import_without_models()  # before anything imports transformers' callbacks
     from trl_jax.cli.trl_alias import install
 
     install()
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 def _show_from_script(
     show: Callable, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Show an uncaught error as `python SCRIPT.py` would: from the script's own line on."""
+    """Show an uncaught error as `python SCRIPT.py` would, with a traceback that starts in the script."""
     if os.environ.get("TRL_JAX_TRACEBACK") != "1":
         error.__traceback__ = traceback = without_launcher(traceback)
     show(kind, error, traceback)

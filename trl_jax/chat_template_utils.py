@@ -1,4 +1,4 @@
-"""Copy and patch chat templates: the functions of `trl.chat_template_utils` that scripts use."""
+"""Copy and patch chat templates: the functions of `trl.chat_template_utils` that scripts import."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def clone_chat_template(
         model: a model loaded by a trl_jax auto class, or a torch model; its config gets the EOS token's id.
         tokenizer: modified in place.
         source_tokenizer_path: folder or Hub name.
-        resize_to_multiple_of: the number of rows is rounded up to a multiple of this; None does not round.
+        resize_to_multiple_of: the number of rows is rounded up to a multiple of this; None: no rounding.
 
     Returns:
         The model, the tokenizer, and the ids of the tokens that were added.
 
     Raises:
-        ValueError: there are more new tokens than rows to spare, in a model that cannot grow.
+        ValueError: the model cannot be resized and has fewer spare rows than new tokens.
     """
     if is_torch_model(model):
         rows, multiple = model.get_input_embeddings().num_embeddings, resize_to_multiple_of or 1
@@ -92,7 +92,7 @@ def add_response_schema(processing_class: Any) -> Any:
     calls. For a processor it is set on its tokenizer. Returns the same object.
 
     Raises:
-        ValueError: the format in which the template writes tool calls is not recognized.
+        ValueError: the template's format of tool calls is not recognized.
     """
     tokenizer = vars(processing_class).get("tokenizer", processing_class)
     tokenizer.response_template = response_template(processing_class)

@@ -28,7 +28,7 @@ _CONVERSATIONS = ("prompt", "completion", "chosen", "rejected", "messages", "con
 
 
 def is_conversational(example: dict[str, Any]) -> bool:
-    """Whether a row has messages with roles instead of text."""
+    """Whether a row has messages with roles rather than text."""
     values = [example[name] for name in ("prompt", "chosen", "rejected", "completion", "messages") if name in example]
     return bool(values) and _are_messages(values[0], "role")
 
@@ -44,7 +44,7 @@ def _are_messages(value: Any, key: str) -> bool:
 
 
 def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
-    """Convert ShareGPT messages: `from` and `value` become `role` and `content`, and `conversations` `messages`."""
+    """Convert ShareGPT messages: `from` and `value` become `role` and `content`, `conversations` becomes `messages`."""
     names = {"from": "role", "value": "content"}
 
     def converted(message: Any) -> Any:
@@ -65,7 +65,7 @@ def apply_chat_template(
     The prompt is the longest common prefix of the rendered conversations, so prompt + answer is the full conversation.
 
     Raises:
-        KeyError: the row has none of TRL's formats.
+        KeyError: the row's columns match none of TRL's formats.
         ValueError: the role of the prompt's last message is not user, tool or assistant.
     """
     names_found = {name for name in _COLUMNS if name in example}
@@ -96,9 +96,9 @@ def maybe_apply_chat_template(
 
 
 def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """Move the common prefix of `chosen` and `rejected` to `prompt`; a space before the answers stays with them.
+    """Move the common prefix of `chosen` and `rejected` to `prompt`; a space at its end stays with the answers.
 
-    If one answer is a prefix of the other, its last item remains an answer.
+    If one answer is a prefix of the other, its last character or message stays in the answer.
     """
     chosen, rejected = example["chosen"], example["rejected"]
     shorter = min(len(chosen), len(rejected))

@@ -1,4 +1,4 @@
-"""`trl-jax check`: what it says of a script holds when the script is run."""
+"""`trl-jax check`: what it reports about a script is true when the script runs."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ OnlineDPOTrainer("m", reward_funcs=[], args=OnlineDPOConfig("out", beta=[0.1, 0.
     assert found == {
         "trl.experimental.gkd.GKDConfig": WORKS, "trl.experimental.gkd.GKDTrainer": WORKS,
         "trl.GKDTrainer": REFUSED, "GKDConfig(lmbda=0.3)": WORKS, "GKDConfig(packing=True)": REFUSED,
-        "GKDTrainer(seq_kd=...)": REFUSED,  # it belongs into the config
+        "GKDTrainer(seq_kd=...)": REFUSED,  # belongs in the config
         "GKDConfig(output_dir='out')": WORKS, "GKDTrainer(model=...)": WORKS, "GKDTrainer(args=...)": WORKS,
         "GKDTrainer(teacher_model=...)": WORKS,
         "trl.experimental.online_dpo.OnlineDPOConfig": WORKS, "trl.experimental.online_dpo.OnlineDPOTrainer": WORKS,

@@ -1,4 +1,4 @@
-"""`trl-jax check` follows names, reads notebooks and a script's own modules, and says what it cannot judge."""
+"""`trl-jax check` follows names, reads notebooks and a script's own modules, and reports what it cannot judge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not inst
 
 
 def found(text, path=None):
-    """What is said of a script: what -> (kind, text)."""
+    """What is reported about a script: what -> (kind, text)."""
     return {one.what: (one.kind, one.text) for one in findings(read(textwrap.dedent(text), path))}
 
 
@@ -358,6 +358,6 @@ def test_values_and_names():
         deep = f(f)(1)
     """))  # fmt: skip
     last = {name: bound[-1].value for name, bound in module.top.bindings.items()}
-    assert value_of(last["c"], module.top) is UNKNOWN  # 3 or 4
+    assert value_of(last["c"], module.top) is UNKNOWN  # may be 3 or 4
     assert value_of(last["b"], module.top) is UNKNOWN and value_of(last["e"], module.top) is UNKNOWN
     assert value_of(last["loop"], module.top) is UNKNOWN and len(meanings(last["deep"], module.top)) == 1

@@ -1,4 +1,4 @@
-"""Flags, YAML and data by name: TrlParser beside TRL's own, and the command line's answers."""
+"""Flags, YAML and named datasets: TrlParser against TRL's, and messages of the command line."""
 
 import argparse
 import dataclasses
@@ -165,7 +165,7 @@ def test_unknown_flags(args, text):
 
 
 def told(words, text):
-    """The arguments that flags, and a YAML file, become, and the old names that were told."""
+    """The arguments parsed from flags and an optional YAML file, and the warnings about old names."""
     parser = TrlParser(RewardConfig)
     with pytest.warns(FutureWarning) as seen:
         [args] = parser.parse_args_and_config(words if text is None else ["--config", text, *words])
@@ -181,8 +181,9 @@ OLD = [
     (["--max_seq_length", "32"], "max_length", 32),
     (["--no_cuda"], "use_cpu", True),
     (["--push_to_hub_model_id", "a/b"], "hub_model_id", "a/b"),
-    (["--warmup_ratio", "0.1", "--warmup_steps", "3", "--no_cuda"], "warmup_steps", 3),  # steps always won
-    (["--warmup_ratio", "0.1", "--warmup_steps", "0"], "warmup_steps", 0.1),  # unless there were none
+    # Steps have always taken precedence.
+    (["--warmup_ratio", "0.1", "--warmup_steps", "3", "--no_cuda"], "warmup_steps", 3),
+    (["--warmup_ratio", "0.1", "--warmup_steps", "0"], "warmup_steps", 0.1),  # unless they are 0
 ]
 
 
@@ -289,7 +290,7 @@ def test_the_reward_parser_as_a_subcommand():
 
 
 class Recorder:
-    """Stands where RewardTrainer does."""
+    """Replaces RewardTrainer and records its arguments."""
 
     def __init__(self, **kwargs):
         self.given, self.done = kwargs, []

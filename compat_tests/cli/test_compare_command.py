@@ -1,4 +1,4 @@
-"""`trl-jax compare`: a script under TRL and under trl_jax, and what is said of the difference."""
+"""`trl-jax compare`: runs a script under TRL and under trl_jax, and reports differences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ raise SystemError("a script goes on after train(), a comparison does not")
 """
 
 
-@only_thorough  # test_notebooks.py compares a script, too
+@only_thorough  # test_notebooks.py also compares a script
 def test_a_script_under_both(tmp_path, capsys):
     pytest.importorskip("trl")
     tiny_model(tmp_path / "model", head="causal", num_hidden_layers=1)

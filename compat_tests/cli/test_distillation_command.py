@@ -1,4 +1,4 @@
-"""`trl-jax distillation`: a run by flags, its teacher's flags, and its plan."""
+"""`trl-jax distillation`: a run from flags, flags for the teacher, and its plan."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ RUN = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The current folder, with prompts in it."""
+    """Change to a folder with prompts."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompt_rows(8)))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)  # this process's JAX has begun
+    # JAX is already initialized in this process.
+    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)
     return tmp_path
 
 
@@ -54,5 +55,5 @@ def test_a_plan_has_the_teacher(checkpoint, folder):
         assert main(["plan", *flags(models | more | RUN | {"teacher_model_init_kwargs": kwargs})]) == 0
         found.append(json.loads((folder / "plan.json").read_text()))
     whole, half = (plan["memory"]["parameters"] for plan in found)
-    assert whole - half > 200_000 and whole < 2 * half  # the student, and half of the teacher
+    assert whole - half > 200_000 and whole < 2 * half  # the student, and half of the teacher's bytes
     assert found[0]["generation"]["size"]["completions"] == 4 and found[0]["unread"] == 0

@@ -1,4 +1,5 @@
-"""`trl-jax generate` and `trl-jax chat`."""
+"""`trl-jax generate` and `trl-jax chat`: completions of the library and of transformers, resuming, conversations,
+errors."""
 
 from __future__ import annotations
 
@@ -179,7 +180,7 @@ def test_a_conversation_about_a_picture(tmp_path, monkeypatch, capsys):
 
 
 def greedy(folder, processor, text, images):
-    """transformers' eight greedy tokens as text."""
+    """transformers' eight greedy tokens, as text."""
     import transformers
 
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
@@ -235,7 +236,7 @@ def test_rows_with_pictures_get_transformers_tokens(tmp_path, monkeypatch, capsy
 
 
 def test_a_conversation(folder, monkeypatch, capsys, caplog):
-    """Each answer sees what was said before; it is printed as it comes."""
+    """Each answer sees the conversation so far; it is printed as it is generated."""
     asked = ["Tell me", "Why?", "/undo", "/clear", "Tell me", "/exit", "never"]
     flags = ["--max_new_tokens", "5", "--system", "Be brief", "--seed", "3", "--do_sample"]
     seen, inner = [], AutoModelForCausalLM.from_pretrained(folder).__class__.generate

@@ -1,4 +1,4 @@
-"""`trl-jax sft`, `dpo` and `kto`: by flags, by YAML, as a script written for TRL, and their plans."""
+"""`trl-jax sft`, `dpo` and `kto`: with flags, with YAML, as scripts written for TRL, and their plans."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_flags_and_yaml_give_one_loss(kind, checkpoint, folder):
     assert first_loss(folder / "yaml" / "checkpoint-1") == first_loss(folder / "flags" / "checkpoint-1") > 0
 
 
-@only_thorough  # usually test_front has the names, and test_scripts.py runs of reward trainers
+@only_thorough  # by default, test_main_module covers the names, and test_scripts.py runs of reward trainers
 def test_a_script_for_trl_trains_as_the_commands_do(checkpoint, folder):
-    """One process for all trainers, as most of its time is Python's start."""
+    """One process for all trainers, because most of the time is Python's startup."""
     model, wanted, kinds = checkpoint(**SMALL), {}, ("DPO", "KTO")
     for kind in kinds:
         values = given(kind, folder, model) | {"save_steps": 1, "output_dir": kind}

@@ -1,4 +1,4 @@
-"""A script under torchrun: one process goes on, and trains what it trains by itself."""
+"""A script under torchrun: only one process continues, and its result equals that of an ordinary run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run_here(given, out: Path, monkeypatch, capsys) -> str:
 
 
 def test_one_of_torchruns_processes_trains(given, tmp_path, monkeypatch, capsys):
-    """Beside a run of the script in this process."""
+    """Compared with a run of the script in this process."""
     (tmp_path / "alone").mkdir(), (tmp_path / "launched").mkdir()
     alone = run_here(given, tmp_path / "alone", monkeypatch, capsys)
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]

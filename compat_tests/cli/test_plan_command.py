@@ -1,4 +1,4 @@
-"""`trl-jax plan`, from the shell's side."""
+"""`trl-jax plan` as a command."""
 
 import json
 import os
@@ -20,13 +20,13 @@ from trl_jax.trainer.reward_config import RewardConfig
 
 @pytest.fixture(autouse=True)
 def begun(monkeypatch):
-    """This process's JAX has begun, and keeps its settings."""
+    """JAX is already initialized in this process and keeps its settings."""
     monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)
 
 
 @only_thorough
 def test_simulated_devices_from_the_shell(checkpoint, tmp_path):
-    """A process of its own: JAX is told how many devices to simulate before it looks for any."""
+    """In a separate process, because JAX must be told how many devices to simulate before it is initialized."""
     written = tmp_path / "plan.json"
     flags = f"--model_name_or_path {checkpoint()} --topology cpu:2 --mesh_shape fsdp:2 --json {written}"
     flags += " --max_length 64 --per_device_train_batch_size 2 --batch_layout padded"
@@ -54,7 +54,7 @@ def test_suggestions_from_the_shell(checkpoint, capsys, monkeypatch):
     assert "It does not fit: " in told
     assert "- --per_device_train_batch_size 1 --gradient_accumulation_steps 2: It fits" in told
     assert "- --max_length 25000: It fits" in told
-    for flag in ("--suggestions", "--levers"):  # the second is its former name
+    for flag in ("--suggestions", "--levers"):  # the second is its old name
         assert main(["plan", *flags.split(), flag, "false"]) == 0
         assert "- --max_length" not in capsys.readouterr().out
 
@@ -79,7 +79,7 @@ def test_mistakes_are_told_in_a_line(checkpoint, capsys):
 
 
 def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint, tmp_path):
-    """A new argument belongs into one of the two."""
+    """Add new arguments to one of the two lists."""
     honored = """
         max_steps num_train_epochs per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
         optim optim_args lr_scheduler_type lr_scheduler_kwargs train_sampling_strategy learning_rate weight_decay

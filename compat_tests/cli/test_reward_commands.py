@@ -37,7 +37,7 @@ def model(checkpoint):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The current folder: prompts, and a file with a reward function."""
+    """Change to a folder with prompts and a file with reward functions."""
     rows = [{"prompt": f"How do I bake {what}?", "extra": what} for what in ("bread", "pies", "soup", "cake")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_rewards.py").write_text(
@@ -93,7 +93,7 @@ print(type(trainer).__module__)
 @only_thorough
 @COMMANDS
 def test_a_script_trains_by_its_import_or_as_it_is(command, model, folder):
-    """Under another import and under `python -m trl_jax`, with the same numbers."""
+    """With its import changed, and unchanged under `python -m trl_jax`, with the same results."""
     algorithm, found = command.upper(), {}
     from_trl = "from trl.rewards import accuracy_reward\nassert accuracy_reward.__module__.startswith('trl_jax')"
     for package, how, more in (("trl_jax", [], ""), ("trl", ["-m", "trl_jax"], from_trl)):

@@ -1,4 +1,4 @@
-"""`trl-jax score` and `trl-jax env`."""
+"""`trl-jax score`: the scores of the library and bad lines; `trl-jax env`; and the help texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trl-jax score` loses no file: what is there stays, what is interrupted goes on, and each bad row is named."""
+"""`trl-jax score` loses no data: existing files are kept, interrupted runs resume, and bad rows are named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(checkpoint):
 
 @pytest.fixture
 def scored(folder, tmp_path, capsys):
-    """scored(rows, *flags, model=...) -> (exit status, stderr) of a run over in.jsonl to out.jsonl."""
+    """scored(rows, *flags, model=...) -> (exit status, stderr) of a run from in.jsonl to out.jsonl."""
 
     def run(rows=None, *flags, model=folder, out="out.jsonl"):
         source = tmp_path / "in.jsonl"
@@ -49,7 +49,7 @@ def read(path):
 
 
 class Spy:
-    """Counts the rows that are scored, and presses Ctrl-C once there are `until`."""
+    """Counts the scored rows, and simulates Ctrl-C after `until`."""
 
     def __init__(self, monkeypatch, until=None):
         self.rows = 0
@@ -66,7 +66,7 @@ class Spy:
 
 @pytest.fixture
 def cut_off(scored, tmp_path, monkeypatch):
-    """A run over ten pairs of which four are done, and a fifth line is cut off."""
+    """A run over ten pairs that was interrupted after four, within the fifth line."""
     with monkeypatch.context() as patched:
         Spy(patched, until=4)
         status, told = scored(preference_rows(10), "--batch_size", "2")
@@ -172,7 +172,7 @@ def test_a_line_without_its_score_does_not_count_as_done(change, told_of, cut_of
 
 def test_any_text_that_json_can_hold_is_scored_and_gone_on_with(scored, tmp_path, monkeypatch):
     rows = [{"text": text} for text in ("a\u2028b", "c\u0085d", "e\x0bf\x1cg", "h\r\ni", "\ufeffj", "last")]
-    rows[0]["number"] = float("nan")  # which is not equal to itself
+    rows[0]["number"] = float("nan")  # not equal to itself
     with monkeypatch.context() as patched:
         Spy(patched, until=5)
         assert scored(b"\xef\xbb\xbf" + lines(rows).replace(b"\n", b"\r\n"), "--batch_size", "1")[0] == 130
@@ -218,7 +218,7 @@ def test_a_text_that_is_too_long_is_named(scored, checkpoint, tmp_path):
         [{"text": "a"}, {"text": "long " * 600}], model=checkpoint("gpt2", num_hidden_layers=1), out="gpt2.jsonl"
     )
     assert status == 2 and "in.jsonl, line 2 has" in told and "but the model supports at most 512. Shorten" in told
-    assert sorted(os.listdir(tmp_path)) == ["in.jsonl"]  # nothing was scored, so nothing stays
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl"]  # nothing was scored, so nothing is kept
 
 
 def test_a_column_of_another_kind_of_row_is_no_score(scored, tmp_path):
@@ -309,7 +309,7 @@ def test_an_adapters_own_tokenizer_and_files_count(scored, folder, tmp_path, mon
     assert scored([{"text": "a"}])[0] == 0
     assert scored(None, model=tmp_path / "adapter", out="adapted.jsonl")[0] == 0
     mine, plain = (read(tmp_path / name)[0]["reward"] for name in ("adapted.jsonl", "out.jsonl"))
-    assert mine != pytest.approx(plain, abs=1e-4)  # a new adapter changes nothing, the token at the end does
+    assert mine != pytest.approx(plain, abs=1e-4)  # the new adapter has no effect yet, but the other EOS token has
     with monkeypatch.context() as patched:
         Spy(patched, until=2)
         assert scored(preference_rows(4), "--batch_size", "2", model=tmp_path / "adapter", out="new.jsonl")[0] == 130

@@ -1,4 +1,4 @@
-"""Packages that a script imports and this machine does not have, under `python -m trl_jax` and in `trl-jax check`."""
+"""Packages that a script imports but this machine lacks, under `python -m trl_jax` and in `trl-jax check`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_script_finds_what_stands_in_for_missing_packages(tmp_path):
 
 
 def test_without_torch_transformers_does_not_say_that_models_are_missing(tmp_path):
-    """Neither in a script that imports trl_jax; other warnings of transformers are shown."""
+    """Nor in a script that imports trl_jax; other warnings of transformers are shown."""
     code = WITHOUT + SILENT
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     env.pop("TRANSFORMERS_NO_ADVISORY_WARNINGS", None)

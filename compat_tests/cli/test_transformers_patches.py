@@ -1,4 +1,4 @@
-"""`python -m trl_jax` leaves transformers' models and PEFT out of imports until a script needs them."""
+"""`python -m trl_jax` defers imports of transformers' models and PEFT until a script needs them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trl_jax.cli.transformers_patches import accept_no_videos, load_without_vide
 
 SCRIPT = """
 import sys
-from trl_jax.cli.transformers_patches import leave_models_aside
-leave_models_aside()
+from trl_jax.cli.transformers_patches import import_without_models
+import_without_models()
 from trl_jax import SFTConfig, SFTTrainer
 SFTConfig("out", use_cpu=True)
 assert not {"peft", "transformers.modeling_utils"} & sys.modules.keys()
@@ -61,7 +61,7 @@ REFUSED = """
 import sys
 from trl_jax.cli import transformers_patches
 transformers_patches._Absent.__getattr__ = lambda self, name: 1 / 0
-transformers_patches.leave_models_aside()
+transformers_patches.import_without_models()
 assert "transformers.conversion_mapping" not in sys.modules and "torch.distributed.fsdp" not in sys.modules
 from transformers.distributed.sharding_utils import DTensor
 import torch.distributed.tensor
@@ -88,7 +88,7 @@ def test_a_processor_of_images_and_videos_loads_without_torchvision(tmp_path, mo
     for owner, name in (
         (auto.AutoVideoProcessor, "from_pretrained"), (mixin, "check_argument_for_proper_class"), (mixin, "to_dict"),
     ):  # fmt: skip
-        monkeypatch.setattr(owner, name, vars(owner)[name])  # to be put back
+        monkeypatch.setattr(owner, name, vars(owner)[name])  # so that it is restored
     load_without_videos(auto)
     accept_no_videos(mixin)
     found = transformers.AutoProcessor.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The tables of arguments: every field of every config has a line, and every warning and refusal is as it should be."""
+"""The argument tables: every field of every config has an entry, with the right warnings and errors."""
 
 import dataclasses
 import importlib
@@ -73,7 +73,7 @@ def test_every_config_checks_its_values(kind, tmp_path):
         kind(str(tmp_path / "out"), batch_layout="mixed")
 
 
-# Where TRL's words for a wrong value say the name in another way.
+# TRL's error messages for wrong values use another form of the name.
 TOLD_AS = {"vllm_importance_sampling_mode": "vllm importance sampling level"}
 ODD = [
     "abc", -1, 10**400, float("nan"), object(), b"x", (1, 2), {"a": 1}, {1: 2}, frozenset("a"), "x" * 5000, "a\0b",
@@ -95,7 +95,7 @@ ODD = [
 @pytest.mark.parametrize("kind", config_classes())
 @pytest.mark.filterwarnings("ignore")
 def test_an_odd_value_is_accepted_or_refused_by_name(kind, tmp_path):
-    """Each field, in each class that handles it in a way of its own."""
+    """Each field, in each class that handles it differently from BaseConfig."""
     before = {} if kind is BaseConfig else BaseConfig.argument_table()
     names = [name for name, line in kind.argument_table().items() if line != before.get(name)]
     for name in names:
@@ -105,7 +105,7 @@ def test_an_odd_value_is_accepted_or_refused_by_name(kind, tmp_path):
             except (TypeError, ValueError) as error:
                 text = str(error).lower()
                 assert name in text or TOLD_AS.get(name, name.replace("_", " ")) in text, (name, value)
-            else:  # it can be written when the run is over, and is a plain number
+            else:  # accepted: it can be saved with the run, and is a plain number
                 assert name in json.loads(made.to_json_string()) and made.check() is not None
                 assert not isinstance(vars(made)[name], np.generic), (name, value)
 
@@ -482,7 +482,9 @@ def test_a_step_of_too_many_pairs_names_both_that_make_it():
 
 @pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2"])
 def test_betas_of_one_are_refused_where_they_are_used(name):
-    assert verdict(**{name: 1.0}) == ([f"{name} must be a number of at least 0 and below 1, got 1.0."], [])
+    refused = [f"{name} must be a number of at least 0 and below 1, got 1.0."]
+    assert verdict(**{name: 1.0})[0] == verdict(**{name: 1.0}, optim="ademamix")[0] == refused
+    assert verdict(**{name: 1.0}, optim="lion_32bit")[0] == refused
     assert verdict(**{name: 1.0}, optim="sgd") == ([], [])
 
 

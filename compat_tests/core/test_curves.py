@@ -1,4 +1,5 @@
-"""Axes that a person can read: round ticks with different labels, whole labels, nothing below zero without need."""
+"""Readable axes: round ticks with distinct labels, untruncated labels, and no negative ticks without negative
+values."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ LABEL = re.compile(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(end|middle)">(.
 
 
 def labels(values: list[float], side: str = "end") -> list[str]:
-    """The labels of the values, from low to high, or of the steps, where `side` is "middle"."""
+    """The labels of the values from low to high; with side="middle", those of the steps."""
     picture = svg({"loss": [Curve("#000", list(enumerate(values)))]})
     ElementTree.fromstring(picture)
     return [text for _, where, text in LABEL.findall(picture) if where == side]
@@ -47,6 +48,6 @@ def test_any_curve_stays_in_its_panel_with_different_labels(values):
     if min(values) >= 0:
         assert not any(text.startswith("-") for text in found)
     [left] = {float(x) for x, where, _ in LABEL.findall(picture) if where == "end"}
-    assert left >= 6.5 * max(map(len, found))  # a label ends there: its first digit is in the picture
+    assert left >= 6.5 * max(map(len, found))  # labels end there, so the first digit is inside the picture
     for x, y in re.findall(r'<circle cx="([\d.-]+)" cy="([\d.-]+)"', picture):
         assert left < float(x) <= 640 - 24 + 0.1 and 28 - 0.1 <= float(y) <= 152 + 0.1

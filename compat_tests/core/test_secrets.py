@@ -1,4 +1,4 @@
-"""Secrets, told from ordinary values by name, by shape, and by having been read."""
+"""Secrets are recognized by name, by shape, and because they were read before."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def test_a_secret_that_was_read_is_found_anywhere(monkeypatch, tmp_path):
     assert masked({"run_name": "of plainly secret-1"}) == {"run_name": "of <HUB_TOKEN>"}
     monkeypatch.setenv("SOME_API_KEY", "in-the-environment\n")
     assert scrubbed("x in-the-environment y") == "x <SOME_API_KEY> y"
-    monkeypatch.setenv("PWD", str(tmp_path / "now"))  # the shell's folder, no password
+    monkeypatch.setenv("PWD", str(tmp_path / "now"))  # the shell's working directory, not a password
     monkeypatch.setenv("OLDPWD", str(tmp_path / "before"))
     told = f"The model is in {tmp_path / 'now' / 'out'}, no longer in {tmp_path / 'before'}."
     assert scrubbed(told) == told
-    learn({"token": "a"})  # shorter than any that is looked for
+    learn({"token": "a"})  # too short to be searched for
     assert scrubbed("an apple") == "an apple"
 
 
@@ -107,7 +107,7 @@ class Held:
 
 
 def nest(draw: random.Random, depth: int) -> Any:
-    """A value with "Mark" in it behind the names of secrets, at any depth and in every kind of container."""
+    """A value with "Mark" below the names of secrets, at any depth and in every kind of container."""
     if depth == 0:
         return {draw.choice(SECRET_NAMES): draw.choice(["Mark", b"Mark", ["Mark"], {"x": ("Mark",)}])}
     inner = nest(draw, depth - 1)

@@ -1,4 +1,4 @@
-"""A safetensors file written piece by piece is what safetensors reads, and only a piece is in memory."""
+"""A safetensors file written in pieces equals what safetensors writes, with only one piece in memory."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 import trl_jax
 from trl_jax.core.torch_random import TorchGenerator, default_generator
 
-# Recorded of torch 2.13: seed, shape, digests of two tensors of exponential_(1), then randint(0, 2**20).
+# Recorded with torch 2.13: seed, shape, digests of two tensors of exponential_(1), then randint(0, 2**20).
 EXPONENTIALS = [
     (0, (1, 64), "6ece7fe8f1cc1d5c", "b1328b33fa5961f1", 74253),
     (42, (4, 500), "5106392db46144d3", "af11839b0df3f034", 938601),
@@ -36,7 +36,7 @@ def test_permutation_is_torchs(torch, count, seed):
 @pytest.mark.parametrize("seed", [0, 42, 123456789])
 def test_normal_is_torchs_to_the_ulp(torch, count, seed):
     expected = torch.empty(count).normal_(0, 0.02, generator=torch.Generator().manual_seed(seed)).numpy()
-    one_ulp = np.spacing(np.float32(0.02))  # an ulp of the scale: where a cosine is near 0 its own ulp is finer
+    one_ulp = np.spacing(np.float32(0.02))  # an ulp of the scale: where a cosine is near 0, its own ulp is finer
     np.testing.assert_allclose(TorchGenerator(seed).normal(count, 0.02), expected, rtol=2.4e-7, atol=one_ulp)
 
 

@@ -1,4 +1,4 @@
-"""Sums in torch's order, to the bit."""
+"""Sums in torch's order, bitwise equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_rows_and_all_of_them(rows):
     for length in LENGTHS:
         values = GENERATOR.random((rows, length), np.float32)
         np.testing.assert_array_equal(torch_sum(values, 1), torch.tensor(values).nansum(1).numpy(), str(length))
-        if values.size < 2**15:  # more are divided over threads
+        if values.size < 2**15:  # torch divides larger ones over threads
             assert torch_sum(values) == torch.tensor(values).nansum().item()
 
 

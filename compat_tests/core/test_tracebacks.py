@@ -1,4 +1,4 @@
-"""A user's mistake shows the user's own lines and our message; the frames between are hidden."""
+"""Tracebacks of a user's mistake show the user's own lines and our message, without the frames in between."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import trl_jax
 from compat_tests.effort import thorough
 from trl_jax.core.text import FRAMES_HIDDEN, api_boundary
 
-# Stands in for a module of the package: `call` is its public function.
+# Stands in for a module of the package; `call` is its public function.
 OURS = """
 def call(function):
     return between(function)
@@ -58,11 +58,11 @@ def ours():
 def mistake():
     import json
 
-    return json.loads("[")  # a frame of a library below the user's
+    return json.loads("[")  # a library frame below the user's
 
 
 def frames(error: BaseException) -> list[str]:
-    return [frame.name for frame in traceback.extract_tb(error.__traceback__)][1:]  # the test's own comes first
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)][1:]  # the first is the test's own
 
 
 @pytest.mark.parametrize("name", ["refusal", "of_a_library", "of_the_system"])
@@ -126,7 +126,7 @@ def test_a_script_ends_with_its_own_line_and_the_message(tmp_path, package, laun
         [sys.executable, *launcher, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=240,
         env=os.environ | {"PYTHONPATH": paths, "USE_TORCH": "0"},
     )  # fmt: skip
-    lines = [line for line in ended.stderr.splitlines() if line.strip(" ^~")]  # Python marks parts of a line
+    lines = [line for line in ended.stderr.splitlines() if line.strip(" ^~")]  # Python underlines parts of a line
     expected = [
         "Traceback (most recent call last):",
         f'  File "{script}", line 5, in <module>',

@@ -1,4 +1,4 @@
-"""Examples to lay out: of one, two and three texts, which begin alike, with extras of two names."""
+"""Hypothesis strategies for examples of one to three texts with a common prefix and two named extras."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ numbers = st.floats(-2, 2, width=32)
 
 
 def examples_of(texts: int) -> st.SearchStrategy[Example]:
-    """Examples of this many texts, often the same one."""
+    """Examples of this many texts, which are often equal."""
     return st.builds(
         lambda prompt, ends, margin, label: Example(
             tuple(prompt + end for end in ends), Extras({"margin": margin, "label": label})
@@ -29,7 +29,7 @@ def examples_of(texts: int) -> st.SearchStrategy[Example]:
 
 
 def steps_of(texts: int) -> st.SearchStrategy[tuple[int, list[list[Example]]]]:
-    """The size of a micro-batch, and the micro-batches of a step, any of which may be short."""
+    """The size of a micro-batch, and the micro-batches of a step, each of which may be short."""
     return st.integers(1, 4).flatmap(
         lambda size: st.tuples(
             st.just(size), st.lists(st.lists(examples_of(texts), min_size=1, max_size=size), min_size=1, max_size=3)
@@ -41,5 +41,5 @@ steps = st.one_of(*map(steps_of, TEXTS))
 
 
 def row_of(example: Example) -> dict:
-    """The row of a prepared dataset that gives this example."""
+    """The row of a prepared dataset from which this example is read."""
     return dict(zip(COLUMNS[len(example.texts)].texts, example.texts, strict=True)) | dict(example.extras.example)

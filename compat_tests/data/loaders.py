@@ -1,4 +1,4 @@
-"""Loaders of examples, made of one set of options."""
+"""Builds loaders of examples from one set of options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_LAYOUT = {field.name for field in fields(StepLayout)}
 
 
 def example_loader(dataset: Any, columns: Columns, example: Callable | None = None, **options: Any) -> ExampleLoader:
-    """A loader of these columns; `options` are fields of it or of its layout."""
+    """A loader of these columns; `options` are fields of the loader or of its layout."""
     layout = StepLayout(**{name: value for name, value in options.items() if name in _OF_LAYOUT})
     own = {name: value for name, value in options.items() if name not in _OF_LAYOUT}
     return ExampleLoader(dataset, columns, example or columns.example, layout, **own)

@@ -1,4 +1,4 @@
-"""How long packed rows are: what steps ask for, and what a compilation costs."""
+"""Lengths of packed rows: what steps need against what compilations cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_rounded_buckets_hold_every_length_for_a_quarter_of_a_compilation_each(l
 
 
 def test_buckets_of_short_runs_are_those_of_other_texts():
-    """1,024 and 1,536 are found compiled; in a long run no token is wasted, and long rows are never longer."""
+    """Programs for 1,024 and 1,536 are likely cached from other datasets. A long run wastes no tokens, and long rows
+    are never rounded up."""
     short = [rounded(Buckets((length,)), [length] * 3, 10_000).lengths for length in (832, 960, 1024, 1088, 1472, 2112)]
     assert short == [(1024,), (1024,), (1024,), (1536,), (1536,), (2112,)]
     assert rounded(Buckets((960,)), [960] * 100, 10_000).lengths == (960,)

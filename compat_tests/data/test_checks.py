@@ -1,4 +1,4 @@
-"""Rows that cannot be trained on are refused by name: the argument, the row, the column, and the way out."""
+"""Rows that cannot be trained on are refused; errors name the argument, the row, the column, and the way out."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_token_ids_inside_the_vocabulary_pass(form):
 @both
 @pytest.mark.parametrize("columns", [("prompt",), ("prompt", "chosen_ids", "rejected_ids")])
 def test_token_ids_of_those_columns_alone_that_are_read(form, columns):
-    """Whichever and however many they are; of texts that are too long for the model's positions, too."""
+    """Whichever and however many columns there are, also for texts longer than the model's positions."""
     rows = [IDS | {"prompt": [1, 2, 3], "other": [99]}]
     assert list(checks.check_token_ids(form(rows), columns, 8, "train", 3)) == rows
     with pytest.raises(ValueError, match="column 'prompt': token id 3 is outside the model's vocabulary"):
@@ -321,6 +321,6 @@ def test_lists_of_every_arrow_kind():
 
 
 def test_rows_in_another_order_without_columns_of_tokens():
-    """As prompts that were shuffled, or divided by train_test_split: datasets cannot order a table without columns."""
+    """Such as shuffled prompts, or those from train_test_split: datasets cannot index a table that has no columns."""
     rows = Dataset.from_dict({"prompt": list("abcdef")}).train_test_split(2, seed=1)["train"]
     assert checks.check_token_ids(rows, (), 10, "train") is rows and not list(checks.blocks(rows, ()))

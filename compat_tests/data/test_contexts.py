@@ -1,4 +1,4 @@
-"""Contexts of examples: laid once a micro-batch and packed row, and the rows of examples that share one."""
+"""Contexts of examples: placed once per micro-batch and packed row, together with the examples that share them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE, GROUP = 6, 3
 
 
 def examples(count=24, prompt=20):
-    """Groups of GROUP with a context of ids of its own."""
+    """Groups of GROUP examples; each group has its own context."""
     made = []
     for number in range(count):
         group = number // GROUP
@@ -60,7 +60,7 @@ def test_other_layouts_have_it_in_each_text():
 
 
 def test_a_group_of_two_micro_batches_lies_in_each():
-    """What is computed may depend on the longest text that TRL runs beside it."""
+    """TRL's result may depend on the longest text in the same micro-batch."""
     made = [one._replace(context=Context(0, 20)) for one in examples(2 * SIZE)]
     made = [one._replace(texts=([100] * 20 + one.texts[0][20:],)) for one in made]
     arrays = step(made).arrays
@@ -77,7 +77,7 @@ def test_rows_are_filled_evenly_by_what_lies_in_them():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_bins_have_room_for_as_many_as_they_are_said_to(seed):
-    """Groups of up to a micro-batch of SIZE, as many as three micro-batches have, in rows of twice that."""
+    """Groups of at most a micro-batch (SIZE), three micro-batches in total, in rows with room for twice SIZE."""
     dice, bins = np.random.default_rng(seed), 3
     sizes = dice.integers(1, SIZE + 1, 20)
     sizes = sizes[np.cumsum(sizes) <= bins * SIZE].tolist()

@@ -1,4 +1,4 @@
-"""Evaluation chunks: every example is computed once, and its outputs come back to its place in its batch."""
+"""Evaluation chunks: every example is computed once, and its outputs return to its position in its batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = ("first", "second", "third")
 
 
 def table(examples, seed=0):
-    """Texts that begin alike, each with an end of its own, and two numbers."""
+    """Texts with common prefixes and different ends, and two numbers."""
     dice = np.random.default_rng(seed)
     rows = []
     for number in range(examples):
@@ -35,12 +35,12 @@ def loader(data, texts=2, **options):
 
 
 def total(ids):
-    """A number that tells texts apart."""
+    """A number that distinguishes texts."""
     return float(np.dot(ids, np.arange(1, len(ids) + 1)))
 
 
 def outputs_of(batch):
-    """Of each slot the total of its text, from what the token that is read sees."""
+    """For each slot, the total of the text that the token read there attends to."""
     batch = jax.tree.map(lambda leaf: leaf[0], batch)
     rows, at = np.divmod(batch.reads, batch.tokens.shape[1])
     if batch.packed is None:
@@ -84,7 +84,7 @@ def test_every_example_once_and_in_its_place(layout, sort, texts, examples, monk
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 def test_a_pass_has_one_batch_where_it_is_wanted_whole(layout, shards):
-    """On several devices each one's part of it."""
+    """With several devices, each has its part of the batch."""
     batches = loader(table(10), layout=layout, batch_size=4, shards=shards, fill_last=False)
     [chunk] = EvalChunks(batches, sort=True, whole=True)
     found = [own[own >= 0].tolist() for _, slots in chunk.passes for own in slots.reshape(shards, -1)]

@@ -1,4 +1,4 @@
-"""Examples of a row, what a loss needs of a batch of them, and outputs without those that only fill it."""
+"""Examples from rows, what a loss needs of a batch of them, and outputs without padding examples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_a_loss_needs_of_a_batch(texts):
 @pytest.mark.parametrize("shape", [(), (4,)])
 @every_number_of_texts
 def test_outputs_of_real_examples(texts, shape):
-    """Text by text, each without its last two of five."""
+    """Text by text; of five slots each, the last two are padding."""
     outputs = np.arange(texts * 5 * int(np.prod(shape))).reshape(texts * 5, *shape)
     wanted = [outputs[5 * text + example] for text in range(texts) for example in range(3)]
     np.testing.assert_array_equal(of_examples(outputs, texts, 3), wanted)
@@ -59,7 +59,7 @@ ROW = {"text_0": [1, 2], "text_1": [3], "text_2": [4], "margin": 0.5, "label": 1
 
 @every_number_of_texts
 def test_a_fingerprint_is_of_what_is_trained_on(texts):
-    """Not of other columns, the table's cache or its parts; but of order, texts and each of the numbers."""
+    """Other columns, the table's cache and its chunks do not matter; order, texts and every number do."""
     columns = COLUMNS[texts]
     rows = [ROW, ROW | {"margin": 2.0}]
 

@@ -1,4 +1,5 @@
-"""Numbers of examples, texts and reads: each layout has each at its place on its axis, and zeros elsewhere."""
+"""Numbers per example, per text and per read: in each layout they are at their position on their axis, with zeros
+elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ SIZE = 4
 
 
 def example(number: int) -> Example:
-    """A pair that begins alike. Numbers say whose they are: the example's, of a text, of one of its targets."""
+    """A pair with a common prefix. Its numbers identify what they belong to: the example, a text, or one of its
+    targets."""
     dice = np.random.default_rng(number)
     prompt = dice.integers(1, 9, 5).tolist()
     texts = tuple(prompt + dice.integers(1, 9, dice.integers(1, 20)).tolist() for _ in range(2))

@@ -1,4 +1,4 @@
-"""Every layout puts the features of images at their tokens, and stores an image once however many texts have it."""
+"""Every layout puts image features at their tokens, and stores an image once however many texts contain it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMAGE = 5
 
 
 def image(number, rows=2, columns=3):
-    """An image of `rows` x `columns` patches, each of which is a feature; all pixels have the value `number`."""
+    """An image of `rows` x `columns` patches with one feature each; all pixels are about `number`."""
     count = rows * columns
     places = np.stack(np.unravel_index(np.arange(count), (rows, columns)), axis=1).astype(np.int32)
     return ImagePatches(
@@ -33,7 +33,7 @@ def image(number, rows=2, columns=3):
 
 
 def example(images, *answers, context=None, positions=True):
-    """A prompt with these images, and answers; each answer has the whole prompt in front."""
+    """A prompt with these images, and texts that each consist of the whole prompt and an answer."""
     prompt = [7]
     for one in images:
         prompt += [IMAGE] * len(one.tokens) + [8, 9]
@@ -74,19 +74,19 @@ def test_image_tokens_see_their_patches_and_have_their_positions(layout, positio
     arrays = step(layout, pairs)
     [seen] = tokens_with_pixels(arrays)
     stored = np.unique(arrays.images.patches[0, 0, :, 0][arrays.images.first[0, 0] < 64])
-    assert len(stored) == 12  # of two images, one of which two examples have
+    assert len(stored) == 12  # of two images, one of which occurs in two examples
     whole = [1 + n / 100 for n in range(6)] + [2 + n / 100 for n in range(6)]
     copies = 1 if layout == "shared" else 2
     assert sorted(np.round(seen, 2)) == sorted((whole + whole[6:]) * copies)
     assert arrays.images.patches.shape[-2] == 64 and arrays.images.groups.shape[2] == 32
-    for text in (0, 2):  # spans of the patches: those of their own image
+    for text in (0, 2):  # the spans of patches cover their own image
         begin, end = arrays.images.first[0, 0, text * 6], arrays.images.end[0, 0, text * 6]
         assert end - begin == 6
     if not positions:
         assert arrays.positions.shape == arrays.tokens.shape
         return
     assert arrays.positions.shape == (*arrays.tokens.shape, 3)
-    if layout == "padded":  # rows of texts: first answers of all examples, then second ones
+    if layout == "padded":  # rows of texts: first the first answers of all examples, then the second ones
         assert np.array_equal(arrays.positions[0, 0, :19], pairs[0].positions[0])
         assert np.array_equal(arrays.positions[0, 5, :11], pairs[2].positions[1])
         assert np.array_equal(arrays.positions[0, 1, :3], np.repeat(np.arange(3)[:, None], 3, axis=1))
@@ -131,7 +131,7 @@ def test_few_sizes():
 
 
 def test_pictures_that_differ_in_their_features_alone_have_keys_of_their_own():
-    """As two black pictures that are padded to one size, and whose padding gives no features."""
+    """For example two black images that are padded to one size, where padding yields no features."""
     whole = ImagePatches(
         np.zeros((4, 3), np.float32), np.zeros((4, 2), np.int32), spans_of([4]), np.arange(4, dtype=np.int32)[:, None],
         np.arange(4, dtype=np.int32),

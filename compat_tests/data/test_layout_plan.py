@@ -1,4 +1,5 @@
-"""Surveys of a dataset, and plans: which lengths packed rows have, what that saves, and what serves meanwhile."""
+"""Surveys of a dataset and plans of packed rows: lengths, savings, and which length is used until another is
+compiled."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ TWO = ("first", "second")
 
 
 def of_two(lengths):
-    """Examples of a text of each length, beside one of a single token, which begins otherwise."""
+    """Examples of a text of each length, and one of a single token without a common prefix."""
     return Dataset.from_list([{"first": [1] * length, "second": [2]} for length in lengths])
 
 
@@ -54,7 +55,7 @@ def test_a_survey_counts_what_the_layouts_hold(texts, data, size, accumulation):
     ids=["one text", "two share 100 tokens", "three share none"],
 )  # fmt: skip
 def test_a_plan_says_what_it_saves(texts, real, length):
-    """Four examples a packed row: texts of 120 tokens, the second of 101 or 102."""
+    """Four examples per packed row: texts of 120 tokens, the second one of 101 or 102."""
     names = ("first", "second", "third")[:texts]
     begin = [1] * 100
     rows = [
@@ -66,7 +67,7 @@ def test_a_plan_says_what_it_saves(texts, real, length):
 
 
 def test_a_plan_has_room_for_the_steps_of_later_epochs():
-    """Two long examples meet in the second epoch only."""
+    """Two long examples are in the same step only in the second epoch."""
     plan = planned(
         of_two((900, 10, 900, 10)), orders=[np.array([0, 1, 2, 3]), np.array([0, 2, 1, 3])], batch_size=2, run_steps=4
     )
@@ -74,7 +75,7 @@ def test_a_plan_has_room_for_the_steps_of_later_epochs():
 
 
 def test_rows_are_as_long_as_steps_ask_for_where_a_run_pays_for_it():
-    """One long text in fifty steps: it has rows of its own, unless compiling costs more than all the copying."""
+    """One long text in fifty steps gets its own length, unless compiling costs more than padding all other rows."""
     dataset = Dataset.from_list([
         {"first": [1] * (4000 if i == 70 else 100), "second": [2] * 60} for i in range(200)
     ])  # fmt: skip
@@ -86,7 +87,7 @@ def test_rows_are_as_long_as_steps_ask_for_where_a_run_pays_for_it():
 
 
 def test_nothing_compiles_late():
-    """But for the longest: where it comes is where the data has it."""
+    """Except for the longest length, whose first step depends on the data."""
     lengths = [100] * 99 + [400] + [200, 900] * 50
     plan = planned(of_two(length - 1 for length in lengths))
     assert plan.buckets.lengths == (128, 448, 960)
@@ -94,21 +95,24 @@ def test_nothing_compiles_late():
 
 def test_a_longer_run_pays_for_more_lengths():
     plans = [planned(of_two((900, 200)), bucket_cost=1500, run_steps=steps) for steps in (2, 20)]
-    assert [plan.buckets.lengths for plan in plans] == [(1024,), (256, 960)]  # the shorter run's is a round one
+    # The shorter run's length is a round number.
+    assert [plan.buckets.lengths for plan in plans] == [(1024,), (256, 960)]
 
 
 def served(lengths, **options):
-    """How long steps of one example each are, all of its tokens its own, when its run compiles beside them."""
+    """The row lengths of steps with one example each, for a run that compiles in the background."""
     buckets = planned(of_two(length - 1 for length in lengths), **{"run_steps": 10**9} | options).buckets
     return buckets, [buckets(length, step) for step, length in enumerate(lengths)]
 
 
 def test_the_next_longer_one_serves_until_a_length_is_compiled():
-    """One at a time is compiled, in the time of 1,000 tokens: 960 waited for, 256 there at step 2, 512 at step 5."""
+    """One length at a time is compiled, in the time of 1,000 tokens: the run waits for 960, has 256 at step 2 and 512
+    at step 5."""
     lengths = [900, 200, 200, 500, 500, 500, 200, 900]
     buckets, found = served(lengths, bucket_cost=1000, at_once=1)
     assert buckets.lengths == (256, 512, 960) and found == [960, 960, 256, 960, 960, 512, 256, 960]
-    assert [buckets(length) for length in lengths] == [960, 256, 256, 512, 512, 512, 256, 960]  # in an evaluation
+    # An evaluation has all lengths.
+    assert [buckets(length) for length in lengths] == [960, 256, 256, 512, 512, 512, 256, 960]
     assert served(lengths, bucket_cost=1000, at_once=3)[1] == [960, 256, 256, 512, 512, 512, 256, 960]
     assert served(lengths, bucket_cost=1000)[0].serves_from == ()
 
@@ -121,7 +125,7 @@ def test_where_nothing_longer_is_compiled_a_step_waits():
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=40), st.integers(1, 4), st.integers(0, 5000))
 def test_what_serves_has_been_compiled_or_is_waited_for(lengths, at_once, cost):
-    """A step waits for a length of its own alone, and only where none was there that it fits on."""
+    """A step waits only for its own length, and only if no compiled length fits."""
     buckets, found = served([length + 1 for length in lengths], bucket_cost=cost, at_once=at_once)
     compiled = set()
     for step, (length, bucket) in enumerate(zip(lengths, found, strict=True)):

@@ -1,4 +1,4 @@
-"""Batches of a step: the rows in order, real examples and tokens counted, streamed rows begun anew each epoch."""
+"""Batches of a step: rows in order, counts of real examples and tokens, and streams that restart each epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXTS = ("first", "second", "third")
 
 
 def rows(n, **numbers):
-    """Row i: i + 1 in every place, texts of i % 3 + 1, 2 and 4 tokens, and numbers of i / 2 under each name."""
+    """Row i: texts of i % 3 + 1, 2 and 4 tokens i + 1, and the number i / 2 under each name."""
     return [
         {"first": [i + 1] * (i % 3 + 1), "second": [i + 1] * 2, "third": [i + 1] * 4, "other": "text"}
         | {name: factor * i / 2 for name, factor in numbers.items()}
@@ -39,7 +39,7 @@ def loader(dataset, texts=2, **options):
 
 
 def order(batches):
-    """The rows in the order in which they stand in the batches, pads left out."""
+    """The rows in their order in the batches, without padding."""
     found = []
     for batch in batches:
         real = batch.arrays.weight > 0
@@ -66,7 +66,7 @@ def test_shuffled_rows_come_in_the_order_of_their_epoch():
 
 @both
 def test_what_is_counted(form):
-    """7 rows, 2 a micro-batch, 3 micro-batches a step: the last step is one example."""
+    """7 rows, 2 per micro-batch, 3 micro-batches per step: the last step has a single example."""
     first, last = loader(form(7), accumulation=3)
     assert (first.num_micro_batches, first.num_examples, first.num_tokens) == (3, 6, 6 * 2 + 2 * (1 + 2 + 3))
     assert (last.num_micro_batches, last.num_examples, last.num_tokens) == (1, 1, 3)
@@ -85,7 +85,7 @@ def test_tokens_of_the_first_texts_alone_may_count():
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize(("texts", "tokens", "padded"), [(1, 12, 2 * 2 + 2 * 3 + 2 * 3), (3, 48, 6 * 4 * 3)])
 def test_what_is_counted_of_other_numbers_of_texts(texts, tokens, padded, layout):
-    """Each text once, for none is shared."""
+    """Each text counts fully, because no prefix is shared."""
     [step] = loader(table(6), texts, accumulation=3, layout=layout)
     assert (step.num_examples, step.num_tokens, step.num_padded_tokens) == (6, tokens, padded)
     assert step.num_places == step.arrays.tokens.size and (step.arrays.tokens != PAD).sum() == tokens
@@ -153,7 +153,7 @@ def test_a_task_may_make_other_examples_of_its_rows():
 
 
 def test_a_step_is_laid_out_without_a_dataset():
-    """Whoever makes examples lays them out with the layout alone, and names each by a number of its own."""
+    """Examples from elsewhere only need the layout, and are identified by their own indices."""
     steps = loader(table(4, margin=1, label=-1), accumulation=2, layout="packed")
     [wanted] = steps
     group = [[indexed._replace(index=indexed.index + 10) for indexed in batch] for batch in next(iter(steps.groups()))]

@@ -1,4 +1,4 @@
-"""What a script padded by itself is left out: its masks say where, and unpadded rows are what comes of it."""
+"""Rows padded by the user: padding is removed according to their masks, with the same result as unpadded rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ready(dataset, **asked):
 
 
 def tokenized(side="right", **padding):
-    """Rows as a script of 2023 made them, and how many tokens each has."""
+    """Rows as scripts of 2023 prepared them, and the number of real tokens of each."""
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = side
     rows = []
@@ -114,7 +114,7 @@ def test_a_mask_that_is_none(form, kind):
     mask, text = BAD[kind]
     good = {"input_ids_chosen": [5, 6], "attention_mask_chosen": [1, 1], "input_ids_rejected": [7]}
     rows = [good, good | {"attention_mask_chosen": mask}]
-    if kind in ("half", "words", "a_number"):  # a column of a table is of one type
+    if kind in ("half", "words", "a_number"):  # a table's column has a single type
         rows = rows[1:]
     where = f"Row {len(rows) - 1} of train_dataset, column 'attention_mask_chosen': "
     with pytest.raises(ValueError, match=re.escape(where + text)):

@@ -1,4 +1,4 @@
-"""Which rows a run visits: torch's order to the index, and transformers' count of steps and epochs."""
+"""Which rows a run visits: torch's order exactly, and transformers' number of steps and epochs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_micro_batches_are_runs_of_the_items(items, size, drop_last):
     max_steps=st.sampled_from([-1, 1, 5, 12]),
 )
 def test_the_length_of_a_run_is_what_happens(rows, batch_size, accumulation, drop_last, epochs, max_steps):
-    """Counted out batch by batch; a ragged last step is a step."""
+    """Compared with a count batch by batch; a ragged last step is a step."""
     arguments = {"batch_size": batch_size, "accumulation": accumulation, "drop_last": drop_last}
     batches = list(micro_batches(range(rows), batch_size, drop_last=drop_last))
     if not batches:

@@ -1,4 +1,4 @@
-"""Packed rows: every token of every text once and where it should be, and a way back to the texts."""
+"""Packed rows: every token of every text once at the right position, and a mapping back to the texts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def laid_out(groups, size, count, share, rows=2, row_view=None):
 
 
 def visible(batch, row, place):
-    """The places that a token sees, from its own numbers alone, in the order of the text."""
+    """The positions in the row that a token attends to, according to its own fields, in the order of the text."""
     run = range(batch.packed.first[row, 0, place], batch.packed.end[row, 0, place])
     return sorted(run, key=lambda other: batch.positions[row, 0, other])
 
 
 def slots_of(batch, slot, texts):
-    """Where the outputs of an example's texts are."""
+    """The indices of the outputs of an example's texts."""
     return [number * batch.weight.shape[1] + slot for number in range(texts)]
 
 
@@ -37,7 +37,7 @@ def slots_of(batch, slot, texts):
 @settings(deadline=None)
 @given(steps, st.integers(0, 2))
 def test_every_text_comes_back_from_what_its_last_token_sees(share, step, more):
-    """Up to the token at which it is read."""
+    """Up to the token that is read."""
     size, groups = step
     batch, placed, into = laid_out(groups, size, len(groups) + more, share)
     for one, row in zip(placed, into, strict=True):
@@ -52,7 +52,7 @@ def test_every_text_comes_back_from_what_its_last_token_sees(share, step, more):
 @settings(deadline=None)
 @given(steps)
 def test_every_token_sees_its_own_text_up_to_itself_and_nothing_else(share, step):
-    """Not only where it is read: position p sees p + 1 tokens, those of the text it belongs to."""
+    """Not only the token that is read: position p attends to p + 1 tokens of its own text."""
     size, groups = step
     batch, placed, into = laid_out(groups, size, len(groups), share)
     filled = [0] * len(batch.tokens)
@@ -75,7 +75,7 @@ def test_every_token_sees_its_own_text_up_to_itself_and_nothing_else(share, step
 @settings(deadline=None)
 @given(steps)
 def test_texts_stand_as_rows_too(share, step):
-    """Token by token, and back: what two texts begin with is in both of their rows."""
+    """In both directions, token by token; a shared prefix is in the rows of both texts."""
 
     def shape(tokens, longest):
         return Buckets()(tokens), longest + 3
@@ -163,7 +163,7 @@ def test_a_text_that_is_the_first_once_more_is_read_at_the_same_place(share, tex
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 5))
 def test_rows_are_about_as_full_as_each_other(costs, rows):
-    """The fullest has at most one example more than the mean."""
+    """The fullest has at most one example more than the average."""
     filled = np.bincount(greedy_bins(costs, rows), costs, minlength=rows)
     assert filled.sum() == sum(costs) and filled.max() <= sum(costs) / rows + max(costs)
 
@@ -179,7 +179,7 @@ def test_no_row_has_more_examples_than_it_may(costs, rows, more):
 @settings(deadline=None)
 @given(steps)
 def test_how_many_texts_that_count_a_token_belongs_to(share, num_primary_texts, step):
-    """What two texts share, to both; where the first one alone counts, its tokens alone."""
+    """A shared token counts for both texts; if only the first text is primary, only its tokens count, once."""
     size, groups = step
     groups = [[example._replace(num_primary_texts=num_primary_texts) for example in group] for group in groups]
     batch, placed, into = laid_out(groups, size, len(groups), share)

@@ -1,4 +1,4 @@
-"""Packed rows beside TRL's."""
+"""Packing against TRL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def theirs():
 @settings(deadline=None, max_examples=drawn(60))
 @given(lengths=LENGTHS, size=st.integers(1, 9))
 def test_rows_are_packed_as_trl_packs_them(theirs, strategy, lengths, size):
-    """What `map` calls, not `map` itself: it writes a file each time."""
+    """Calls the function that `map` would call, because `map` writes a file each time."""
     from trl_jax.data import packing
 
     table = rows(lengths).with_format("arrow")[:]

@@ -1,4 +1,4 @@
-"""Padded rows: every token of every text once and at its place, read where transformers reads."""
+"""Padded rows: every token of every text once at its position, read where transformers reads."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_token_that_is_read(ids, at):
 
 
 def test_the_token_that_is_read_is_transformers(checkpoint):
-    """By the score of a real model: pads to the right, pads inside, pads at the end, nothing but pads."""
+    """Compared through the score of a real model, for padding on the right, inside and at the end, and only padding."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForSequenceClassification
 

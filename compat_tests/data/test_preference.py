@@ -1,4 +1,4 @@
-"""Rows of every form become the ids that TRL makes of them, in TRL's order."""
+"""Rows of every form become the same ids as in TRL, in TRL's order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from compat_tests.effort import drawn, only_thorough
 from compat_tests.tiny import preference_rows, tiny_tokenizer
-from trl_jax.data import reward
+from trl_jax.data import preference, reward
 from trl_jax.data.reward import prepare
 
 TEMPLATE = (
@@ -58,7 +58,7 @@ def _with(rows, **columns):
 
 
 def _ended(rows):
-    """Every other text already ends with EOS."""
+    """Every other chosen text already ends with EOS."""
     return [row | {"chosen": row["chosen"] + "</s>" * (i % 2)} for i, row in enumerate(rows)]
 
 
@@ -105,7 +105,7 @@ def test_rows_equal_trls(form, limited, streaming, tokenizer):
     for column in set(rows[0]) - {
         "chosen",
         "rejected",
-    }:  # TRL writes EOS and prompt into these two; ours stay
+    }:  # TRL writes EOS and the prompt into these two; we leave them unchanged
         assert [row[column] for row in mine] == [row[column] for row in trls], column
 
 
@@ -216,3 +216,10 @@ def test_progress_is_described_as_trl_does(tokenizer, monkeypatch):
     for name in ("train", "eval", "eval_dataset['a_b']"):
         ours(Dataset.from_list(preference_rows(2)), tokenizer, name=name)
     assert seen == ["Tokenizing train dataset", "Tokenizing eval dataset", "Tokenizing eval dataset['a_b']"]
+
+
+@pytest.mark.parametrize("rejected", ["ab c d", "ab c", "ab d", "ab", "a", "ad", "ab  c"])
+def test_the_prompt_that_two_answers_share_is_trls(rejected):
+    trl = pytest.importorskip("trl")
+    wanted = trl.extract_prompt({"chosen": "ab c", "rejected": rejected})
+    assert preference.extract_prompt("ab c", rejected, "Row 0") == wanted

@@ -59,7 +59,7 @@ def test_a_later_row_is_named_before_the_first_step(good, bad, text, place):
     with pytest.raises(ValueError, match=f"^Row {place} of train_dataset.*{text}"):
         checked(table(values))
     assert checked(table(values[:place])).num_rows == place
-    picked = table(values).select(range(place, len(values)))  # rows count from the first that is passed
+    picked = table(values).select(range(place, len(values)))  # indices are relative to the dataset that is passed
     with pytest.raises(ValueError, match=f"^Row 0 of eval_dataset.*{text}"):
         checked(picked, "eval")
 
@@ -86,7 +86,7 @@ def test_right_prompts_stay_as_they_are():
         assert checked(dataset) is dataset
         streamed = checked(dataset.to_iterable_dataset())
         assert list(streamed) == list(dataset) and streamed.features == dataset.features
-    assert checked(table(["a", ""]), bos="<s>").num_rows == 2  # the BOS is a token
+    assert checked(table(["a", ""]), bos="<s>").num_rows == 2  # the BOS alone is a token
     parts = [[{"role": "user", "content": [{"type": "text", "text": "a"}]}], TALK]
     mixed = Dataset.from_list([{"prompt": talk} for talk in parts], on_mixed_types="use_json")
     assert checked(mixed) is mixed
@@ -102,7 +102,7 @@ def test_columns_of_another_type(values):
 
 
 def test_many_rows_are_checked_at_once():
-    """No row becomes a Python value: 100,000 conversations take 0.1 seconds."""
+    """Rows are not converted to Python values: 100,000 conversations take 0.1 seconds."""
     some = pa.Table.from_pylist([{"prompt": TALK}] * 1000)
     dataset = Dataset(pa.concat_tables([some] * 100))
     start = time.process_time()
@@ -143,7 +143,7 @@ def test_an_error_of_a_template_shows_the_prompt():
 
 
 def calls_of_templates(source):
-    """The lines on which a tokenizer's own `apply_chat_template` is called or taken."""
+    """The lines on which a tokenizer's own `apply_chat_template` is called or referenced."""
     return [
         node.lineno
         for node in ast.walk(ast.parse(source))
@@ -152,7 +152,7 @@ def calls_of_templates(source):
 
 
 def test_the_package_renders_templates_in_one_place():
-    """Without its limits, a template from anyone could take all memory and time."""
+    """Without its limits, an untrusted template could use all memory and time."""
     package = Path(trl_jax.__file__).parent
     found = {
         str(path.relative_to(package)): lines
@@ -161,6 +161,6 @@ def test_the_package_renders_templates_in_one_place():
     }
     assert {name: len(lines) for name, lines in found.items()} == {
         "data/chat_templates.py": 1,
-        "cli/trl_alias.py": 1,  # wraps the method of transformers that a script calls
+        "cli/trl_alias.py": 1,  # wraps transformers' method for user scripts
     }
     assert calls_of_templates("a = f(tokenizer.apply_chat_template)\nb = tokenizer.apply_chat_template([])") == [1, 2]

@@ -1,4 +1,4 @@
-"""Response templates: what parses the tool calls of a chat template is found by how it renders one."""
+"""Response templates, which parse tool calls, are derived from how a chat template renders one."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def get(x: str, n: int, deep: dict):
 
 
 def responses(tokenizer):
-    """What a model may say after a prompt: (prompt, response), whole and cut off."""
+    """Possible responses after a prompt: (prompt, response), complete and truncated."""
     prompt = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
     for answer in ANSWERS:
         try:
             text = tokenizer.apply_chat_template([USER, {"role": "assistant", **answer}], tokenize=False)
-        except TemplateError:  # one call a turn
+        except TemplateError:  # only one call per turn
             continue
         start = prompt if text.startswith(prompt) else prompt.removesuffix("<think>\n").removesuffix("\n")
         if text.startswith(start):
@@ -54,7 +54,7 @@ def responses(tokenizer):
 
 
 def message(tokenizer, said, **how):
-    """The message that is parsed; None where the JSON of a call is cut off."""
+    """The parsed message; None if the JSON of a call is truncated."""
     try:
         return tokenizer.parse_response(said, **how)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Datasets and options that supervised fine-tuning cannot use: errors name them, the row, and the way out."""
+"""Datasets and options that SFT does not support: errors name the option or the row, and the way out."""
 
 from __future__ import annotations
 
@@ -133,14 +133,14 @@ REFUSED = {
 def test_the_mistake_is_named(case, streaming, tokenizer):
     rows, options, text = REFUSED[case]
     if streaming and case == "masked":
-        assert prepared(rows, tokenizer, streaming, **options) == []  # the next row may have one
+        assert prepared(rows, tokenizer, streaming, **options) == []  # the next row might have a target
         return
     with pytest.raises((ValueError, TypeError), match=re.escape(text)):
         prepared(rows, tokenizer, streaming, **options)
 
 
 def test_prompts_of_two_kinds(tokenizer):
-    """A table cannot have both in a column; a stream can."""
+    """A table's column cannot mix the two, but a stream can."""
     from datasets import IterableDataset
 
     rows = [PAIR, {"prompt": ASK, "completion": ANSWER}]

@@ -1,4 +1,4 @@
-"""Rows of every form become the ids, labels and packed rows that TRL's SFTTrainer makes of them."""
+"""Rows of every form become the same ids, labels and packed rows as in TRL's SFTTrainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def words(n, seed=0):
 
 
 def talks(n):
-    """Conversations of one to three questions with their answers, the last of which one row lacks."""
+    """Conversations of one to three questions with answers; the last answer is missing in one row."""
     rows = [pair["chosen"] * (1 + i % 3) for i, pair in enumerate(preference_rows(n, "chat"))]
     return [{"messages": [{"role": "system", "content": "Be kind."}] * (i % 2) + row} for i, row in enumerate(rows)]
 
@@ -88,7 +88,7 @@ MASKED = {"messages", "messages_kwargs", "conversations", "completion_chat", "co
 
 
 def theirs(dataset, tokenizer, name="train", **options):
-    """TRL's own method, with what its constructor settles."""
+    """TRL's own method, with the options that its constructor derives."""
     trl = pytest.importorskip("trl")
     first, func = next(iter(dataset)), options.pop("formatting_func", None)
     only = options.pop("completion_only_loss", None)
@@ -107,7 +107,7 @@ def ours(dataset, tokenizer, name="train", dataset_num_proc=None, **options):
 
 
 def columns(dataset):
-    """The columns that are trained on, of each row."""
+    """The columns of each row that are trained on."""
     kept = ("input_ids", "labels", "seq_lengths")
     return [{name: list(row[name]) for name in kept if name in row} for row in dataset]
 
@@ -119,7 +119,7 @@ def assert_equal(dataset, tokenizer, **options):
 
 
 def test_a_text_beside_takes_no_answers_end(tokenizer):
-    """TRL's answers end without a token where the rows have another text, which is not read."""
+    """If rows also have an unused text column, TRL does not end answers with EOS."""
     rows = [row | {"text": "a text"} for row in FORMS["completion"]]
     plain = columns(ours(Dataset.from_list(FORMS["completion"]), tokenizer))
     assert columns(ours(Dataset.from_list(rows), tokenizer)) == plain
@@ -165,7 +165,7 @@ def _asked(row):
 
 @pytest.mark.parametrize("said", ["so because of that", "so"], ids=["makes a list of a row", "fails on a row"])
 def test_functions_that_formatted_batches_still_do(said, tokenizer):
-    """Those of earlier TRL, which make a list of a dict of columns."""
+    """In earlier TRL, a formatting function returned a list for a dict of columns."""
     rows = [{"asked": f"why {i}", "said": said} for i in range(4)]
 
     def of_batch(batch):
@@ -185,7 +185,7 @@ def test_functions_that_formatted_batches_still_do(said, tokenizer):
 
 
 def test_a_formatted_text_is_what_is_trained_on(tokenizer, caplog):
-    """TRL writes it into the column "text", and reads another one, or the messages beside it."""
+    """TRL writes it to the column "text", but reads another column, or the messages."""
     rows = [row | {"story": "another"} for row in talks(3)]
     wanted = tokenizer(["0</s>", "1</s>", "2</s>"])["input_ids"]
     options = {"formatting_func": lambda row: str(rows.index(row)), "dataset_text_field": "story"}
@@ -206,7 +206,7 @@ def test_blocks_of_rows_are_packed_apart(strategy, num_proc, tokenizer):
 
 @pytest.mark.parametrize("form", ["text", "completion", "completion_chat", "messages", "ids_masks"])
 def test_a_trainer_of_trl_makes_the_same_columns(form, tokenizer, tmp_path_factory):
-    """The decisions of its constructor too: completions only, where there are prompts."""
+    """Including the decisions of its constructor: completion-only loss if there are prompts."""
     trl = pytest.importorskip("trl")
     folder = tiny_model(tmp_path_factory.mktemp("model"), head="causal", tokenizer={"bos": "<s>"})
     from transformers import AutoModelForCausalLM

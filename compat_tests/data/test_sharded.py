@@ -1,4 +1,4 @@
-"""A step's examples on several devices: each once, with the weight that it has on one."""
+"""A step's examples on several devices: each once, with the same weight as on a single device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ every_layout = pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 
 
 def table(examples):
-    """Texts that begin alike, ending in a pad at times, and two numbers."""
+    """Texts with common prefixes, sometimes ending in padding, and two numbers."""
     dice, rows = np.random.default_rng(1), []
     for number in range(examples):
         begin = dice.integers(1, 9, dice.integers(1, 20)).tolist()
@@ -37,7 +37,7 @@ def loader(data, texts=2, *, shards=SHARDS, **options):
 
 
 def text_read_at(batch, read):
-    """The ids up to a flat place of one device's share of a pass, in the order of their text."""
+    """The ids up to a flat index into one device's part of a pass, in the order of the text."""
     row, at = divmod(int(read), batch.tokens.shape[1])
     if batch.packed is None:
         return batch.tokens[row, : at + 1].tolist()
@@ -49,7 +49,8 @@ def text_read_at(batch, read):
 @every_number_of_texts
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_every_example_once_with_its_texts_and_its_weight(layout, texts, accumulation):
-    """The end of the epoch begins it anew, as TRL's ranks do: 13 examples in steps of 2 micro-batches of 4 x 2."""
+    """The last step is filled with the first examples, as in TRL's ranks: 13 examples, micro-batches of 4 x 2, 2 per
+    step."""
     data = table(13)
     steps = list(loader(data, texts, layout=layout, accumulation=accumulation))
     assert [row for step in steps for row in step.rows] == [*range(13), 0, 1, 2]
@@ -71,7 +72,7 @@ def test_every_example_once_with_its_texts_and_its_weight(layout, texts, accumul
             found.append(row)
         assert sorted(found) == sorted(step.rows) and len(found) == step.num_examples
         np.testing.assert_allclose(arrays.weight[kept], 1 / step.num_examples)
-        # Each example belongs to one micro-batch, which has 8 over all shards.
+        # Each example belongs to one micro-batch, which has 8 examples over all shards.
         of_micro_batches = (arrays.micro_batch & kept[:, :, None]).sum(axis=(0, 1, 3))
         assert of_micro_batches[: step.num_micro_batches].tolist() == [8] * step.num_micro_batches
         tokens = arrays.lengths.reshape(*kept.shape[:2], texts, -1) * kept[:, :, None]
@@ -82,7 +83,7 @@ def test_every_example_once_with_its_texts_and_its_weight(layout, texts, accumul
 @pytest.mark.parametrize("shards", [1, SHARDS])
 @pytest.mark.parametrize("views", [None, ViewBuckets()])
 def test_a_pass_has_one_micro_batch_where_the_loss_wants_it_whole(shards, views):
-    """Of 13 examples in micro-batches of 8: eight, and those that are left, on the devices as TRL's ranks have them."""
+    """13 examples in micro-batches of 8: first eight, then the other five, on the same devices as TRL's ranks."""
     options = {"layout": "shared", "accumulation": 3, "by_micro_batch": True, "views": views, "fill_last": False}
     [step] = loader(table(13), shards=shards, **options)
     member = step.arrays.micro_batch.reshape(3 * shards, 3, 8 // shards)
@@ -118,7 +119,7 @@ def test_texts_of_every_device_stand_as_rows_too(texts):
 @pytest.mark.parametrize("layout", ["padded", "shared"])
 @every_number_of_texts
 def test_a_run_that_filled_nothing_goes_on_so(layout, texts):
-    """Five examples are left for four devices: two for the first, and each weighs what it would on one device."""
+    """Five examples remain for four devices: two for the first, and each has the same weight as on one device."""
     step, alone = (
         next(iter(loader(table(13), texts, shards=shards, layout=layout, accumulation=2, fill_last=False)))
         for shards in (SHARDS, 1)

@@ -1,4 +1,4 @@
-"""EOS, pad and the chat template end up on the tokenizer as TRL leaves them there."""
+"""EOS, pad token and chat template end up on the tokenizer as in TRL."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_another_tokenizer_s_template_comes_with_its_tokens(tmp_path):
     with pytest.raises(ValueError, match=r"adds 1 new tokens \(<new>\), .* Resize the checkpoint's embedding"):
         settle_chat_template(tiny_tokenizer(), str(tmp_path), rows=size)
     whole = -(-(size + 1) // 64) * 64
-    for rows in (size, 600):  # rows to spare go
+    for rows in (size, 600):  # spare rows are removed
         grown = tiny_tokenizer()
         assert settle_chat_template(grown, str(tmp_path), rows=rows, can_resize=True) == (whole, [*range(size, whole)])
 

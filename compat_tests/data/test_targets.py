@@ -1,4 +1,4 @@
-"""Examples with labels: each layout reads every target once, from the token before it, and weighs it as asked."""
+"""Examples with labels: each layout reads every target once, from the token before it, with the right weight."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def loader(examples: list[Example], columns: Columns, **more):
 
 
 def wanted(examples: list[Example]) -> Counter:
-    """(the tokens of a document up to a read, its target), each as often as it is there."""
+    """A count of (the tokens of a document up to a read, its target)."""
     found = Counter()
     for example in examples:
         spans = example.spans if example.documents else [(0, max(map(len, example.texts)))]
@@ -70,7 +70,7 @@ def wanted(examples: list[Example]) -> Counter:
 
 
 def seen_by(batch, index: tuple[int, ...], row: int, place: int) -> tuple[int, ...]:
-    """The tokens that the token at a place of a row attends to, in the order of their positions."""
+    """The tokens that a token of a row attends to, in the order of their positions."""
     tokens, positions = batch.tokens[index][row], batch.positions[index][row]
     if batch.packed is None:
         return tuple(tokens[: place + 1].tolist())

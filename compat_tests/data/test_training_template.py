@@ -1,4 +1,4 @@
-"""Templates that mark what the assistant says: derived ones beside TRL's, which are read where trl is installed."""
+"""Chat templates that mark the assistant's text: derived ones against TRL's, which are read if trl is installed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from trl_jax.data.chat_templates import marked, render
 
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 TOOLS = [{"type": "function", "function": {"name": "clock", "description": "the time", "parameters": {}}}]
-# Templates whose twin is edited: TRL's renders other text, or a tool answers within the assistant's turn.
+# Templates whose training version is an edited one: TRL's renders another text, or a tool answers in the assistant's
+# turn.
 EDITED = {"deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "glm4moe"}
-# Templates that leave thoughts out of earlier turns: derived as TRL's twins, whose every turn is as the last one.
+# Templates that drop the thoughts of earlier turns: derived, like TRL's training versions, to render every turn like
+# the last one.
 AS_LAST = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
 
 
@@ -57,7 +59,7 @@ TALKS |= {
 
 
 def told(template, talk, **options):
-    """Text and spans, or None where the template raises."""
+    """Text and spans, or None if the template raises."""
     tools = TOOLS if any(message["role"] == "tool" for message in talk) else None
     try:
         text, spans = render(template, talk, tools=tools, **TOKENS, **options)
@@ -68,7 +70,7 @@ def told(template, talk, **options):
 
 @pytest.mark.parametrize("name", twins())
 def test_a_derived_template_is_trls(name):
-    """In every talk that the template takes: the same text and the same marks."""
+    """For every conversation that the template accepts, the text and the marked spans are the same."""
     file = twins()[name]
     plain = file.with_name(f"{name}.jinja").read_text(encoding="utf-8")
     found, wanted = chat_templates.derived(plain), file.read_text(encoding="utf-8")
@@ -107,7 +109,7 @@ MORE_TALKS = [
 @pytest.mark.parametrize("name", sorted(EDITED & twins().keys()))
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_an_edited_template_is_trls(name, newline, monkeypatch):
-    """The same text and marks, with and without a generation prompt; also where the original raises."""
+    """The same text and spans, with and without a generation prompt; it raises if the original raises."""
     file, seen = twins()[name], 0
     plain = file.with_name(f"{name}.jinja").read_text(encoding="utf-8")
     wanted = file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One model_type, exported and held against transformers: scores and every gradient."""
+"""Exports one model_type and compares scores and every gradient with transformers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trl_jax.core.outputs import reads_of_rows
 from trl_jax.exported.program import load_exported
 from trl_jax.models.model import merge
 
-QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
+QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time with the same result
 PULL = np.linspace(-1.0, 1.5, 4, dtype=np.float32)
 
 
 @dataclass(frozen=True)
 class Apart:
-    """How far from transformers, in parts of the largest score, and of each parameter's largest gradient."""
+    """Differences from transformers, relative to the largest score and to each parameter's largest gradient."""
 
     scores: float
     gradients: float
@@ -28,7 +28,7 @@ class Apart:
 
 
 def compare(folder: Path, length: int = 24) -> Apart:
-    """A pulled sum of padded rows' scores, forward and backward, on both sides."""
+    """Compares a weighted sum of the scores of padded rows, forward and backward."""
     ids, mask = configs.rows(length)
     theirs = configs.reference(folder)
     wanted = configs.scores(theirs, ids, mask)
@@ -37,7 +37,7 @@ def compare(folder: Path, length: int = 24) -> Apart:
     wanted = wanted.detach().numpy()
     named = {name: _gradient(parameter) for name, parameter in theirs.named_parameters()}
     assert named.keys() == gradients.keys()
-    # What softmax cancels has a gradient of nothing but rounding: no parameter's scale is put below this.
+    # A gradient that a softmax cancels is rounding noise: no parameter's scale is smaller than this.
     least = 1e-2 * max(np.abs(gradient).max() for gradient in named.values())
     far = {
         name: np.abs(gradients[name] - gradient).max() / max(np.abs(gradient).max(), least)
@@ -61,7 +61,7 @@ def _ours(folder: Path, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _gradient(parameter) -> np.ndarray:
-    """A parameter that the scores do not depend on has none in torch, and zeros in JAX."""
+    """A parameter that does not affect the scores has no gradient in torch, and zeros in JAX."""
     return np.zeros(parameter.shape, np.float32) if parameter.grad is None else parameter.grad.numpy()
 
 

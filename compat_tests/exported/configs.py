@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every model_type that the exporter takes, written by transformers, and its answers."""
+"""Tiny checkpoints of every model_type that the exporter supports, written by transformers, and its results."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TYPES = (
     "roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 squeezebert stablelm starcoder2 ultrabert "
     "xlm-roberta xlm-roberta-xl xlnet deepseek_v2 fnet gpt-sw3 nystromformer"
 ).split()
-# Every kind of attention, router, position and pooling; all but one are no family of ours.
+# Every kind of attention, router, position and pooling; all but one are not native families.
 SOME = (
-    "albert bloom gpt_neo gpt_oss xlnet"  # the quick ones of each kind
+    "albert bloom gpt_neo gpt_oss xlnet"  # the fast ones of each kind
 ).split()
 
 SMALL = {
@@ -60,14 +60,14 @@ OWN = {
     "luke": {"entity_vocab_size": 10, "entity_emb_size": 16},
     "deepseek_v2": GROUPED,
     "minicpm3": LATENT,
-    "mistral4": {**GROUPED, "n_group": 1, "head_dim": 12},  # of which a third turns
+    "mistral4": {**GROUPED, "n_group": 1, "head_dim": 12},  # a third of which is rotated
     "qwen3_5_text": LINEAR,
     "qwen3_next": LINEAR,
 }
 
 
 def config(model_type: str, **overrides):
-    """A small config in which every fact of `SMALL` that the type has is set; pads are id 0."""
+    """A small config with every key of `SMALL` that the type has; the pad id is 0."""
     from transformers import AutoConfig
 
     if model_type == "qwen3_5":
@@ -80,7 +80,7 @@ def config(model_type: str, **overrides):
 
 
 def build(folder: Path, model_type: str, *, dtype="float32", head=True, seed=0, **overrides) -> Path:
-    """Write a checkpoint with noise in every parameter; without its head, a bare base."""
+    """Write a checkpoint with noise in every parameter; head=False writes only the trunk."""
     import torch
     import transformers
 
@@ -96,7 +96,7 @@ def build(folder: Path, model_type: str, *, dtype="float32", head=True, seed=0, 
 
 
 def rows(length: int = 24) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask `[4, length]`: full rows, and two padded on the right."""
+    """Ids and mask `[4, length]`: two full rows and two right-padded ones."""
     ids = np.random.default_rng(0).integers(5, 90, (4, length)).astype(np.int32)
     mask = np.ones_like(ids)
     for row, kept in ((1, 15), (3, 5)):
@@ -105,7 +105,7 @@ def rows(length: int = 24) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reference(folder: Path, dtype: str = "float32"):
-    """transformers' classifier as TRL loads it, in no mood for dropout."""
+    """transformers' classifier as TRL loads it, in eval mode."""
     import torch
     import transformers
 
@@ -115,7 +115,7 @@ def reference(folder: Path, dtype: str = "float32"):
 
 
 def scores(model, ids: np.ndarray, mask: np.ndarray):
-    """transformers' scores `[R]`, still differentiable."""
+    """transformers' scores `[R]`, differentiable."""
     import torch
 
     return model(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)).logits[:, 0]

@@ -1,4 +1,4 @@
-"""Checkpoints with a tokenizer, built once a session."""
+"""Checkpoints with a tokenizer, built once per session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compat_tests.tiny import tiny_tokenizer
 
 @pytest.fixture(scope="session")
 def trainable(tmp_path_factory):
-    """trainable(model_type, **facts) -> a folder of `configs.build` with a tokenizer; shared, so read only."""
+    """trainable(model_type, **facts) -> a folder of `configs.build` with a tokenizer; shared, so do not write to it."""
     folders = {}
 
     def build(model_type: str, **facts):

@@ -1,4 +1,4 @@
-"""What training asks of an exported model: recomputation, dropout, half precision, any shape; and saving it."""
+"""What training needs of an exported model: remat, dropout, half precision, any shape; and saving it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(folder, **how):
 
 
 def scorer(model, **how):
-    """params -> (pulled sum, scores) of `configs.rows`, for gradients."""
+    """params -> (weighted sum, scores) of `configs.rows`, for gradients."""
     ids, mask = configs.rows()
     reads = reads_of_rows(np.zeros(len(ids), np.int32), ids.shape[1])
 
@@ -58,7 +58,7 @@ def bloom(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(bloom):
-    """It, loaded once: an export takes seconds."""
+    """The checkpoint loaded once, because an export takes seconds."""
     return load(bloom)
 
 
@@ -76,7 +76,7 @@ def test_one_program_serves_every_shape(bloom, model):
 
 @only_thorough
 def test_a_length_beyond_what_the_tracer_took_for_granted_is_exported_anew(tmp_path):
-    """This attention goes through the tokens in blocks of 32; how many there are is unrolled."""
+    """This attention processes tokens in blocks of 32 in an unrolled loop."""
     folder = configs.build(tmp_path, "minimax", block_size=32)
     model, theirs = load(folder), configs.reference(folder)
     for length in (32, 64):
@@ -99,7 +99,7 @@ def test_rows_without_a_mask_and_without_a_pad_token(tmp_path):
 
 @only_thorough
 def test_the_pad_token_that_a_script_sets_is_exported(tmp_path):
-    """Where a row is read is part of the graph."""
+    """The position that is read is part of the graph."""
     folder = configs.build(tmp_path, "bloom", pad_token_id=None)
     model, theirs = load(folder), configs.reference(folder)
     ids, mask = configs.rows()
@@ -120,7 +120,7 @@ def test_recomputing_changes_nothing_but_memory(model):
 
 
 def saved_bytes(model, remat) -> int:
-    """What the backward pass keeps of the forward pass, parameters apart."""
+    """Bytes of residuals that the backward pass needs, without parameters."""
     pull = jax.eval_shape(lambda params: jax.vjp(scorer(model, remat=remat), params)[1], model.params)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull)) - sum(x.nbytes for x in model.params.values())
 
@@ -192,7 +192,7 @@ def test_a_head_that_the_checkpoint_lacks_is_drawn_as_trls(tmp_path):
     theirs = configs.reference(folder)
     before = torch.get_rng_state()
     ours = load(folder, seed=7)
-    assert torch.equal(torch.get_rng_state(), before)  # the user's own stream goes on as it was
+    assert torch.equal(torch.get_rng_state(), before)  # the user's random stream is not disturbed
     np.testing.assert_array_equal(ours.params["classifier.weight"], theirs.classifier.weight.detach().numpy())
 
 
@@ -206,13 +206,13 @@ def test_a_parameter_that_torch_does_not_train_has_no_gradient(tmp_path):
 
 
 def test_norms_are_known_by_what_they_are(model):
-    """transformers decays no layer norm; this one is called ln_f."""
+    """transformers does not decay layer norms; this one is called ln_f."""
     assert {"transformer.ln_f.weight", "transformer.h.0.input_layernorm.bias"} <= model.backend.undecayed
 
 
-@only_thorough  # test_fake_pass has which parameters these are
+@only_thorough  # test_fake_pass compares which parameters these are
 def test_what_texts_do_not_use_is_neither_decayed_nor_moved(tmp_path):
-    """A table of entities has no gradient in torch, which then leaves it alone."""
+    """An entity embedding has no gradient in torch, so torch does not update it."""
     model = load(configs.build(tmp_path, "luke"))
     unused = {name for name in model.params if "entity_embeddings" in name}
     assert unused and unused < model.backend.undecayed

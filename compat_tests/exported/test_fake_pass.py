@@ -1,4 +1,5 @@
-"""What is found out about a torch model without exporting it: which parameters train, and whether training differs."""
+"""What is determined about a torch model without exporting it: which parameters train, and whether training mode
+differs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def load(folder) -> TorchModel:
     return TorchModel(folder, dtype="float32", seed=0)
 
 
-# luke has a table of entities that texts do not use; axk2 chooses keys by an indexer, which has no gradient.
+# luke has an entity embedding that texts do not use; axk2 selects keys with an indexer that has no gradient.
 @pytest.mark.parametrize("model_type", ["luke", "gpt_oss", thorough("axk2"), thorough("jamba")])
 def test_parameters_without_gradient_are_those_of_torch(model_type, tmp_path):
     folder = configs.build(tmp_path, model_type)
@@ -34,13 +35,13 @@ def test_parameters_without_gradient_are_those_of_torch(model_type, tmp_path):
 def test_an_exported_program_tells_where_a_pass_without_numbers_fails(tmp_path, monkeypatch):
     folder = configs.build(tmp_path, "luke")
     told, passed = load(folder), load(folder)
-    assert passed.undecayed and not passed._programs  # nothing was exported for it
+    assert passed.undecayed and not passed._programs  # nothing was exported for this
     monkeypatch.setattr(program, "fake_pass", lambda *args, **kwargs: None)
     assert told.undecayed == passed.undecayed and told._programs
 
 
 class Branch(torch.nn.Module):
-    """It asks for a number, or has a constant that depends on the mode."""
+    """Branches on a value, or has a constant that depends on the mode."""
 
     def __init__(self, asks: bool):
         super().__init__()
@@ -69,7 +70,7 @@ def test_constants_are_part_of_what_is_computed_and_the_module_stays_as_it_is():
     assert not hasattr(module, "logits") and module.training
 
 
-# With dropout there are two: usually in test_computing.
+# With dropout there are two programs: covered by test_computing by default.
 @usual("True-0.0")
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("first", [True, False])

@@ -1,4 +1,4 @@
-"""Each operation against torch's own of that name: values, and gradients where there are any."""
+"""Each operation against torch's operation of that name: values, and gradients if it has any."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Y = DICE.normal(size=(3, 4)).astype(np.float32)
 CUBE = DICE.normal(size=(2, 3, 4)).astype(np.float32)
 POSITIVE = np.abs(X) + 0.5
 INSIDE = np.clip(X, -0.9, 0.9)
-KINKS = np.array([-2.0, -1.0, 0.0, 1.0, 1.0, 2.0, 25.0], np.float32)  # where gradients have to choose
+KINKS = np.array([-2.0, -1.0, 0.0, 1.0, 1.0, 2.0, 25.0], np.float32)  # points where the derivative is a convention
 WHOLE = np.array([[7, -7, 2], [-2, 5, 0]], np.int64)
 TIES = np.array([[1.0, 3.0, 3.0], [2.0, 2.0, 0.0]], np.float32)
 BITS = np.array([[True, False, True], [False, False, True]])
@@ -121,6 +121,8 @@ CASES = [(f"aten.{name}.default", (array,), {}) for array, names in ONE.values()
     ("aten.topk.default", (X, 2), {}),
     ("aten.topk.default", (X, 2, 0, False), {}),
     ("aten.histc.default", (np.float32([0, 1, 1, 3, 3, 3, 9]), 4, 0, 3), {}),
+    ("aten.histc.default", (np.float32([2, 1, 1, 3, 3, 3, 9]), 4), {}),
+    ("aten.histc.default", (np.float32([2, 2]), 4), {}),
     ("aten.sum.default", (X,), {}),
     ("aten.sum.dim_IntList", (CUBE, [0, -1], True), {}),
     ("aten.mean.dim", (CUBE, [1]), {}),
@@ -141,6 +143,10 @@ CASES = [(f"aten.{name}.default", (array,), {}) for array, names in ONE.values()
     ("aten.all.dim", (BITS, 0), {}),
     ("aten.prod.dim_int", (X, 1), {}),
     ("aten.linalg_vector_norm.default", (X, 2, [1], True), {}),
+    ("aten.linalg_vector_norm.default", (X, float("inf"), [1]), {}),
+    ("aten.linalg_vector_norm.default", (X, -float("inf")), {}),
+    ("aten.linalg_vector_norm.default", (TIES, 0, [1]), {}),
+    ("aten.linalg_vector_norm.default", (np.stack([X[0], 0 * X[0]]), 2, [1]), {}),
     ("aten.cumsum.default", (CUBE, 1), {}),
     ("aten.cumprod.default", (CUBE, -1), {}),
     ("aten.logsumexp.default", (X, [1]), {}),
@@ -183,7 +189,7 @@ def pull(shape) -> np.ndarray:
 
 
 def theirs(op, args, kwargs):
-    """Results, and the gradient of their pulled sum for each float array among the arguments."""
+    """Results, and the gradient of their weighted sum for each float array among the arguments."""
     room, name, overload = op.split(".")
     given = jax.tree.map(lambda x: torch.tensor(x) if isinstance(x, np.ndarray) else x, args)
     floats = [x for x in jax.tree.leaves(given) if isinstance(x, torch.Tensor) and x.dtype == torch.float32]
@@ -203,7 +209,8 @@ def theirs(op, args, kwargs):
 
 @cache
 def ours(group):
-    """(gradients, results) of so many cases in one program: XLA takes longer to begin one than for an operation."""
+    """(gradients, results) of a group of cases in one program, because XLA's overhead per program exceeds a single
+    operation."""
     totals, floats = zip(*(total_of(*case) for case in CASES[group * TOGETHER : (group + 1) * TOGETHER]), strict=True)
 
     def run(floats):
@@ -213,7 +220,7 @@ def ours(group):
 
 
 def total_of(op, args, kwargs):
-    """A function of the float arrays among the arguments, to their pulled sum and the results; and those arrays."""
+    """A function from the float arrays among the arguments to their weighted sum and the results; and those arrays."""
     leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: x is None)
     places = [i for i, x in enumerate(leaves) if isinstance(x, np.ndarray) and x.dtype == np.float32]
 
@@ -231,7 +238,7 @@ def total_of(op, args, kwargs):
 
 
 def test_every_operation_is_held_against_torch():
-    """But those on plain numbers, those that draw, and names for what another name is tested under."""
+    """Except for those on plain numbers, random ones, and aliases of what is tested under another name."""
     tested = {case[0].split(".")[1] for case in CASES}
     names = {op.split(".")[1] for op in OPERATIONS if op.startswith("aten.") and op not in RANDOM}
     untested = names - tested

@@ -1,4 +1,5 @@
-"""What no engine takes is refused by name; what wants torch says so; pickles are read as tensors alone."""
+"""Models that no engine supports are refused by name; errors say if torch is needed; pickles are read as tensors
+only."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from trl_jax.exported import program
 from trl_jax.exported.program import TorchModel
 from trl_jax.hub.auto import AutoModelForSequenceClassification
 from trl_jax.hub.families import families
-from trl_jax.hub.model_types import REFUSED, is_exported, objection
+from trl_jax.hub.model_types import REFUSED, is_exported, unsupported_error
 
 
 def folder_of(tmp_path, **config):
@@ -28,7 +29,7 @@ def folder_of(tmp_path, **config):
 def test_a_type_that_nobody_takes_names_the_reason_and_the_nearest(model_type, tmp_path):
     reason, nearest = REFUSED[model_type]
     text = f"model_type {model_type!r} is not supported: {reason}. The nearest supported type: {nearest}."
-    assert text in str(objection({"model_type": model_type}, families(), tmp_path))
+    assert text in str(unsupported_error({"model_type": model_type}, families(), tmp_path))
     assert not is_exported({"model_type": model_type}, families(), tmp_path)
     assert nearest not in REFUSED
 
@@ -61,7 +62,7 @@ def test_code_of_a_repository_is_refused_although_torch_is_here(tmp_path):
 
 
 def test_without_torch_the_error_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)  # as find_spec and import see one that is not there
+    monkeypatch.setitem(sys.modules, "torch", None)  # find_spec and import then behave as if it were not installed
     folder = folder_of(tmp_path, model_type="bloom")
     text = f"{folder / 'config.json'}: model_type 'bloom' runs as a program exported from transformers' own model"
     with pytest.raises(ImportError, match=re.escape(text) + r".*pip install 'trl_jax\[torch\]'.*these work: apertus, "):
@@ -126,7 +127,7 @@ def test_a_bin_file_gives_what_safetensors_give(how, pickled, tmp_path):
 
 
 class Malicious:
-    """Unpickled, it leaves a mark."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark

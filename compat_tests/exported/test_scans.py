@@ -1,4 +1,4 @@
-"""Loops over tokens as one operation: Mamba's state spaces."""
+"""Loops over tokens exported as one operation: Mamba's state spaces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trl_jax.hub.auto import AutoModelForCausalLM  # noqa: E402
 
 @usual("_in_turn-1", "_joined-2")
 @pytest.mark.parametrize("axis", [1, 2])
-@pytest.mark.parametrize("way", ["_in_turn", "_joined"])  # of a CPU, and of accelerators
+@pytest.mark.parametrize("way", ["_in_turn", "_joined"])  # for CPUs, and for accelerators
 def test_the_recurrence_and_its_gradients_are_those_of_a_loop(axis, way, monkeypatch):
     compute = getattr(aten, way)
     monkeypatch.setattr(aten, "_scan", lambda a, b, axis, reverse: compute(a, b, axis=axis, reverse=reverse))
@@ -68,7 +68,7 @@ def test_logits_and_gradients_are_transformers_and_one_program_serves_every_leng
         ids, mask = configs.rows(length)
         made.zero_grad()
         wanted = made(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask)).logits
-        if length == 40 and not THOROUGH:  # the same program: its logits alone
+        if length == 40 and not THOROUGH:  # the same program, so compare only logits
             found, wanted = np.asarray(ours(ids, mask).logits).reshape(wanted.shape), wanted.detach().numpy()
             assert np.abs((found - wanted) * mask[..., None]).max() < 1e-5 * np.abs(wanted).max()
             continue
@@ -83,7 +83,7 @@ def test_logits_and_gradients_are_transformers_and_one_program_serves_every_leng
             far = np.abs(gradients[name] - gradient).max() / max(np.abs(gradient).max(), least)
             assert far < 1e-4, name
     [[(_, program)]] = ours.backend._model._programs.values()
-    assert sum(node.op == "trl_jax.linear_recurrence.default" for node in program.nodes) == 2  # one a layer
+    assert sum(node.op == "trl_jax.linear_recurrence.default" for node in program.nodes) == 2  # one per layer
 
 
 def _ours(model, ids, mask, pull):

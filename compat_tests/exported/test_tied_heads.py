@@ -1,4 +1,4 @@
-"""Exported causal language models whose head is the embedding table, which torch has under two names."""
+"""Exported causal language models with a tied head, whose weight has two names in torch."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_its_logits_are_torchs_and_it_is_saved_once(model, folder, tmp_path):
         np.testing.assert_array_equal(after[name], values)
 
 
-# Usually test_fake_pass has what an exported program tells.
+# By default, test_fake_pass covers what an exported program tells.
 @pytest.mark.parametrize("passes", [True, thorough(False)])
 def test_the_table_has_a_gradient_by_either_name(passes, model, monkeypatch):
-    if not passes:  # an exported program tells
+    if not passes:  # determine it from an exported program instead
         monkeypatch.setattr(program, "fake_pass", lambda *args, **kwargs: None)
     assert model.backend._model._without_gradient() == frozenset()

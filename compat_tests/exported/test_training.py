@@ -1,4 +1,4 @@
-"""Ten steps of TRL and of ours from one checkpoint of the long tail: every logged number, every weight."""
+"""Ten steps of TRL and of ours for exported model types: every logged number, every weight."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from compat_tests.tiny import preference_rows
 
 pytest.importorskip("trl")
 
-# The center gives what a difference of scores would cancel, as the last norm's bias, a gradient of its own.
+# Centering gives a gradient to parameters that cancel in the difference of scores, such as the last norm's bias.
 CONFIG = {"center_rewards_coefficient": 0.1, "weight_decay": 0.3, "learning_rate": 1e-3}
 CASES = {
-    "gpt_neo": {},  # learned positions, local attention; layer norms called ln_1
+    "gpt_neo": {},  # learned positions, local attention; layer norms named ln_1
 }
 
 
 @pytest.fixture(scope="module")
 def runs(trainable, tmp_path_factory):
-    """model_type -> (our run, TRL's), trained once."""
+    """runs(model_type) -> (our run, TRL's run), trained once."""
     done = {}
 
     def train(model_type):
@@ -50,12 +50,12 @@ def test_ten_steps_are_trls(model_type, runs):
 
 @pytest.mark.parametrize("model_type", CASES)
 def test_what_is_saved_is_what_trl_saves(model_type, runs, trainable):
-    """The same config; and the weights moved much further than their mark, or an idle optimizer would pass."""
+    """The same config; and weights moved much further than the tolerance, or an idle optimizer would pass."""
     ours, theirs = runs(model_type)
     mine, other = (json.loads((run.folder / "config.json").read_text()) for run in (ours, theirs))
     assert mine == other
     before = reference.read_weights(trainable(model_type, **CASES[model_type]))
-    prefix = "" if set(before) <= set(theirs.weights) else "model."  # a bare base lacks it
+    prefix = "" if set(before) <= set(theirs.weights) else "model."  # the trunk alone has no prefix
     moved = [np.abs(theirs.weights[prefix + name] - tensor).max() for name, tensor in before.items()]
     assert max(moved) > 10 * 2e-4
 

@@ -1,6 +1,6 @@
-"""Types of the long tail score and differentiate as transformers' own code does.
+"""Exported model types: scores and gradients match transformers' own code.
 
-All of them: python -m benchmarks.exported_sweep
+All types: python -m benchmarks.exported_sweep
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_some_are_among_all():
 
 @only_thorough
 def test_the_comparison_notices_a_wrong_operation(tmp_path, monkeypatch):
-    """gelu by its other formula: a thousandth off at most."""
+    """gelu by its tanh approximation, which is off by at most a thousandth."""
     from trl_jax.exported import aten as table
     from trl_jax.exported.aten import _gelu
 

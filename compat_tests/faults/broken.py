@@ -1,4 +1,4 @@
-"""Checkpoints with one thing broken, and a trainer on them: what the tests of faults are told with."""
+"""Builds checkpoints with one defect, and trainers on them, for the tests of errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ZIP = b"PK\x03\x04" + bytes(100)
 
 
 def copied(good: Path, out: Path, **config) -> Path:
-    """A copy of a checkpoint, with these keys in its config.json."""
+    """A copy of a checkpoint with these keys changed in its config.json."""
     folder = Path(shutil.copytree(good, out / "broken"))
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
@@ -27,7 +27,7 @@ def copied(good: Path, out: Path, **config) -> Path:
 
 
 def trainer(model, out, *, rows=None, **config) -> RewardTrainer:
-    """RewardTrainer as a script builds it; `rows` are a list or a dataset."""
+    """A RewardTrainer as users construct it; `rows` is a list or a dataset."""
     words = config.pop("processing_class", None)
     settled = {
         "use_cpu": True,
@@ -55,14 +55,14 @@ def write_header(path: Path, header: dict, data: bytes) -> None:
 
 
 def edit_tensor(folder: Path, tensor: str, **entry) -> None:
-    """Change what the header says of one tensor."""
+    """Change a tensor's entry in the header."""
     header, data = header_of(folder / WEIGHTS)
     header[tensor] |= entry
     write_header(folder / WEIGHTS, header, data)
 
 
 def edit_tensors(folder: Path, *, drop=(), **add) -> None:
-    """Leave tensors out of the file and put others in; `__` in a name stands for a dot."""
+    """Remove tensors from the file and add others; `__` in a name stands for a dot."""
     from safetensors.numpy import load_file, save_file
 
     tensors = {name: values for name, values in load_file(folder / WEIGHTS).items() if name not in drop}

@@ -1,4 +1,4 @@
-"""Signals as a terminal has them, for tests that send one."""
+"""Default signal handlers, for tests that send signals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DEFAULTS = {
 
 @pytest.fixture
 def heard():
-    """No signal is ignored, as SIGINT is by what a shell starts in the background, and SIGHUP under nohup.
+    """Restores default handlers: a shell ignores SIGINT for background jobs, and nohup ignores SIGHUP.
 
-    Programs that the test starts hear them, too.
+    Child processes inherit them.
     """
     before = {number: signal.signal(number, handler) for number, handler in DEFAULTS.items()}
     yield

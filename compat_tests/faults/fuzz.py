@@ -1,7 +1,7 @@
-"""Files that are nearly right: python -m compat_tests.faults.fuzz --cases 50000
+"""Fuzzes file readers with slightly corrupted files: python -m compat_tests.faults.fuzz --cases 50000
 
-Every reader of ours is given good files with something changed in them. It may answer or refuse with an error that a
-user can read; it may not crash, hang, reach out of its folder, allocate more than the file could hold, or run code.
+Every reader gets valid files with random changes. It may accept a file or raise a readable error, but must not crash,
+hang, access files outside its folder, allocate more than the file could hold, or run code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 import compat_tests.conftest  # noqa: F401  (the CPU, one thread, no network)
 
 READABLE = (ValueError, FileNotFoundError)
-LONGEST = 4000  # characters of an error
-SECONDS, BYTES = 10, 300_000_000  # more than either in one case is a hang, or an allocation that no such file needs
+LONGEST = 4000  # maximum characters of an error
+SECONDS, BYTES = 10, 300_000_000  # per case; more is a hang, or an allocation that no such file needs
 FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect", "os.rename", "os.remove")
 ODD = [None, True, False, 0, -1, 1, 2, 2**31, 2**63, 2**64, 1e308, float("nan"), float("inf"), "", "x", "../x",
        "/etc/passwd", "a\0b", "\ud800", [], {}, [[]], [None], {"": None}, "F32", "I64", "9" * 5000,
@@ -33,7 +33,7 @@ ODD = [None, True, False, 0, -1, 1, 2, 2**31, 2**63, 2**64, 1e308, float("nan"),
 
 
 class Watcher:
-    """An audit hook: what a reader does to the world while `on`."""
+    """An audit hook that records forbidden actions of a reader while `on`."""
 
     def __init__(self, inside: Path):
         self.inside, self.on, self.faults = str(inside), False, []
@@ -70,7 +70,7 @@ def changed_bytes(content: bytes, dice: random.Random) -> bytes:
 
 
 def changed_json(value: Any, dice: random.Random) -> Any:
-    """The value with one part of it replaced, left out or added."""
+    """The value with one part replaced, removed or added."""
     if isinstance(value, dict) and value and dice.random() < 0.85:
         key = dice.choice(list(value))
         if dice.random() < 0.15:
@@ -85,7 +85,7 @@ def changed_json(value: Any, dice: random.Random) -> Any:
 
 
 def changed(content: bytes, dice: random.Random) -> bytes:
-    """JSON, or a safetensors file, is changed within its structure half of the time."""
+    """Half of the time, JSON and safetensors headers are changed structurally, not byte by byte."""
     if dice.random() < 0.5:
         return changed_bytes(content, dice)
     if content[:4] == b"GGUF":
@@ -98,7 +98,7 @@ def changed(content: bytes, dice: random.Random) -> bytes:
 
 
 def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
-    """reader -> (the file that is changed, the call)."""
+    """reader -> (the file to change, the call)."""
     from trl_jax.hub.config import read_native_config
     from trl_jax.hub.formats import CheckpointFiles
     from trl_jax.hub.gguf import describe
@@ -122,7 +122,7 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
 
 
 def adapter_plan(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """What adapter_config.json means on the model of config.json, and the shapes of all that would train."""
+    """The adapter of adapter_config.json on the model of config.json, and the shapes of its trainable arrays."""
     from trl_jax.hub.config import read_native_config
     from trl_jax.hub.peft_adapters import make_adapter_plan
     from trl_jax.hub.peft_config import read_adapter_config
@@ -134,7 +134,7 @@ def adapter_plan(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def build(folder: Path) -> None:
-    """A checkpoint with something for every reader."""
+    """Write files for every reader."""
     from safetensors.numpy import save_file
 
     from compat_tests.faults.killed_saves import save
@@ -170,7 +170,7 @@ def build(folder: Path) -> None:
 def _build_adapter(folder: Path) -> None:
     from safetensors.numpy import save_file
 
-    from trl_jax.hub.peft_adapters import wanted_shapes
+    from trl_jax.hub.peft_adapters import expected_shapes
     from trl_jax.hub.peft_config import LoraConfig
 
     given = LoraConfig(
@@ -178,7 +178,7 @@ def _build_adapter(folder: Path) -> None:
         exclude_modules=["layers.1.v_proj"], layers_to_transform=[0, 1], layers_pattern="layers",
     )  # fmt: skip
     given.save_pretrained(folder)
-    tensors = {name: np.ones(shape, np.float32) for name, shape in wanted_shapes(*adapter_plan(folder)).items()}
+    tensors = {name: np.ones(shape, np.float32) for name, shape in expected_shapes(*adapter_plan(folder)).items()}
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
@@ -200,7 +200,7 @@ def _build_gguf(path: Path) -> None:
 
 
 def rows(dice: random.Random) -> None:
-    """Rows with one odd cell, through the whole of preparing them for one of the trainers."""
+    """Prepare rows with one odd cell for one of the trainers."""
     from datasets import IterableDataset
 
     from compat_tests.tiny import preference_rows, tiny_tokenizer
@@ -228,7 +228,7 @@ def rows(dice: random.Random) -> None:
 
 
 def fuzz(cases: int, seed: int) -> dict[str, dict[str, int]]:
-    """reader -> how many cases it took and refused. AssertionError names the reader, the case and the content."""
+    """reader -> how many cases it accepted and refused. AssertionError names the reader, the case and the content."""
     base, dice, told = Path(tempfile.mkdtemp()), random.Random(seed), {}
     build(base)
     watcher = Watcher(base)
@@ -282,7 +282,8 @@ def main() -> None:
             assert 0 < len(str(error)) < LONGEST, (case, str(error)[:LONGEST])
             counts["refused"] += 1
         except Exception as error:
-            notes = " ".join(vars(error).get("__notes__", ()))  # a chat template may raise anything: a note says so
+            # A chat template may raise anything; a note then explains it.
+            notes = " ".join(vars(error).get("__notes__", ()))
             assert "chat template" in notes, (case, error)
             counts["refused"] += 1
     print(json.dumps(told | {"rows": counts}))

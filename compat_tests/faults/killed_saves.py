@@ -1,7 +1,8 @@
-"""SIGKILL at every point of a save: python -m compat_tests.faults.killed_saves [--folder F]; prints what it did.
+"""SIGKILL at every point of a save: python -m compat_tests.faults.killed_saves [--folder F]; prints the results as
+JSON.
 
-The points are all the calls a save makes to the file system, which Python's audit events tell of, and the middle of the
-weights. Each is reached in a process of its own, forked from this one, that kills itself there.
+The points are all file-system calls of a save, observed through Python's audit events, and the middle of the weights.
+At each point, a process forked from this one kills itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Arguments:
 
 
 class Killer:
-    """Counts points below `run_dir`, and ends this process at number `at`."""
+    """Counts points below `run_dir`, and kills this process at number `at`."""
 
     def __init__(self, run_dir: Path, at: int):
         self.run_dir, self.at, self.seen = str(run_dir), at, []
@@ -52,7 +53,7 @@ def events_of(step: int) -> Events:
 
 
 def save(run_dir: Path, step: int, point=lambda name: None) -> None:
-    """A checkpoint of a few small arrays, which tell the step."""
+    """Save a checkpoint of a few small arrays that contain the step."""
     arrays = {name: np.full(5000, step, np.float32) for name in ("a", "b")}
 
     def write(folder: Path) -> None:
@@ -70,7 +71,7 @@ def save(run_dir: Path, step: int, point=lambda name: None) -> None:
 
 
 def killed(run_dir: Path, step: int, at: int) -> list[str] | None:
-    """Save in a fork that kills itself at point `at`; the points it passed, or None once it was killed."""
+    """Save in a fork that kills itself at point `at`. Returns the points passed, or None if it was killed."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -88,7 +89,7 @@ def killed(run_dir: Path, step: int, at: int) -> list[str] | None:
 
 
 def check(run_dir: Path, good: set[int], where: str) -> int:
-    """What the next run finds: a whole checkpoint of one of the steps `good`, and nothing left over."""
+    """Check what the next run finds: a complete checkpoint of one of the steps `good`, and no leftovers."""
     sweep(run_dir)
     found = find(True, str(run_dir))
     assert found.state.global_step in good, (where, found.folder)
@@ -101,7 +102,7 @@ def check(run_dir: Path, good: set[int], where: str) -> int:
 
 
 def every_point(folder: Path, step: int) -> dict[str, int]:
-    """point -> the newest good step after a kill there, for a save at `step` beside checkpoints 2 and 4."""
+    """point -> the newest valid step after a kill there, while saving `step` when checkpoints 2 and 4 exist."""
     start = folder / "start"
     for earlier in (2, 4):
         save(start, earlier)

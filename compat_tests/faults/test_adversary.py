@@ -1,4 +1,4 @@
-"""Attacks that once broke something, each with what holds now; docs/pages/reliability.md has the list of all."""
+"""Regression tests for attacks that once succeeded; docs/pages/reliability.md lists them all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_tokenizer_file_that_is_nested_too_deeply_is_named(good, tmp_path):
 
 
 def test_a_pattern_that_never_ends_on_one_text_names_its_row(good, tmp_path):
-    """tokenizers panics, outside of Exception, once the pattern was tried too often."""
+    """tokenizers raises a panic (not an Exception) once the pattern has backtracked too often."""
     folder = copied(good, tmp_path)
     words = json.loads((folder / "tokenizer.json").read_text())
     words["pre_tokenizer"] = {
@@ -57,7 +57,7 @@ def test_a_manifest_that_lists_files_elsewhere_reads_none(name, tmp_path):
     body = read_manifest(folder)
     body["files"][name] = {"bytes": 1, "xxh3_128": "0"}
     (folder / "manifest.json").write_text(_rendered(body))
-    with pytest.raises(BrokenCheckpoint, match="it lists .*, which is not in its folder"):
+    with pytest.raises(BrokenCheckpoint, match="it lists .*, which is outside its folder"):
         find(folder, str(tmp_path))
 
 
@@ -91,7 +91,7 @@ def test_facts_of_another_kind_are_named_though_their_digest_is_right(name, valu
 
 
 class Junk(TrainerCallback, ExportableState):
-    """Does one thing that no callback may."""
+    """Does one thing that a callback must not do."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -158,6 +158,6 @@ def test_a_dataset_file_without_rows_is_named(content, tmp_path):
 
 
 def test_a_folder_whose_name_is_no_text_is_refused_at_once(tmp_path):
-    """Bytes of a command line that are no UTF-8 come as lone surrogates, which safetensors cannot write to."""
+    """Command-line bytes that are not UTF-8 become lone surrogates, which safetensors cannot encode in a path."""
     with pytest.raises(ValueError, match=r"output_dir='.*x.udcff' is not valid Unicode. Choose another output_dir"):
         trl_jax.RewardConfig(str(tmp_path / "x\udcff"), use_cpu=True)

@@ -1,4 +1,4 @@
-"""Weights, configs, arguments and rows that are broken: each is refused with the culprit and the way out.
+"""Broken weights, configs, arguments and rows: each error names the culprit and the way out.
 
 The number in a test's name is that of the case in the project's table of faults.
 """
@@ -24,7 +24,7 @@ from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForSequenceClassific
 from trl_jax.hub.families import families
 from trl_jax.trainer.reward_config import RewardConfig
 
-pytest.importorskip("torch")  # builds the checkpoints that are then broken
+pytest.importorskip("torch")  # builds the checkpoints to break
 
 load = AutoModelForSequenceClassification.from_pretrained
 IDS = {"chosen_ids": [5, 6], "rejected_ids": [7]}
@@ -36,7 +36,7 @@ def good(checkpoint):
 
 
 def refuses(text, *parts, error=ValueError):
-    """The error's text has `text` and every one of `parts`."""
+    """Expects an error whose text contains `text` and all `parts`."""
     return pytest.raises(error, match="(?s)" + "".join(f"(?=.*{re.escape(str(part))})" for part in (text, *parts)))
 
 
@@ -228,7 +228,7 @@ def test_row06_a_new_head_and_a_language_head_are_no_fault(checkpoint, tmp_path,
 
 
 def test_row07_tied_but_with_a_head_of_its_own(checkpoint, tmp_path, caplog):
-    """As in transformers: it counts, whatever config.json says; a reward model has none."""
+    """As in transformers, the head is used whatever config.json says; a reward model has no such head."""
     import torch
     from transformers import AutoModelForCausalLM as Theirs
 
@@ -263,7 +263,7 @@ def test_row07_tied_with_an_equal_head_is_no_fault(checkpoint, tmp_path):
 
 
 class Malicious:
-    """Unpickled, it leaves a mark."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -295,7 +295,7 @@ def test_row08_a_bin_file_is_neither_read_nor_run_without_torch(good, tmp_path, 
         trainer(folder, tmp_path)
     assert not mark.exists()
     pickle.loads((folder / "pytorch_model.bin").read_bytes()).close()
-    assert mark.exists()  # the file would have done it
+    assert mark.exists()  # unpickling would have run it
 
 
 def test_row08_a_bin_file_beside_safetensors_is_not_touched(good, tmp_path):
@@ -336,7 +336,7 @@ def test_row15_output_dir_is_or_goes_through_a_file(tmp_path):
 
 
 def test_row15_output_dir_is_not_writable(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
     with refuses(f"output_dir={str(tmp_path / 'run')!r}: {tmp_path} is not writable. Choose", error=PermissionError):
         RewardConfig(str(tmp_path / "run"), bf16=False, use_cpu=True)
 
@@ -582,7 +582,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
 def test_row36_a_wrong_value_is_named(key, value, good, tmp_path):
-    """Never a crash, never another error than one that names the file and the key."""
+    """Never a crash, and always an error that names the file and the key."""
     folder = copied(good, tmp_path, **{key: value})
     with refuses(str(folder / "config.json"), key):
         load(folder)

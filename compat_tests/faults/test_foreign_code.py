@@ -1,4 +1,4 @@
-"""Code that others put where we read: none of it runs unless the user said so, and then only a tokenizer's."""
+"""Third-party code in files we read: none runs unless the user allows it, and then only a tokenizer's."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from trl_jax.training.devices import own_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# ---- a repository's ----------------------------------------------------------------------------------------------
+# ---- code in a repository ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hostile(checkpoint, tmp_path):
-    """A folder whose config and tokenizer name code of their own; `folder/ran` lists which of it ran."""
+    """A folder whose config and tokenizer refer to custom code; `folder/ran` lists which code ran."""
     folder = shutil.copytree(checkpoint(**FACTS), tmp_path / "hostile")
 
     def named(file, auto_map, **others):
@@ -54,7 +54,7 @@ def hostile(checkpoint, tmp_path):
 
 @pytest.fixture(autouse=True)
 def yes(monkeypatch, tmp_path):
-    """`yes |`: whoever asks on the terminal is told to go on. Code is copied to a place of the test's own."""
+    """Answers "y" to every prompt on the terminal. Custom code is copied to a folder of the test."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 1000))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -121,7 +121,7 @@ def test_torchs_models_run_nothing(hostile, tmp_path):
 
 
 def calls():
-    """Every call in the package and the examples that may load classes of transformers by a repository's word."""
+    """Every call in the package and the examples that may load transformers classes named by a repository."""
     for path in [*(ROOT / "trl_jax").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         theirs = {
@@ -130,7 +130,7 @@ def calls():
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers"
             for alias in node.names
             if alias.name.startswith("Auto")
-        } | {"_class_of(head)"}  # one of them, by the head
+        } | {"_class_of(head)"}  # an auto class, chosen by the head
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 if node.func.attr in ("from_pretrained", "from_config") and ast.unparse(node.func.value) in theirs:
@@ -160,7 +160,7 @@ jax.jit(lambda x: x * 3)(1.0)
 
 
 def compiled(tmp_path, **settings):
-    """What a run with umask 0 says, and where its programs lie."""
+    """The output of a run with umask 0, and the folders of its compiled programs."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XDG_"))}
     env = kept | {"JAX_PLATFORMS": "cpu", "HOME": str(tmp_path / "home")} | settings
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, check=True, capture_output=True, text=True)
@@ -230,7 +230,8 @@ def test_a_link_counts_as_what_it_leads_to(tmp_path):
     (tmp_path / "open" / "to_mine").symlink_to(tmp_path / "mine")
     with pytest.raises(PermissionError, match="open has mode 0777"):
         own_folder(tmp_path / "to_open")
-    assert own_folder(tmp_path / "open" / "to_mine") == tmp_path / "mine"  # which nobody can lead elsewhere later
+    # The resolved path, which nobody can redirect later.
+    assert own_folder(tmp_path / "open" / "to_mine") == tmp_path / "mine"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

@@ -1,4 +1,4 @@
-"""Every reader, given files that are nearly right; the long version is compat_tests/faults/fuzz.py itself."""
+"""Fuzzes every file reader for a short time; compat_tests/faults/fuzz.py itself can run longer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_reader_answers_or_refuses():
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert all(counts["refused"] for counts in told.values())
-    assert told["manifest"]["taken"] == 0  # not one byte of it may be another
+    assert told["manifest"]["taken"] == 0  # it must not differ in a single byte
 
 
 def test_the_fuzzer_notices_a_reader_that_fails(tmp_path, monkeypatch):

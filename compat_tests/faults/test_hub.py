@@ -1,4 +1,4 @@
-"""The Hub, and its absence: the real client against a server on the loopback that can fail in every way.
+"""The Hub and its absence: the real client against a loopback server with fault injection.
 
 The number in a test's name is that of the case in the project's table of faults.
 """
@@ -41,7 +41,7 @@ def trainer(checkpoint, tmp_path, hub):
 
 
 class Wait(TrainerCallback):
-    """Lets an upload end before training goes on; without it these short runs would skip most."""
+    """Waits for an upload before training continues; otherwise these short runs would skip most uploads."""
 
     def on_save(self, args, state, control, **kwargs):
         self.trainer.parts.publisher.wait()
@@ -71,7 +71,7 @@ STRATEGIES = {
 }
 
 
-# Usually those of every save are in test_a_revision_is_a_branch_of_its_own.
+# By default, the commits of "every save" are covered by test_a_revision_is_a_branch_of_its_own.
 @usual("end", "checkpoint", "all_checkpoints")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_commits_are_trls_and_what_arrived_is_what_is_on_disk(strategy, train, hub, tmp_path):
@@ -101,7 +101,7 @@ def test_push_to_hub_without_having_asked_for_it(trainer, hub, tmp_path):
     assert {*MODEL, "README.md"} <= set(files)
     card = files["README.md"].decode()
     assert "model_name: Judge\n" in card and "license: mit\n" in card and "- a/b\n" in card and "- law\n" in card
-    assert "None" not in card and "huggingface.co/" not in card  # it began from a folder
+    assert "None" not in card and "huggingface.co/" not in card  # the run started from a local folder
     (tmp_path / "run" / "README.md").write_text("my own card")
     made.push_to_hub()
     assert hub.files(NAME)["README.md"] == b"my own card"

@@ -1,6 +1,6 @@
-"""A Hub that hangs, puts off, or sends something else than it has: limits, and what stands in their errors.
+"""A Hub that hangs, defers, or sends wrong content: timeouts, and their error messages.
 
-Against the loopback's server, by the real client, with limits of a second or two.
+The real client runs against the loopback server with timeouts of one or two seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def fetch(hub, checkpoint, tmp_path):
-    """fetch() -> the model that the Hub serves."""
+    """fetch() -> the model served by the Hub."""
     files = {path.name: path.read_bytes() for path in checkpoint(**FACTS).iterdir()}
     hub.repositories[NAME] = Repository(False, {"main": [("initial commit", files)]})
 
@@ -185,7 +185,8 @@ def test_a_signal_at_the_end_of_training_cuts_the_upload_off(trainer, hub, tmp_p
     def hang(method, path):
         if not path.startswith("/objects/"):
             return None
-        if next(hanging) == 0:  # two files travel at once, and a second signal would end the process
+        # Only once: two files are uploaded in parallel, and a second signal would end the process.
+        if next(hanging) == 0:
             threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return "hang"
 
@@ -197,8 +198,8 @@ def test_a_signal_at_the_end_of_training_cuts_the_upload_off(trainer, hub, tmp_p
     assert 'Leaving while the upload "Training in progress, step 1" to somebody/judge is under way' in caplog.text
     assert (tmp_path / f"run/checkpoint-1/{WEIGHTS}").is_file()
     threads = [thread for thread in threading.enumerate() if thread not in before]
-    threads = [thread for thread in threads if "process_request" not in thread.name]  # the server's
-    for thread in threads:  # the interpreter waits for the client's own before it ends
+    threads = [thread for thread in threads if "process_request" not in thread.name]  # the server's threads
+    for thread in threads:  # the interpreter waits for the client's threads at exit
         thread.join(10)
     assert not [thread for thread in threads if thread.is_alive()]
 

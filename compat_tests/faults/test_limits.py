@@ -1,4 +1,4 @@
-"""What a machine does not allow, what a repository may not do, and the rows that wait for meshes."""
+"""Limits of the machine and of what a repository may do, and faults that are tested with meshes."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_row49_one_of_several_processes(checkpoint, tmp_path, monkeypatch):
     ids=["reaches out", "never ends"],
 )
 def test_row51_a_hostile_chat_template(template, checkpoint, tmp_path):
-    """transformers renders in Jinja's sandbox; the error says which row it was rendering."""
+    """transformers renders in Jinja's sandbox; the error names the row."""
     path = tmp_path / "template.jinja"
     path.write_text(template)
     with pytest.raises(Exception, match="unsafe|Range too big") as caught:
         make(checkpoint("llama"), tmp_path, rows=CHAT, chat_template_path=str(path))
-    make(checkpoint("llama", tokenizer={"chat_template": True}), tmp_path, rows=CHAT)  # the rows are not at fault
+    make(checkpoint("llama", tokenizer={"chat_template": True}), tmp_path, rows=CHAT)  # the error is not about rows
     assert "Row 0 of train_dataset: raised by the tokenizer's chat template." in caught.value.__notes__
 
 
 # Rows 19 (another number of devices), 46 (fewer pairs than devices), 47 (a dead process) and 48 (hosts that differ) are
-# in compat_tests/mesh.
+# tested in compat_tests/mesh.

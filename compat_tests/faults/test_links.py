@@ -1,4 +1,5 @@
-"""Links, pipes and odd files in output_dir: not followed, not removed through, not pushed, and no end of a run."""
+"""Links, pipes and other odd files in output_dir: not followed, not deleted through, not pushed, and no reason to
+fail."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from compat_tests.hub.loopback import TOKEN, serving
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.hub.push import Run, write_card
 from trl_jax.rollout.completions_log import CompletionsLog
-from trl_jax.tasks.task import report
+from trl_jax.tasks.eval_report import report
 from trl_jax.training.checkpoint import BrokenCheckpoint, files_below, read_manifest, sweep
 from trl_jax.training.metrics import save_metrics
 from trl_jax.training.push import sweep_stages
@@ -46,7 +47,7 @@ def test_a_checkpoint_that_is_a_link_is_passed_over_by_all(run_dir, elsewhere, t
     (run_dir / "checkpoint-9").symlink_to(elsewhere)
     (run_dir / "checkpoint-8").symlink_to("nowhere")
     os.mkfifo(run_dir / "checkpoint-7")
-    for step in (2, 3, 4):  # two are kept
+    for step in (2, 3, 4):  # save_total_limit is two
         save(run_dir, step)
     assert sorted(os.listdir(run_dir)) == [f"checkpoint-{step}" for step in (1, 3, 4, 7, 8, 9)]
     assert find(True, str(run_dir)).state.global_step == 4
@@ -54,7 +55,7 @@ def test_a_checkpoint_that_is_a_link_is_passed_over_by_all(run_dir, elsewhere, t
     told = [record.message for record in caplog.records]
     assert told.count(f"{run_dir / 'checkpoint-9'} is a link, so it is ignored: neither read, pushed nor removed.") == 1
     assert len([text for text in told if "checkpoint-7 is neither a file nor a folder, so it is ignored" in text]) == 1
-    assert find(run_dir / "checkpoint-1", str(run_dir)).state.global_step == 1  # asked for by name
+    assert find(run_dir / "checkpoint-1", str(run_dir)).state.global_step == 1  # requested by path
 
 
 def test_a_link_where_a_checkpoint_is_to_be_is_renamed(run_dir, elsewhere):
@@ -74,7 +75,7 @@ def test_hidden_names_that_are_no_folders(word, kind, run_dir, elsewhere):
         path.write_text("no folder")
     else:
         path.symlink_to(elsewhere if kind == "link" else "nowhere")
-    for step in (4, 4, 6, 8):  # written, replaced, kept, and the first one removed
+    for step in (4, 4, 6, 8):  # written, replaced, added, and at last the first one is removed
         save(run_dir, step)
     assert check(run_dir, {8}, "") == 8
     assert sorted(os.listdir(run_dir)) == ["checkpoint-6", "checkpoint-8"]
@@ -93,7 +94,7 @@ def test_sweeping_goes_through_no_link(name, run_dir, elsewhere):
 def test_a_manifest_that_is_a_pipe_is_not_waited_for(run_dir):
     (run_dir / "checkpoint-3").mkdir()
     os.mkfifo(run_dir / "checkpoint-3" / "manifest.json")
-    with pytest.raises(BrokenCheckpoint, match="manifest.json is no file, so nothing tells"):
+    with pytest.raises(BrokenCheckpoint, match="manifest.json is not a file, so the checkpoint cannot be verified"):
         read_manifest(run_dir / "checkpoint-3")
     save(run_dir, 2)
     assert find(True, str(run_dir)).state.global_step == 2
@@ -149,7 +150,7 @@ class Wait(TrainerCallback):
 
 
 def fill(folder, elsewhere):
-    """Odd things and plain ones; returns the names of those to be pushed."""
+    """Create odd and plain entries; returns the names of those that may be pushed."""
     folder.mkdir()
     (folder / "dangling").symlink_to("nowhere")
     (folder / "linked.txt").symlink_to(elsewhere / "precious")

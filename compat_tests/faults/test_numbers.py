@@ -1,4 +1,4 @@
-"""Values that are no numbers, in weights and in steps; rows that say nothing.
+"""NaN and infinite values in weights and steps; rows without information.
 
 The number in a test's name is that of the case in the project's table of faults.
 """
@@ -23,7 +23,7 @@ GOOD, BAD = {"chosen_ids": [5, 6], "rejected_ids": [7, 8]}, {"chosen_ids": [5, 5
 
 
 class Overflows(trl_jax.RewardTrainer):
-    """Rows with the token 500 cost more than a number can say."""
+    """The loss of rows with token 500 overflows."""
 
     def loss(self, params, batch, key, **how):
         loss, metrics = super().loss(params, batch, key, **how)
@@ -67,7 +67,7 @@ def test_row11_one_bad_step_is_logged_as_it_is_and_leaves_the_weights(run, tmp_p
         trained.train()
     losses = [log["loss"] for log in trained.state.log_history if "loss" in log]
     assert np.isfinite([losses[0], losses[2]]).all() and losses[1] == np.inf
-    assert "Step 2: loss inf, grad_norm" in caplog.text and "on rows 1 of train_dataset. Its update was" in caplog.text
+    assert "Step 2: loss inf, grad_norm" in caplog.text and "on rows 1 of train_dataset. The update was" in caplog.text
     weights = [(tmp_path / f"run/checkpoint-{n}/model.safetensors").read_bytes() for n in (1, 2, 3)]
     assert weights[0] == weights[1] != weights[2]
 
@@ -80,7 +80,7 @@ def test_row11_three_bad_steps_end_the_run_and_are_explained(run, tmp_path):
     assert text.startswith("Step 5: loss inf, grad_norm") and "on rows 4 of train_dataset." in text
     assert "Steps 3, 4, 5 in a row were not finite. The first one arises in exp (" in text
     assert "test_numbers.py:" in text and "(Overflows.loss)" in text and "It is computed from rows 4." in text
-    assert "The weights are those from before step 3, and every checkpoint is good" in text
+    assert "Their updates were skipped, so the weights and all checkpoints are finite." in text
     state = json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text())
     assert state["global_step"] == 2 and not (tmp_path / "run" / "checkpoint-5").exists()
     assert all(np.isfinite(array).all() for array in trained.model.params.values())
@@ -89,7 +89,8 @@ def test_row11_three_bad_steps_end_the_run_and_are_explained(run, tmp_path):
 def test_row11_three_bad_steps_from_the_first_are_explained_though_checkpoints_are_written(run, tmp_path):
     with pytest.raises(FloatingPointError, match="^Step 3: loss inf, .* Steps 1, 2, 3 in a row were not finite"):
         run([BAD] * 4).train()
-    card = (tmp_path / "run" / "README.md").read_text()  # of the first checkpoint, which has no finite loss to draw
+    # From the first checkpoint, when there is no finite loss to plot.
+    card = (tmp_path / "run" / "README.md").read_text()
     assert "| save_steps | 1 |" in card and "training_loss.svg" not in card
     assert not (tmp_path / "run" / "training_loss.svg").exists()
 
@@ -100,7 +101,7 @@ def test_row11_the_layer_is_named(run):
     params = trained.model.params | {path: trained.model.params[path].at[0].set(3e38)}
     batch = next(iter(trained.loader(trained.train_dataset, training=True))).arrays
     found = nan_trace(lambda p: trained.loss(p, jax.tree.map(lambda leaf: leaf[0], batch), None), params)
-    assert found.startswith("The first one arises in turn 0 (of 1, layers are scanned) in ")
+    assert found.startswith("The first one arises in iteration 0 of 1 of a scan (over layers or blocks) in ")
 
 
 def test_row11_bad_weights_never_become_a_checkpoint(run, tmp_path):
@@ -139,10 +140,12 @@ def test_row11_updates_that_are_not_finite_leave_the_weights_and_end_the_run(con
     with caplog.at_level(logging.WARNING), pytest.raises(FloatingPointError) as error:
         trained.train()
     assert all(np.array_equal(array, before[path]) for path, array in jax.device_get(trained.model.params).items())
-    assert ", update not finite, on rows 0" in caplog.text and "Its update was left out; 3 such steps" in caplog.text
+    assert (
+        ", update not finite, on rows 0" in caplog.text and "The update was skipped. After 3 such steps" in caplog.text
+    )
     text = str(error.value)
     assert text.startswith("Step 3: loss ") and "Steps 1, 2, 3 in a row were not finite. The gradient is f" in text
-    assert "or adam_epsilon lets it divide by zero. The weights are those from before step 1" in text
+    assert "or adam_epsilon lets it divide by zero. Their updates were skipped" in text
 
 
 def test_row39_identical_pairs_are_counted(checkpoint, tmp_path, caplog):

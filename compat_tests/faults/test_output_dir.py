@@ -1,4 +1,4 @@
-"""One output_dir and more than one run: whose checkpoints are resumed from, removed and overwritten, and the lock."""
+"""One output_dir, several runs: whose checkpoints are resumed from, removed and replaced, and the lock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
 
 
 class Killed(BaseException):
-    """Ends a run as nothing else does: no checkpoint is saved on the way out."""
+    """Ends a run without saving, because nothing catches it."""
 
 
 class Kill(TrainerCallback):
@@ -53,7 +53,7 @@ def folder(tmp_path):
 
 
 def save(run_dir, step, run, limit=None):
-    """A checkpoint of that run with one small file."""
+    """Save a checkpoint of that run with one small file."""
     events = events_of(step)
     events.args.save_total_limit = limit
     save_checkpoint(str(run_dir), lambda folder: (folder / "weights").write_text(run), events, {"run": run})
@@ -67,11 +67,11 @@ def other(seed):
 
 
 def test_a_limit_holds_for_a_run_that_is_begun_again(train, folder, caplog):
-    """Its steps have the names of the first run's, which are replaced, as in TRL."""
+    """Its steps have the same names as those of the first run, which are replaced, as in TRL."""
     for _ in range(3):
         train(save_total_limit=1)
     assert [name for name in names(folder) if name.startswith("checkpoint")] == ["checkpoint-4"]
-    assert "but replaces them where it needs their names" in caplog.text and "it is now" not in caplog.text
+    assert "but replaces them if it needs their names" in caplog.text and "it is now" not in caplog.text
 
 
 def test_a_second_run_goes_on_with_its_own_and_loses_nothing_of_the_first(train, folder, caplog):
@@ -106,7 +106,7 @@ def test_a_second_run_that_saved_nothing_does_not_end_as_the_first(train, folder
         f"No valid checkpoint found in output directory ({folder}). checkpoint-4, checkpoint-2 are not of the run that "
         "was begun last here. Pass a path to go on from there. Train without resuming."
     )
-    first = train(str(folder / "checkpoint-2"))  # from now on the folder is the first's again
+    first = train(str(folder / "checkpoint-2"))  # now the folder belongs to the first run again
     assert not (folder / RECORD).exists() and first.state.global_step == 4
     assert find(True, str(folder)).state.global_step == 4
 
@@ -121,7 +121,8 @@ def test_the_limit_and_the_best_are_of_this_run_only(train, folder):
             "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}  # fmt: skip
     trainer = train(evaluated=True, **best, **other(7))
     assert (folder / "checkpoint-1-run-unknown" / "mine").read_text() == "my own notes"
-    assert theirs not in map(run_of, folder.glob("checkpoint-*"))  # replaced by this run's of that name
+    # Replaced by a checkpoint of this run with the same name.
+    assert theirs not in map(run_of, folder.glob("checkpoint-*"))
     own = [path.name for path in folder.glob("checkpoint-*") if run_of(path) not in (theirs, None)]
     assert own == [os.path.basename(trainer.state.best_model_checkpoint)]
 
@@ -138,7 +139,7 @@ def test_rotation_counts_and_removes_this_runs_only(tmp_path):
 def test_another_runs_checkpoint_is_never_the_best_of_this_one(tmp_path):
     save(tmp_path, 2, "a")
     events = events_of(4)
-    events.state.best_global_step = 2  # a step at which this run saved nothing
+    events.state.best_global_step = 2  # this run did not save at this step
     save_checkpoint(str(tmp_path), lambda folder: None, events, {"run": "b"})
     assert events.state.best_model_checkpoint is None
 
@@ -180,7 +181,7 @@ def transformers_checkpoint(folder, step):
 def test_one_of_transformers_is_taken_where_there_is_none_of_ours(tmp_path):
     transformers_checkpoint(tmp_path, 6)
     assert find(True, str(tmp_path)).state.global_step == 6
-    record(tmp_path, "a", fresh=False)  # a run that goes on from it, killed before it saves
+    record(tmp_path, "a", fresh=False)  # a run that resumed from it and was killed before saving
     assert find(True, str(tmp_path)).state.global_step == 6
     save(tmp_path, 4, "a")
     assert find(True, str(tmp_path)).state.global_step == 4
@@ -206,17 +207,17 @@ def test_a_lock_is_the_file_not_its_name(tmp_path):
     second.__enter__()
     first.__exit__(None, None, None)
     with pytest.raises(RuntimeError, match="is being written by another run"), only_run(str(folder)):
-        pass  # which the second still holds
+        pass  # the second still holds the lock
     second.__exit__(None, None, None)
     assert names(folder) == []
 
 
 def test_a_folder_that_is_removed_and_made_anew_is_locked_before_it_is_written(train, folder):
-    """Two runs in one folder: the first finds out before its next checkpoint, and leaves all to the second."""
+    """Two runs in one folder: the first notices before its next checkpoint and leaves the folder to the second."""
 
     class Removed(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            """Has each checkpoint written before the next step."""
+            """Overriding on_save makes the trainer finish each checkpoint before the next step."""
 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 1:
@@ -269,7 +270,7 @@ def test_a_lock_that_is_no_plain_file_is_refused(kind, tmp_path):
         lock.symlink_to(target)
     if kind == "link":
         target.write_text("precious")
-    text = "is no plain file, so it cannot be the lock of a run"
+    text = "is not a regular file, so it cannot be used as the run's lock"
     with pytest.raises(FileExistsError, match=text) as error, only_run(str(lock.parent)):
         pass
     assert error.value.filename == str(lock) and os.path.lexists(lock)

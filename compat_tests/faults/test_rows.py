@@ -1,4 +1,4 @@
-"""Rows and templates that cost more than they are worth, or that write on a terminal: an error names them."""
+"""Rows and templates that are too expensive, or that print control characters: errors name the row."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def ready(dataset, tokenizer=None, max_length=None):
     return prepare(dataset, tokenizer, max_length=max_length, num_proc=None, name="train")
 
 
-# ---- streams that give nothing ----
+# ---- streams whose rows are all removed ----
 
 
 def lengths(*each):
-    """A stream of pairs of these lengths."""
+    """A stream of pairs with these numbers of tokens."""
     return stream([{"chosen_ids": [5] * length, "rejected_ids": [6]} for length in each])
 
 
@@ -70,7 +70,7 @@ def test_rows_are_counted_from_the_last_that_was_kept(monkeypatch):
         list(ready(lengths(5, 2, 9, 8, 7, 9, 2), max_length=4))
 
 
-# ---- characters ----
+# ---- control characters ----
 
 
 def test_control_characters_of_a_template_are_not_printed():
@@ -110,7 +110,7 @@ def test_half_a_character_names_its_row_and_column():
         list(ready(stream([{"chosen": CHAT, "rejected": messages}]), tiny_tokenizer(chat_template=True)))
 
 
-# ---- texts that are far too long ----
+# ---- overlong texts ----
 
 
 def long_text(characters):
@@ -118,7 +118,7 @@ def long_text(characters):
 
 
 class Counting:
-    """How many characters a tokenizer was given."""
+    """Counts the characters passed to a tokenizer."""
 
     def __init__(self, monkeypatch, tokenizer):
         self.seen, call = 0, type(tokenizer).__call__

@@ -1,4 +1,4 @@
-"""Checkpoints and what can befall them: kills, full disks, flipped bits, two runs at once.
+"""What can happen to checkpoints: kills, full disks, flipped bits, two runs at once.
 
 The number in a test's name is that of the case in the project's table of faults.
 """
@@ -51,11 +51,11 @@ def python(*arguments):
 
 
 def test_row13_killed_at_every_point_of_a_save(tmp_path):
-    """The process checks after each kill: a whole checkpoint is found and nothing is left over."""
+    """The process checks after each kill that a complete checkpoint is found and nothing is left over."""
     told = python("-m", "compat_tests.faults.killed_saves", "--folder", str(tmp_path))
     new = told["a new step"]
     assert len(new) > 40 and len(told["a step that is there already"]) > 30
-    assert set(new.values()) == {4, 6} and [*new.values()] == sorted(new.values())  # once it is there it stays
+    assert set(new.values()) == {4, 6} and [*new.values()] == sorted(new.values())  # once the new step exists, it stays
     for point in ("the middle of model.safetensors", "open manifest.json", "os.rename", "os.rename checkpoint-2"):
         assert any(point in name for name in new), point
 
@@ -76,7 +76,7 @@ def test_row13_what_is_left_of_a_save_is_no_checkpoint_and_goes(saved):
 
 
 def full(at):
-    """A file system that is full from its `at`-th write on."""
+    """Simulate a disk that is full from its `at`-th write on."""
     left = [at]
 
     def fails(real):
@@ -151,7 +151,7 @@ def test_row16_a_path_says_which_other_checkpoint_is_whole(saved):
     path.write_bytes(path.read_bytes().replace(b"4", b"5", 1))
     with pytest.raises(BrokenCheckpoint) as error:
         find(str(saved / "checkpoint-4"), str(saved))
-    why, other = f"{path} is damaged: its bytes are not those that were written.", saved / "checkpoint-2"
+    why, other = f"{path} is damaged: its contents have changed since it was written.", saved / "checkpoint-2"
     assert str(error.value) == f"{why} {other} is whole: pass that one."
 
 
@@ -160,7 +160,7 @@ def test_row16_only_true_falls_back(saved, caplog):
     path.write_bytes(path.read_bytes()[::-1])
     with caplog.at_level(logging.WARNING):
         assert find(True, str(saved)).folder == saved / "checkpoint-2"
-    assert f"{saved / 'checkpoint-4'} is passed over: {path} is damaged: its bytes are not those" in caplog.text
+    assert f"{saved / 'checkpoint-4'} is passed over: {path} is damaged: its contents have changed" in caplog.text
     with pytest.raises(BrokenCheckpoint, match="checkpoint-2 is whole: pass that one"):
         find(str(saved / "checkpoint-4"), str(saved))
 
@@ -250,7 +250,7 @@ def test_row52_a_folder_behind_a_link_and_times_that_lie(tmp_path):
     for step in (9, 10):
         save(tmp_path / "link", step)
     os.utime(tmp_path / "real" / "checkpoint-9", (2e9, 2e9))
-    save(tmp_path / "link", 11)  # two are kept: by number, not by time
+    save(tmp_path / "link", 11)  # the two with the highest numbers are kept, not the newest files
     assert checkpoints(tmp_path / "real") == ["checkpoint-10", "checkpoint-11"]
     sweep(tmp_path / "link")
     assert find(True, str(tmp_path / "link")).state.global_step == 11

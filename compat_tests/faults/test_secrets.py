@@ -1,6 +1,6 @@
-"""A secret, wherever a user may put one, is in no file, no upload, no tracker, no line on a screen and no error.
+"""Secrets, wherever a user may put them, appear in no file, upload, tracker, screen output or error.
 
-Each place has a marker of its own, so that none is hidden only because another place has told of it.
+Each place has its own marker, so that none is masked only because it is already known from another place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOLD = re.compile(re.escape(MARK[1:]), re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Kind:
-    """A trainer and its configuration, what they take beside BASE, and the command that trains with them."""
+    """A trainer and its config, their arguments beyond BASE, and the command that trains with them."""
 
     trainer: type
     config: type
@@ -47,7 +47,7 @@ class Kind:
 
 
 LM = {"head": "causal"}
-# A trainer joins with a line.
+# To cover a new trainer, add a line.
 KINDS = {
     "reward": Kind(trl_jax.RewardTrainer, trl_jax.RewardConfig, "reward"),
     "sft": Kind(trl_jax.SFTTrainer, trl_jax.SFTConfig, "sft", lambda n: Dataset.from_list(text_rows(n)), LM),
@@ -58,19 +58,19 @@ every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
 
 
 def marker(place: str) -> str:
-    """No name and no shape gives it away: only where it stands does."""
+    """Neither a name nor its shape gives it away as a secret: only its place does."""
     return f"{place}-{MARK}-{place}"
 
 
 @pytest.fixture(autouse=True)
 def forgets(monkeypatch):
-    """No test knows the secrets of another."""
+    """Secrets learned in one test are unknown to the next."""
     monkeypatch.setattr(secrets, "_known", {})
 
 
 @pytest.fixture
 def kind(request):
-    """Reward training, where `every_kind` does not say otherwise."""
+    """Reward training, unless `every_kind` parametrizes it."""
     return KINDS[vars(request).get("param", "reward")]
 
 
@@ -91,7 +91,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def told(caplog, capfd, recwarn, tmp_path):
-    """Everything that was written or said so far, by where."""
+    """Everything written or printed so far, by source."""
     caplog.set_level(logging.INFO)
     logging.getLogger("trl_jax").setLevel(logging.DEBUG)
 
@@ -139,7 +139,7 @@ DEEP = {
 
 
 def with_own_fields(config: type) -> type:
-    """A script's subclass of the configuration; its decorator would generate a __repr__."""
+    """A user's dataclass derived from the config, which must not get a generated __repr__ that shows secrets."""
     own = [("extras", dict, field(default_factory=dict)), ("tracker_api_key", str | None, field(default=None))]
     return make_dataclass("OwnConfig", own, bases=(config,), kw_only=True)
 
@@ -205,14 +205,14 @@ def test_a_run_tells_none(kind, folder, hub, told, tmp_path):
     args.extras = {"headers": {"Authorization": marker("later")}, "as_json": json.dumps({"token": marker("later")})}
     again = kind.trainer(model=folder, args=args, train_dataset=kind.rows(16))
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    old = tmp_path / "old" / "training_args.json"  # of a release that wrote what lies deeper
+    old = tmp_path / "old" / "training_args.json"  # from a release that saved nested secrets
     old.parent.mkdir()
     old.write_text(json.dumps({"extras": {"headers": {"token": marker("old")}}}))
     log_changes(old.parent, again.parts.checkpointer.arguments)
     trainer.end()
     found = told(full_text(failed.value))
     assert_untold(found | everything(hub))
-    # They were there to be told.
+    # The places were really used.
     card = hub.files("somebody/judge")["README.md"].decode()
     assert "| model_init_kwargs | {'token': '<TOKEN>'} |" in card and "tracker_api_key | <TRACKER_API_KEY>" in card
     for name in ("checkpoint-2", "checkpoint-4"):
@@ -238,7 +238,7 @@ def test_a_hub_that_cites_the_token_is_not_cited(source, status, kind, folder, h
     given = settings(tmp_path / "run", push_to_hub=False, report_to="none", **config)
     trainer = kind.trainer(model=folder, args=kind.config(**given), train_dataset=kind.rows(4))
     trainer.init_hf_repo(**asked)
-    assert list(hub.repositories) == ["somebody/judge"]  # so the token arrived as the Hub knows it
+    assert list(hub.repositories) == ["somebody/judge"]  # so the Hub got the real token
     hub.fault = lambda method, path: status
     hub.headers = {"X-Error-Message": f"no good: {marker('hub')}"}
     with pytest.raises(OSError) as failed:
@@ -342,7 +342,7 @@ def test_wrong_files_are_told_without_secrets(wrong, kind, told, tmp_path, monke
 @pytest.mark.parametrize("kind", usually("sft".__eq__, KINDS), indirect=True)
 def test_a_command_trains_and_pushes_and_tells_none(kind, folder, hub, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ANOTHER_API_KEY", "unset")  # restored afterward: the file sets it
+    monkeypatch.setenv("ANOTHER_API_KEY", "unset")  # so that monkeypatch restores it: the file sets it
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kind.rows(8)))
     Path("config.yaml").write_text(
         f"hub_token: '{marker('hub')}\n\n'\nenv: {{ANOTHER_API_KEY: {marker('env')}}}\nreport_to: none\nmax_steps: 1\n"
@@ -383,7 +383,7 @@ def test_saving_with_a_token_is_refused_unseen(folder, told, tmp_path):
 
 
 class Keyed(TrainerCallback, ExportableState):
-    """A callback whose state has secrets, as one that sends its numbers somewhere may."""
+    """A callback with secrets in its state, such as one that sends metrics to a service."""
 
     def __init__(self, key):
         self.api_key, self.seen, self.url = key, 0, f"https://me:{key}@example.com"
@@ -415,6 +415,6 @@ def test_the_state_of_a_callback_is_written_without_and_resumed_with_them(kind, 
     assert_untold({name: data for name, data in found.items() if name not in ("logs", "screen")})
     state = json.loads(found["checkpoint-2/trainer_state.json"])
     assert state["stateful_callbacks"]["Keyed"]["attributes"]["api_key"] == "<API_KEY>"
-    assert {log["eval_password"] for log in state["log_history"]} == {0.5}  # a number is a metric
+    assert {log["eval_password"] for log in state["log_history"]} == {0.5}  # a number is a metric, not a secret
     _, resumed = trained(str(tmp_path / "run" / "checkpoint-2"))
     assert (resumed.api_key, resumed.seen) == (marker("callback"), 4) and marker("callback") in resumed.url

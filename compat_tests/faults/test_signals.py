@@ -1,4 +1,4 @@
-"""Signals at any time of a run: during a step, an evaluation, and what comes after the last step."""
+"""Signals at any time of a run: during a step, an evaluation, and after the last step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def trainer(folder, tmp_path):
 
 
 def killed_in_evaluation(trainer, number):
-    """Train, with SIGTERM in this pass of evaluations. Returns how many passes there were."""
+    """Train, sending SIGTERM in the `number`-th evaluation pass. Returns the number of passes."""
     passes, outputs = [], trainer.parts.evaluator._outputs
 
     def counted(*given, **options):
@@ -68,7 +68,7 @@ def killed_in_evaluation(trainer, number):
 TWO = {"a": table(3, seed=1), "b": table(3, seed=2)}
 BEST = {"metric_for_best_model": "eval_a_loss", "greater_is_better": True, "eval_steps": 1}
 EVALUATIONS = {
-    # the pass in which the signal comes (each evaluation has two), the step it comes after, further arguments
+    # the pass in which the signal is sent (each evaluation has two), the step before it, further arguments
     "the second evaluation": (3, 4, {}),
     "off the logs, unsaved so far": (1, 2, {"save_steps": 100}),
     "at the end of an epoch": (1, 4, {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}),
@@ -91,7 +91,7 @@ def test_an_evaluation_is_broken_off_and_repeated_when_the_run_goes_on(name, tra
     again.train(resume_from_checkpoint=True)
     whole = trainer("whole", *(kind(2) for kind in stopping), **config)
     whole.train()
-    for one in (again, whole):  # of the last save, which may have been another
+    for one in (again, whole):  # its flags are those of the last save, which may differ
         one.state.stateful_callbacks.pop("TrainerControl")
     same(again, whole)
     unasked = {f"checkpoint-{step}"} if name in ("off the logs, unsaved so far", "to be saved when best") else set()
@@ -101,7 +101,7 @@ def test_an_evaluation_is_broken_off_and_repeated_when_the_run_goes_on(name, tra
 def test_before_the_first_step_there_is_nothing_to_save(trainer, tmp_path):
     run = trainer("run", eval_on_start=True)
     assert killed_in_evaluation(run, 1) == 1 and os.listdir(tmp_path / "run") == []
-    assert "eval_loss" in run.evaluate()  # which no signal of the run before breaks off
+    assert "eval_loss" in run.evaluate()  # the earlier signal does not interrupt it
 
 
 class OnPrediction(TrainerCallback):
@@ -144,7 +144,7 @@ def test_a_signal_with_the_closing_log_saves_the_last_step(trainer, tmp_path):
         whole = trainer(f"whole {name}", **given)
         whole.train()
         for one in (again, whole):
-            one.state.stateful_callbacks = {}  # of the last save, which was another
+            one.state.stateful_callbacks = {}  # those of the last save, which differ
         same(again, whole)
 
 
@@ -241,12 +241,12 @@ def test_a_closed_terminal_does_not_keep_the_run_from_saving(tmp_path):
 
 FORKED = """
 import multiprocessing, os, signal, time
-from trl_jax.hub.fetch import told_from_now_on
+from trl_jax.hub.fetch import report_interruptions
 from trl_jax.training.events import Interrupts
 for number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-told_from_now_on(lambda: ["pushing"])
+report_interruptions(lambda: ["pushing"])
 forks = multiprocessing.get_context("fork")
 
 def works_on(second):

@@ -1,4 +1,5 @@
-"""Chat templates that ask for all there is: an error names the row, soon; and what others render is as it was."""
+"""Chat templates that need too much memory or time raise an error that names the row; other templates render as
+before."""
 
 from __future__ import annotations
 
@@ -100,10 +101,10 @@ TOO_MUCH = {
 @pytest.mark.parametrize("kind", TOO_MUCH)
 def test_a_template_that_asks_for_all_memory_or_time(kind, monkeypatch):
     if kind != "split":
-        monkeypatch.setattr(chat_templates, "MAX_CHARACTERS", 10**6)  # beyond, it would be gigabytes all the same
+        monkeypatch.setattr(chat_templates, "MAX_CHARACTERS", 10**6)  # lower limits: the real ones would need gigabytes
         monkeypatch.setattr(chat_templates, "MAX_WORK", 10**7 if THOROUGH else 10**6)
     tokenizer = with_template(TOO_MUCH[kind])
-    ready(with_template("{{ messages[0].content }}"))  # imports
+    ready(with_template("{{ messages[0].content }}"))  # do imports first
     tracemalloc.start()
     start = time.process_time()
     with pytest.raises(ValueError, match="Row 0 of train_dataset: the tokenizer's chat template produces .* too large"):
@@ -127,7 +128,7 @@ def test_a_template_that_transformers_has_compiled_before_is_limited_here(monkey
     monkeypatch.setattr(chat_templates, "MAX_CHARACTERS", 10**6)
     with pytest.raises(ValueError, match="too large"):
         ready(tokenizer)
-    assert len(tokenizer.apply_chat_template(CHAT, tokenize=False)) == 2_000_000  # a script's own calls are its own
+    assert len(tokenizer.apply_chat_template(CHAT, tokenize=False)) == 2_000_000  # the user's own calls are not limited
 
 
 AS_BEFORE = [

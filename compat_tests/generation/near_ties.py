@@ -1,7 +1,7 @@
-"""Tokens that differ between two runs because two candidates were as good as equal: found, and counted.
+"""Finds and counts tokens that differ between two runs because two candidates were almost equal.
 
-The token that is drawn has the largest p / q. Where the second largest is nearer to it than logits are rounded, either
-may come.
+The sampled token has the largest p / q. If the second largest differs from it by less than the logits' rounding error,
+either may be sampled.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ ROUNDING = 2e-5  # of the difference of two logits, between implementations of a
 
 
 def flips(found: np.ndarray, expected: np.ndarray, scores: list[np.ndarray], seed: int | None) -> int:
-    """How many rows differ, each from a near tie on.
+    """How many rows differ, each starting at a near tie.
 
     Args:
         found, expected: ids `[B, N]` of new tokens.
-        scores: of each step, float32 `[B, V]`, as they were drawn from for `expected`.
-        seed: of the draws; None where the likeliest id is taken.
+        scores: of each step, float32 `[B, V]`, from which `expected` was sampled.
+        seed: of the sampling; None for greedy decoding.
 
     Raises:
-        AssertionError: a row differs where its two candidates were no near tie.
+        AssertionError: a row differs where the two candidates were not a near tie.
     """
     assert found.shape[0] == expected.shape[0]
     width = min(found.shape[1], expected.shape[1])
@@ -41,7 +41,7 @@ def flips(found: np.ndarray, expected: np.ndarray, scores: list[np.ndarray], see
 
 
 def weights_of(scores: list[np.ndarray], seed: int | None) -> list[np.ndarray]:
-    """log(p / q) of each step up to a constant: the largest is drawn."""
+    """log(p / q) of each step up to a constant: the largest is sampled."""
     if seed is None:
         return list(scores)
     generator = TorchGenerator(seed)
@@ -49,6 +49,6 @@ def weights_of(scores: list[np.ndarray], seed: int | None) -> list[np.ndarray]:
 
 
 def least_margin(scores: list[np.ndarray], seed: int | None) -> float:
-    """The smallest lead that a drawn token had."""
+    """The smallest lead of a sampled token over the second candidate."""
     tops = [np.partition(step, -2, axis=1)[:, -2:] for step in weights_of(scores, seed)]
     return min(float((top[:, 1] - top[:, 0]).min()) for top in tops)

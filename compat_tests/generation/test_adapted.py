@@ -1,4 +1,4 @@
-"""Generation of adapted models, and in bfloat16: PEFT's tokens, and the probabilities of the training forward."""
+"""Generation with adapters and in bfloat16: PEFT's tokens, and the probabilities of a training forward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ peft = pytest.importorskip("peft")
 
 SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.8, "max_new_tokens": 24, "pad_token_id": 0}
 SEED, FAR = 3, 0.1
-FEW = {"deepseek_v3": {"num_hidden_layers": 1}, "gemma2": {"num_hidden_layers": 2}}  # layers, each of which is compiled
+# Fewer layers, because each is compiled.
+FEW = {"deepseek_v3": {"num_hidden_layers": 1}, "gemma2": {"num_hidden_layers": 2}}
 TARGETS = {
     **dict.fromkeys(("mixtral", "qwen3"), "q_proj v_proj o_proj"),
     "deepseek_v3": "q_b_proj kv_b_proj o_proj",
@@ -30,7 +31,7 @@ PARAMETERS = {"llama4_text": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
 def adapted(folder, family: str):
-    """Our model with an adapter of PEFT's, and PEFT's."""
+    """Our model with an adapter saved by PEFT, and PEFT's model."""
     base, written = causal.build(folder / "base", family, tie=False, **FEW.get(family, {})), folder / "adapter"
     facts = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": TARGETS[family].split()}
     facts["target_parameters"] = PARAMETERS.get(family)
@@ -41,10 +42,10 @@ def adapted(folder, family: str):
     return find_checkpoint(str(written), head="lm").load(0), theirs
 
 
-# Of attention without latents, the curve of GRPO with an adapter has PEFT's tokens.
+# GRPO's curve with an adapter compares PEFT's tokens for ordinary attention.
 @pytest.mark.parametrize("family", usually("deepseek_v3".__eq__, TARGETS))
 def test_an_adapter_writes_pefts_tokens(family, tmp_path):
-    """Beside the base, and merged into it; without it the base writes others."""
+    """With the adapter separate and merged; without it, the base generates other tokens."""
     ours, theirs = adapted(tmp_path, family)
     ids = np.random.default_rng(1).integers(5, 100, (3, 9))
     torch.manual_seed(SEED)
@@ -64,7 +65,8 @@ def test_an_adapter_writes_pefts_tokens(family, tmp_path):
 @only_thorough
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "lfm2", "falcon_h1"])
 def test_in_bfloat16_probabilities_are_those_of_whole_texts(family, tmp_path):
-    """Of the tokens that were drawn, in bfloat16 and in float32: no farther apart than that dtype is coarse."""
+    """Log-probabilities of sampled tokens, from bfloat16 generation and from float32 forward passes, differ by
+    bfloat16's precision at most."""
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False, **FEW.get(family, {})))
     done = complete(model, prompts(), FIELDS, group=2, stream=TorchGenerator(1), dtype="bfloat16")
     texts = [

@@ -1,4 +1,4 @@
-"""Completions that are generated a few at a time are those of all at once, with a smaller cache."""
+"""Generating a few completions at a time gives the same completions as all at once, with a smaller cache."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def prompts():
 
 
 class Caches:
-    """Bytes of the cache after each call that decodes; and, after each copy of one of its arrays, bytes of all that are
-    alive, with those of the larger one."""
+    """Records the bytes of the cache after each decoding call; and after each copy of a cache array, the bytes of all
+    live arrays and those of the larger one."""
 
     def __init__(self, monkeypatch):
         self.begin()
@@ -50,7 +50,7 @@ class Caches:
     def begin(self):
         self.sizes, self.alive = [], []
         gc.collect()
-        self.others = jax.live_arrays()  # of earlier tests
+        self.others = jax.live_arrays()  # left over from earlier tests
 
     def around(self, function, see):
         def called(*given, **options):
@@ -83,7 +83,7 @@ def completed(model, prompts, limit, **options):
 
 
 def test_64_completions_16_at_a_time(model, prompts, caches):
-    """The tokens of torch's stream, and its place afterwards, with a quarter of the cache."""
+    """The tokens of torch's random stream, and its position afterwards, with a quarter of the cache."""
     whole, after = completed(model, prompts, Limit())
     lengths = whole.lengths.tolist()
     assert len({*lengths}) > 10 and lengths.count(NEW) > 10 and min(lengths) < 8
@@ -103,7 +103,7 @@ def test_64_completions_16_at_a_time(model, prompts, caches):
 
 
 def test_as_many_as_fit(model):
-    """Everything at once up to the last byte; then as many slots as fit, of one completion if prompts are short."""
+    """All at once if it fits exactly; otherwise as many slots as fit, with one completion each if prompts are short."""
     weights, short, long = Weights.of(model.graph, model.arrays), Lengths(32, 1024, 1056), Lengths(1024, 64, 1088)
 
     def queue(lengths, limit, group=8):
@@ -126,7 +126,7 @@ def test_as_many_as_fit(model):
 @pytest.mark.parametrize("written", [3, 10, 29, 64])
 @pytest.mark.parametrize(("places", "size"), [(10, 20), (10, 13), (8, 32), (9, 9)])
 def test_a_ring_grows(places, size, written):
-    """The last tokens, which the smaller ring has, are where the larger one has them."""
+    """The last tokens, which are in the smaller ring, get their positions in the larger one."""
     steps = np.arange(max(written - places, 0), written)
     ring, expected = np.full(places, -1), np.full(size, -1)
     ring[steps % places], expected[steps % size] = steps, steps
@@ -136,7 +136,7 @@ def test_a_ring_grows(places, size, written):
 
 @only_thorough
 def test_prompts_with_images(tmp_path):
-    """The images and positions of prompts come into the slots with them."""
+    """The images and positions of prompts move into the slots with them."""
     model = AutoModelForImageTextToText.from_pretrained(tiny_qwen(tmp_path))
     given = inputs(tmp_path, (1, 0))
     arrays, others = split_images(model, {name: np.asarray(value) for name, value in given.items()})

@@ -1,4 +1,4 @@
-"""Many prompts in batches, and text: the same completions however they are batched."""
+"""Many prompts in batches, and text: the same completions with any batching."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_completions_do_not_depend_on_the_batch(model):
     options = {"seed": 4, "num_return_sequences": 2, "repetition_penalty": 1.2, "min_length": 35}
     together = model.generate_batch(prompts(), **FIELDS, **options)
     assert list(together) == [f"req_{number}" for number in range(14)]
-    for size in (1, 6) if THOROUGH else (6,):  # test_refilling has each prompt by itself
+    for size in (1, 6) if THOROUGH else (6,):  # test_refilling has each prompt alone
         apart = model.generate_batch(prompts(), batch_size=size, **FIELDS, **options)
         assert apart.keys() == together.keys()
         for one in apart.values():
@@ -90,7 +90,7 @@ def test_an_interrupt_gives_back_the_completions_that_are_there(model, monkeypat
 
 
 def test_many_lengths_compile_few_programs(model):
-    """As many as there are lengths of prompts' rows and of completions' rooms, each of them a power of two or so."""
+    """At most one per padded length of prompts and of completions, which are roughly powers of two."""
     from trl_jax.generation.decode import prefill
     from trl_jax.generation.generator import first_tokens, next_tokens
 

@@ -1,4 +1,4 @@
-"""Beam search and beam sampling beside transformers': the same sequences, and the stream in the same place."""
+"""Beam search and beam sampling against transformers: the same sequences, and the same state of the random stream."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_kind_of_cache_follows_the_beams(model_type, tmp_path):
 
 
 def test_a_groups_completions_are_searched_for_one_by_one(ours, theirs):  # noqa: F811
-    """As TRL's rollouts, which repeat each prompt; with their log-probabilities."""
+    """As in TRL's rollouts, which repeat each prompt; with log-probabilities."""
     rows = [[7, 8, 9], [10, 11, 12]]
     options = {
         "max_new_tokens": 12, "do_sample": True, "num_beams": 2, "top_k": 9, "eos_token_id": 50, "pad_token_id": 0,

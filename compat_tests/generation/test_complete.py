@@ -1,4 +1,4 @@
-"""`complete`, which rollouts call: a config's fields and the model's, one stream, log-probabilities."""
+"""`complete`, the function for rollouts: fields of the config and the model, one random stream, log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trl_jax.hub.generation_inputs import resolve
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-# The fields that TRL's GRPOTrainer sets; the others are None.
+# The fields set by TRL's GRPOTrainer; the others are None.
 FIELDS = {
     "max_new_tokens": 20, "do_sample": True, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": [50, 60, 70],
     "temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0,
@@ -42,12 +42,12 @@ def prompts() -> list[list[int]]:
     return [np.random.default_rng(0).integers(5, 100, length).tolist() for length in (4, 9, 6)]
 
 
-# Usually the curve of GRPO has those of a checkpoint without fields.
+# By default, GRPO's curve covers a checkpoint without fields of its own.
 @pytest.mark.parametrize(
     "own", [thorough({}), {"no_repeat_ngram_size": 2, "typical_p": 0.9, "suppress_tokens": [7, 8, 9]}]
 )
 def test_rollouts_are_those_of_transformers(folder, model, own):
-    """A checkpoint's own fields act where the trainer's are None."""
+    """A checkpoint's own fields apply where the trainer's are None."""
     reference, group = causal.reference(folder), 4
     for one in (model, reference):
         one.generation_config.update(**own)
@@ -70,13 +70,14 @@ def test_rollouts_are_those_of_transformers(folder, model, own):
 @usual("all at once")
 @pytest.mark.parametrize("at_once", [None, 4], ids=["all at once", "a few at a time"])
 def test_stop_strings_are_those_of_transformers(folder, model, at_once):
-    """What is sampled after the end of a text, until the host looks, counts neither as its own nor for the stream."""
+    """Tokens sampled after the end of a text, before the host checks it, belong neither to it nor to the random
+    stream."""
     tokenizer = tiny_tokenizer()
     reference, group, width = causal.reference(folder), 4, max(map(len, prompts()))
     ids = np.array([[0] * (width - len(row)) + row for row in prompts()]).repeat(group, axis=0)
     fields = FIELDS | {"max_new_tokens": 40, "eos_token_id": [50]}
     plain = complete(model, prompts(), fields, group=group, stream=TorchGenerator(5)).tokens
-    # Of one token and of two, at the start, in the middle and at the end of 16 steps, after which the host looks.
+    # Of one and two tokens, at the start, in the middle and at the end of the 16 steps after which the host checks.
     cuts = [(0, 0, 1), (1, 5, 6), (2, 14, 16), (5, 15, 17), (7, 31, 33), (9, 20, 22)]
     fields["stop_strings"] = [tokenizer.decode(plain[row, first:last]) for row, first, last in cuts]
     stream = TorchGenerator(5)
@@ -95,7 +96,7 @@ def test_stop_strings_are_those_of_transformers(folder, model, at_once):
 
 
 def test_log_probabilities_are_of_all_ids_at_the_temperature(model):
-    """Not of those that processors left, nor of their scores."""
+    """Processors, such as top_k here, do not affect log-probabilities."""
     done = complete(model, prompts(), FIELDS | {"top_k": 5}, group=2, stream=TorchGenerator(1))
     for row, (tokens, length) in enumerate(zip(done.tokens, done.lengths, strict=True)):
         prompt = prompts()[row // 2]
@@ -134,7 +135,8 @@ def test_a_failure_leaves_the_stream_where_it_was(model):
 
 @pytest.mark.parametrize(("how", "calls"), [({}, 19), ({"do_sample": False}, 2), ({"dtype": "bfloat16"}, 2)])
 def test_only_torchs_words_bound_the_steps_of_a_chunk(model, monkeypatch, how, calls):
-    """Numbers by a key are made in their step: the host is asked once in 16, however large the vocabulary is."""
+    """With key-based noise, which each step computes itself, the host checks every 16 steps whatever the vocabulary
+    size."""
     monkeypatch.setattr(noise, "_CHUNK_BYTES", 1)
     of, taken = generator.next_tokens, []
     monkeypatch.setattr(generator, "next_tokens", lambda *a, **k: (taken.append(1), of(*a, **k))[1])

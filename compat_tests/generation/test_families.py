@@ -1,4 +1,4 @@
-"""Every native decoder family gives transformers' tokens: ragged prompts, several completions, windows crossed."""
+"""Every native decoder family gives transformers' tokens: ragged prompts, several completions, windows exceeded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 torch = pytest.importorskip("torch")
 
 SEED = 3
-# Longer texts, in which buckets and windows are crossed, greedy ones and with processors.
+# Longer texts that exceed buckets and windows, both greedy and with processors.
 LONG_FAMILIES = (
     "cohere2", "exaone4", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mixtral",
     "olmoe", "phi3", "phimoe", "qwen3",
@@ -26,7 +26,7 @@ CONFIGURATIONS = {
     "greedy": {"repetition_penalty": 1.3},
     "sampled": {"do_sample": True, "temperature": 1.1, "top_k": 60, "top_p": 0.95, "no_repeat_ngram_size": 4},
 }
-# Two layers have all that these have; each is compiled.
+# Two layers cover these models; each layer is compiled.
 FEW = dict.fromkeys(("falcon_h1", "gemma2", "gpt_oss", "ministral3", "opt", "smollm3"), {"num_hidden_layers": 2})
 FEW["nemotron_h"] = {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
 LONG = usually(lambda *pair: pair == ("gemma2", "greedy"), itertools.product(LONG_FAMILIES, CONFIGURATIONS))
@@ -46,7 +46,7 @@ def loaded(folder, family: str, *, tie: bool = False, **facts) -> tuple[PreTrain
 
 
 def compared(ours, theirs, **options) -> tuple[int, float, int]:
-    """Rows that differ by near ties, the least lead of a token, and how many tokens were drawn."""
+    """The number of rows that differ by near ties, the smallest lead of a token, and the number of tokens."""
     prompts = rows(ours.vocab_size)
     width = prompts["input_ids"].shape[1]
     torch.manual_seed(SEED)
@@ -78,7 +78,7 @@ def test_a_narrow_table_under_normed_sums_samples_transformers_tokens(tmp_path, 
 
 @pytest.mark.parametrize(("family", "configuration"), LONG)
 def test_long_texts(tmp_path, family, configuration):
-    """2,000 tokens where they are sampled."""
+    """2,000 tokens if sampled."""
     options = CONFIGURATIONS[configuration]
     group = 8 if "do_sample" in options else 1
     flipped, _, tokens = compared(
@@ -104,7 +104,7 @@ def test_near_ties_are_told_from_other_differences():
 
 @only_thorough
 def test_steps_of_time_are_limited_in_generation_as_in_training(tmp_path):
-    """transformers does so without a cache alone."""
+    """transformers does so only without a cache."""
     folder = causal.build(
         tmp_path, "granitemoehybrid", tie=False, num_hidden_layers=2, time_step_limit=[0.6, 0.7],
         layer_types=["linear_attention", "full_attention"],

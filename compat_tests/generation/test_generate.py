@@ -1,4 +1,4 @@
-"""`model.generate` beside transformers': the same arguments, the same sequences, the same errors."""
+"""`model.generate` against transformers: the same arguments, the same sequences, the same errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 SEED = 11
-PADS = (0, 4, 6, 2)  # on the left of each prompt
+PADS = (0, 4, 6, 2)  # left-padding of each prompt
 EOS = [50, 60, 70, 80]
 
 
@@ -37,7 +37,7 @@ def theirs(folder):
 
 @pytest.fixture(autouse=True)
 def settled(ours, theirs):
-    """Each test begins with the checkpoint's generation_config and one seed."""
+    """Each test starts from the checkpoint's generation_config and the same seed."""
     before = [model.generation_config.to_dict() for model in (ours, theirs)]
     transformers.set_seed(SEED)
     trl_jax.set_seed(SEED)
@@ -55,7 +55,7 @@ def prompts(rows: int = 4) -> dict[str, np.ndarray]:
 
 
 def both(ours, theirs, **arguments) -> tuple:
-    """The results of both, whose arrays come as torch's tensors."""
+    """The results of both; transformers gets arrays as torch tensors."""
     tensors = {
         name: torch.tensor(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()
     }
@@ -112,7 +112,7 @@ def test_a_seed_stands_for_torchs_and_leaves_the_process_alone(ours, theirs):
     )
 
 
-# Where the fields come from.
+# Sources of the fields.
 
 FIELDS = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.6, "top_k": 7, "min_new_tokens": 4}
 
@@ -147,7 +147,7 @@ def test_a_length_that_nobody_chose_is_told_of(ours, theirs):
             model.generate(torch.tensor(prompts()["input_ids"]), pad_token_id=0)
 
 
-# Prompts in all their forms.
+# All forms of prompts.
 
 
 @pytest.mark.parametrize("form", ["lists", "ragged", "numpy", "jax", "positional"])
@@ -171,7 +171,7 @@ def test_prompts_come_in_any_form(ours, theirs, form):
 
 @pytest.mark.parametrize("eos", [1, [1, 0]])
 def test_a_mask_is_deduced_as_transformers_does(ours, theirs, eos):
-    """Not where the pad id may be meant."""
+    """Not if the pad id may be a real token."""
     ids = {"input_ids": prompts()["input_ids"]}
     assert_same(*both(ours, theirs, **ids, eos_token_id=eos, pad_token_id=0, max_new_tokens=8))
 
@@ -205,7 +205,7 @@ def test_right_padding_is_told_of(ours, caplog):
     assert "right-padding was detected" in caplog.text
 
 
-# A caller's own functions.
+# User-defined functions.
 
 
 class Shift(transformers.LogitsProcessor):
@@ -300,7 +300,7 @@ def test_streamers_get_each_step(ours, theirs):
 
 @pytest.mark.parametrize("strings", ["e", ["a", "th", "!"]])
 def test_strings_end_rows(ours, theirs, strings):
-    """Of a tokenizer that knows fewer ids than the model."""
+    """With a tokenizer that has fewer ids than the model."""
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level())
     options = {"stop_strings": strings, "tokenizer": tokenizer, "do_sample": True, "temperature": 3.0, "top_k": 0}
     options |= {"max_new_tokens": 40, "pad_token_id": 0, "num_return_sequences": 3}
@@ -315,7 +315,7 @@ def test_time_ends_all_rows(ours):
 
 
 def test_a_temperature_is_of_sampling_alone(ours, theirs):
-    """Nor do the others of its kind change scores of which the likeliest is taken."""
+    """Greedy decoding also ignores the other sampling parameters."""
     options = {"temperature": 0.5, "top_k": 3, "return_dict_in_generate": True, "output_scores": True}
     found, expected = both(ours, theirs, **prompts(), **options, max_new_tokens=2, pad_token_id=0)
     for one, other in zip(found.scores, expected.scores, strict=True):

@@ -1,4 +1,4 @@
-"""The decode loop gives transformers' tokens, whatever its buckets, chunks and compaction."""
+"""The decode loop gives transformers' tokens, whatever the buckets, chunks and compaction."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trl_jax.hub.auto import AutoModelForCausalLM
 
 torch = pytest.importorskip("torch")
 
-EOS, GROUP, NEW, SEED = (1, 50, 60, 70, 80), 4, 70, 3  # more tokens than the first two buckets have
+EOS, GROUP, NEW, SEED = (1, 50, 60, 70, 80), 4, 70, 3  # more tokens than fit in the first two buckets
 
 
 @pytest.fixture(scope="module", params=[thorough("llama"), "gemma2", thorough("gpt2")])
 def case(request, tmp_path_factory):
-    """A model, ragged prompts, and transformers' completions of them by whether they are sampled."""
+    """A model, ragged prompts, and transformers' completions of them, sampled and greedy."""
     folder = causal.build(tmp_path_factory.mktemp(request.param), request.param, tie=False, num_hidden_layers=2)
     model, dice = AutoModelForCausalLM.from_pretrained(folder), np.random.default_rng(0)
     prompts = [dice.integers(5, model.vocab_size - 8, n).astype(np.int32) for n in (11, 7, 3)]
@@ -42,7 +42,7 @@ def case(request, tmp_path_factory):
 
 
 def completed(model, prompts, sampled, *, steps=16, logps=False):
-    """Our completions, and the generator of their random numbers behind them."""
+    """Our completions, and the state of the random generator afterwards."""
     processors = (Temperature(jnp.float32(0.7)),) if sampled else ()
     temperature = 0.7 if sampled else 1.0
     request = Request(prompts, GROUP, EOS, 0, NEW, processors, temperature=temperature, logps=logps)
@@ -56,7 +56,7 @@ def completed(model, prompts, sampled, *, steps=16, logps=False):
     return out, stream
 
 
-# Usually llama's are in test_generate, and long greedy texts of gemma2 in test_families.
+# By default, test_generate covers llama, and test_families long greedy texts of gemma2.
 @pytest.mark.parametrize("sampled", [thorough(False), True])
 def test_tokens_are_those_of_transformers(case, sampled):
     model, prompts, wanted, after = case
@@ -84,7 +84,7 @@ def test_log_probabilities_are_those_of_whole_texts(case):
     texts = [np.concatenate([prompts[row // GROUP], tokens]) for row, tokens in enumerate(own)]
     rows = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(rows, texts, strict=True):
-        row[: len(text)] = text  # what stands behind a text is not seen
+        row[: len(text)] = text  # what follows a text is not visible
     every = np.asarray(model(rows).logits) / 0.7
     for row, length in enumerate(out.lengths):
         logits = every[row, len(prompts[row // GROUP]) - 1 : len(texts[row]) - 1]
@@ -96,7 +96,7 @@ def test_log_probabilities_are_those_of_whole_texts(case):
 @usual("llama")
 @pytest.mark.parametrize("family", ["llama", thorough("qwen3"), "mixtral", thorough("olmo2")])
 def test_matrices_in_sixteen_bits_change_no_logit(family, tmp_path):
-    """Products are of sixteen bits in any case; norms stay float32."""
+    """Products are in 16 bits either way; norms stay in float32."""
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False, num_hidden_layers=1))
     halves = matrices_in(model.graph, model.arrays, jnp.dtype(jnp.bfloat16))
     cast = {path for path, array in halves.items() if array.dtype == jnp.bfloat16}

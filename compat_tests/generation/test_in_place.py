@@ -1,4 +1,4 @@
-"""A step of decoding writes its keys and values in place: its program copies no part of the cache."""
+"""A decoding step writes keys and values in place: its compiled program does not copy the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trl_jax.hub.auto import AutoModelForCausalLM
 
 @pytest.mark.parametrize(("family", "by_layer"), [("llama", True), ("gemma3_text", False), ("deepseek_v3", True)])
 def test_no_step_copies_the_cache(family, by_layer, monkeypatch, tmp_path):
-    facts = {"num_hidden_layers": 1} if by_layer else {}  # each layer is compiled, with a cache of its own
+    facts = {"num_hidden_layers": 1} if by_layer else {}  # each layer is compiled with its own cache
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False, **facts))
     weights = Weights.of(model.graph, model.arrays)
     weights = weights if by_layer else weights._replace(layers=None)
@@ -37,6 +37,6 @@ def test_no_step_copies_the_cache(family, by_layer, monkeypatch, tmp_path):
 
 
 def _copied(line: str) -> str | None:
-    """The shape of what a line of a compiled program copies."""
+    """The shape that a line of a compiled program copies, or None."""
     found = re.search(r"= f32\[([\d,]*)\]\S* copy\(", line)
     return found and found.group(1)

@@ -1,4 +1,4 @@
-"""Ropes that turn all tokens otherwise once a text is long: generations that cross that length."""
+"""Longrope rotates all tokens differently once a text is long: generations that cross that length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 ORIGINAL, EOS = 40, [50, 60]
 
 
-# Whose factors change behind 40 tokens; and of which alone the scale does.
+# phi3's factors change after 40 tokens; for phimoe only the scale changes.
 FACTS = {
     "phi3": {"rope_parameters": families.LONGROPE, "original_max_position_embeddings": ORIGINAL},
     "phimoe": {"rope_parameters": families.SCALED_LONGROPE | {"original_max_position_embeddings": ORIGINAL}},
@@ -46,12 +46,12 @@ def batch(lengths):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-# Usually models/test_layouts has texts that are long from their first token on, and this one crosses the length.
+# By default, models/test_layouts covers texts that are long from the start, and this test one that crosses the length.
 @usual("True-(39, 3)")
 @pytest.mark.parametrize("lengths", [(11, 30, 4), (39, 3), (40, 7, 9), (41, 5), (17,)], ids=str)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_tokens_are_transformers(lengths, sampled, both):
-    """From before, at and behind the length; the longest row may have ended when others are computed."""
+    """From before, at and after that length; the longest row may have ended while others continue."""
     compare(*both, lengths, sampled)
 
 
@@ -73,7 +73,7 @@ def compare(ours, theirs, lengths, sampled):
 
 @only_thorough
 def test_log_probabilities_are_those_of_whole_texts(both):
-    """One text: before the crossing those of the short factors, and from there on those of the whole text."""
+    """For a single text: up to the crossing they use the short factors, afterwards those of the whole text."""
     ours, _ = both
     prompt = batch((30,))["input_ids"]
     found = ours.generate(prompt, max_new_tokens=20, pad_token_id=0, return_dict_in_generate=True)
@@ -86,7 +86,8 @@ def test_log_probabilities_are_those_of_whole_texts(both):
 
 @only_thorough
 def test_prompts_of_a_queue_on_either_side(both):
-    """Where all texts are on one side, a prompt has the completion that it has alone; greedy, so that no seed tells."""
+    """If all texts are on one side, each completion equals that of its prompt alone; greedy, so that seeds do not
+    matter."""
     ours, _ = both
     for low, high, new in ((3, 20, 12), (45, 60, 12)):
         texts = [batch((length,))["input_ids"][0].tolist() for length in np.linspace(low, high, 9).astype(int)]
@@ -97,7 +98,7 @@ def test_prompts_of_a_queue_on_either_side(both):
 
 
 def test_prompts_of_a_queue_that_cross(both):
-    """Long prompts that come and go: the run ends, each completion is there, and is finite."""
+    """When long prompts come and go, the run ends, and every completion exists and is finite."""
     ours, _ = both
     lengths = (8, 60, 9, 10, 39, 11, 70, 12, 13)
     prompts = [batch((n,))["input_ids"][0].tolist() for n in lengths]

@@ -1,4 +1,4 @@
-"""The numbers that tokens are drawn with: torch's, and those of a row and a position."""
+"""The random numbers used for sampling: torch's stream, and key-based ones per row and position."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_exponentials_at_the_ends_of_their_range():
 
 
 def test_tokens_of_many_steps_are_torchs():
-    """Chunks of 3 steps, of which 8 are wanted; the generator then stands where torch's does."""
+    """Chunks of 3 steps, of which 8 are used; the generator's state then equals torch's."""
     torch = pytest.importorskip("torch")
     reference, generator = torch.Generator().manual_seed(5), TorchGenerator(5)
     words = PrefetchedWords(generator, rows=ROWS, vocabulary=VOCABULARY, steps=3, max_steps=8)
@@ -99,7 +99,7 @@ def test_rows_that_have_ended_leave_the_others_their_numbers():
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize("used", [0, 5, 9])
 def test_rows_that_start_later_read_the_same_words(block, used, monkeypatch):
-    """Rows at steps of their own, some of them behind; the generator ends where it would with all rows at once."""
+    """Rows at different steps, some inactive; the generator ends in the same state as with all rows in step."""
     generator, expected = TorchGenerator(4), TorchGenerator(4)
     all_words = TorchGenerator(4).words(9 * 7 * 5 * 2).reshape(9, 7, 5, 2)
     states = 7 * 9 * noise._STATE_BYTES

@@ -1,4 +1,4 @@
-"""Fields of a GenerationConfig as processors: those that transformers makes, in its order, with its errors."""
+"""Fields of a GenerationConfig as processors: the ones that transformers creates, in its order, with its errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALL = {
 
 
 class Generation(transformers.GenerationMixin):
-    """As much of a model as transformers needs to make its list of processors."""
+    """The minimal model for transformers to create its list of processors."""
 
     class config:
         is_encoder_decoder = False

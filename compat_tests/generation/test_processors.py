@@ -1,4 +1,4 @@
-"""Every processor beside transformers' own, on scores with ties and -inf and on ragged rows with padding."""
+"""Every processor against transformers', on scores with ties and -inf and on ragged rows with padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from compat_tests.effort import usual
 from trl_jax.generation import sampling
-from trl_jax.generation.sampling import History, among_largest, leading, until
+from trl_jax.generation.sampling import History, among_largest, leading_mask, until_mask
 
 torch = pytest.importorskip("torch")
 theirs = pytest.importorskip("transformers.generation.logits_process")
@@ -25,8 +25,7 @@ BIAS = {(5,): 1.5, (8,): -2.0, (3, 4): 0.25, (2, 4): 4.0, (1, 2, 6): -1.25, tupl
 
 
 def scores_of(seed: int) -> np.ndarray:
-    """Coarse numbers, so that many are equal, and some of -inf; row 3 has one id that is nearly certain, row 5 has
-    only ids that are equal."""
+    """Coarse numbers, so that there are many ties, and some -inf; row 3 has one almost certain id, row 5 only ties."""
     random = np.random.default_rng(seed)
     scores = np.round(random.normal(0, 2, (ROWS, VOCABULARY)) * 4).astype(np.float32) / 4
     scores[:4][random.random((4, VOCABULARY)) < 0.2] = -np.inf
@@ -37,14 +36,14 @@ def scores_of(seed: int) -> np.ndarray:
 
 
 def ids_of(seed: int, length: int) -> np.ndarray:
-    """Few different ids, so that runs of them come again; padding is 0."""
+    """Few distinct ids, so that n-grams repeat; padding is 0."""
     ids = np.random.default_rng(seed + 100).integers(0, 12, (ROWS, length))
     ids[np.arange(length) < PADS[:, None]] = 0
     return ids
 
 
 def history_of(ids: np.ndarray, width: int = 64) -> History:
-    """Behind the tokens there is something that nobody may look at."""
+    """The rest of the buffer has values that must not be read."""
     buffer = np.full((ROWS, width), 3)
     buffer[:, : ids.shape[1]] = ids
     return History(*map(jnp.asarray, (buffer.astype(np.int32), ids.shape[1], PROMPT, PADS)))
@@ -54,7 +53,7 @@ processed = jax.jit(sampling.process)
 
 
 def pairs(prompt: np.ndarray | None = None) -> dict:
-    """Name -> our processor and transformers'; `prompt` is int64 `[ROWS, PROMPT]`."""
+    """Name -> (our processor, transformers'); `prompt` is int64 `[ROWS, PROMPT]`."""
     prompt = ids_of(0, PROMPT) if prompt is None else prompt
     eos, numbers = jnp.array(EOS), jnp.float32
     decay = np.log(1.07)
@@ -130,12 +129,12 @@ def assert_equal(found, expected: np.ndarray):
 
 @pytest.fixture(autouse=True)
 def stable_sort(monkeypatch):
-    """Equals in the order of their ids: transformers leaves it to the machine's sort which of them top_p removes."""
+    """Order ties by id: in transformers, the platform's sort decides which of them top_p removes."""
     monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
 
 
 def both(names: list[str], length: int, seed: int) -> tuple[jax.Array, np.ndarray]:
-    """The scores after the processors of these names: ours, and transformers'."""
+    """The scores after these processors: ours, and transformers'."""
     scores, ids = scores_of(seed), ids_of(seed, length)
     mine, others = zip(*(pairs(ids[:, :PROMPT])[name] for name in names), strict=True)
     expected = torch.from_numpy(scores)
@@ -147,7 +146,7 @@ def both(names: list[str], length: int, seed: int) -> tuple[jax.Array, np.ndarra
 @pytest.mark.parametrize("name", list(pairs()))
 def test_one(name):
     changed = False
-    for length in LENGTHS[name.startswith("encoder") :]:  # these need the prompt as it was
+    for length in LENGTHS[name.startswith("encoder") :]:  # these need the original prompt
         for seed in range(3):
             found, expected = both([name], length, seed)
             assert_equal(found, expected)
@@ -179,7 +178,7 @@ def test_several(names):
 
 
 def test_top_h():
-    """Equal scores have no order in transformers' topk, so there are none here, but for -inf."""
+    """The order of ties in transformers' topk is undefined, so there are none except -inf."""
     for seed, top_h in enumerate((0.05, 0.3, 0.7, 0.95)):
         scores = np.random.default_rng(seed).normal(0, 2, (ROWS, VOCABULARY)).astype(np.float32)
         scores[1, 60:] = -np.inf
@@ -209,7 +208,7 @@ def test_numbers_ids_and_lengths_compile_nothing_anew():
 
 
 def test_rows_of_different_lengths_are_each_as_alone():
-    """Where slots are refilled, each row has a prompt and new tokens of its own."""
+    """With refilled slots, each row has its own prompt length and number of new tokens."""
     names = ["sequence_bias", "repetition_penalty", "no_repeat_ngram_size_2", "min_length", "min_new_tokens"]
     names += ["exponential_decay", "begin_suppress_tokens"]
     chain = tuple(pairs()[name][0] for name in names)
@@ -231,11 +230,11 @@ def test_the_largest_of_a_row(k):
         np.testing.assert_array_equal(jax.jit(among_largest)(scores, k), scores >= least[:, None])
 
 
-LARGE = 20_011  # blocks of ids are looked at alone where few of them count
+LARGE = 20_011  # so large that only those blocks of ids are examined that matter
 
 
 def large_scores(seed: int) -> np.ndarray:
-    """Rows without equals, with equals, with a run of the largest in few blocks, and all equal."""
+    """Rows without ties, with ties, with the largest values in a few blocks, and with all equal."""
     random = np.random.default_rng(seed)
     scores = random.normal(0, 3, (4, LARGE)).astype(np.float32)
     scores[1] = np.round(scores[1] * 8) / 8
@@ -264,7 +263,7 @@ def test_a_large_vocabulary(names):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_prefixes_by_weight(large):
-    """Weights of sixty-fourths add up exactly, so that sums which just reach a limit are there, too."""
+    """Multiples of 1/64 add up exactly, so that some sums reach a limit exactly."""
     random = np.random.default_rng(0)
     for limit in (0.0, 1 / 64, 0.25, 0.5, 63 / 64, 1.0):
         weights = random.multinomial(64, np.ones(20) / 20, size=5).astype(np.float32) / 64
@@ -279,6 +278,6 @@ def test_prefixes_by_weight(large):
         last = np.take_along_axis(np.take_along_axis(order, places, axis=1), reached[:, None], axis=1)
         first = order <= last
         heavy = weights > 0
-        np.testing.assert_array_equal(jax.jit(leading)(order, weights, limit) & heavy, within & heavy)
+        np.testing.assert_array_equal(jax.jit(leading_mask)(order, weights, limit) & heavy, within & heavy)
         if limit > 0:
-            np.testing.assert_array_equal(jax.jit(until)(order, weights, limit) & heavy, first & heavy)
+            np.testing.assert_array_equal(jax.jit(until_mask)(order, weights, limit) & heavy, first & heavy)

@@ -1,4 +1,4 @@
-"""Prompts that take the place of those that have ended: each completion is the one that it is by itself."""
+"""Prompts that refill the slots of finished ones: each completion equals that of its prompt alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEY = random_key(TorchGenerator(3))
     ],
 )
 def model(request, tmp_path_factory):
-    """Windows of 7 tokens, windows of convolutions, recurrent states, sinks, latent attention."""
+    """Windows of 7 tokens, convolution windows, recurrent states, sinks, latent attention."""
     facts = {"num_hidden_layers": 2} if request.param == "gemma2" else {}
     folder = causal.build(tmp_path_factory.mktemp("m"), request.param, tie=False, **facts)
     return AutoModelForCausalLM.from_pretrained(folder)
@@ -51,7 +51,7 @@ def asked(texts, new, group=1, eos=EOS):
 
 
 def alone(model, request):
-    """Row -> tokens and log-probabilities, of each prompt by itself."""
+    """Row -> (tokens, log-probabilities), with each prompt alone."""
     weights, done = Weights.of(model.graph, model.arrays), {}
     for number, prompt in enumerate(request.prompts):
         rows = np.arange(request.group) + number * request.group
@@ -78,15 +78,14 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize(("slots", "group", "steps"), [(3, 2, 5), thorough(4, 1, 16)])
 def test_completions_are_those_of_each_prompt_alone(model, slots, group, steps, monkeypatch):
-    """Places go around, so that the ring of 32 is written over and over, and then grows for a longer completion."""
+    """Slots are reused, so that the ring of 32 positions wraps several times, and then grows for a longer
+    completion."""
     request = asked(prompts(), 50, group, eos=tuple(range(50, 500, 9)))
     wanted = alone(model, request)
     lengths = [len(tokens) for tokens, _ in wanted.values()]
     assert min(lengths) < 8 and sum(lengths) / slots > 32 * group
-    grow, written = generator.grown, []
-    monkeypatch.setattr(
-        generator, "grown", lambda state, **to: (written.append(int(state.count)), grow(state, **to))[1]
-    )
+    grow, written = generator.grow, []
+    monkeypatch.setattr(generator, "grow", lambda state, **to: (written.append(int(state.count)), grow(state, **to))[1])
     assert_same(queued(model, request, slots=slots, steps=steps), wanted)
     if model.config.model_type == "gemma2" and slots == 3:  # lengths depend on the random weights
         assert written and min(written) > 32
@@ -101,7 +100,7 @@ def llama(tmp_path_factory):
 @only_thorough
 @pytest.mark.parametrize("new", [thorough(1), thorough(2), 33])
 def test_completions_that_end_at_once(llama, new):
-    """All ids but a few end one: whole rounds of prompts come and go between two looks at them."""
+    """Half of all ids are EOS: whole rounds of prompts start and end between two checks by the host."""
     request = asked(prompts(1), new, eos=tuple(range(0, 510, 2)))
     wanted = alone(llama, request)
     assert sum(len(tokens) == 1 for tokens, _ in wanted.values()) > 5
@@ -118,7 +117,7 @@ def test_any_number_of_slots(llama, seed):
 
 
 def test_few_programs_are_compiled(llama):
-    """However many prompts there are: their number, and how they come in, are no shape."""
+    """However many prompts there are: neither their number nor the order of refills is part of a shape."""
     from trl_jax.generation.decode import prefill, refilled
     from trl_jax.generation.generator import first_tokens, next_tokens
 

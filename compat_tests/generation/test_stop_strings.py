@@ -1,4 +1,4 @@
-"""Stop strings beside transformers' StopStringCriteria: tokens that are bytes, pieces of words, and whole texts."""
+"""Stop strings against transformers' StopStringCriteria: tokens that are bytes, pieces of words, and whole texts."""
 
 from __future__ import annotations
 

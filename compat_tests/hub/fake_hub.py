@@ -1,4 +1,4 @@
-"""A Hub of one repository: a folder on this disk, behind the functions of huggingface_hub that fetch from it."""
+"""A fake Hub with one repository: a local folder behind patched download functions of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME, COMMIT = "somebody/judge", "c0ffee" * 6 + "cafe"
 
 @dataclass
 class FakeHub:
-    """`upstream` is what the repository holds, `cache` what is here, `fetched` what came, in order."""
+    """`upstream` is the repository's content, `cache` the local cache, `fetched` the downloaded files in order."""
 
     upstream: Path
     cache: Path

@@ -1,7 +1,7 @@
-"""A Hub on this machine's loopback: a server of the standard library that the real huggingface_hub client talks to.
+"""A Hub on the loopback interface: a standard-library HTTP server for the real huggingface_hub client.
 
-It knows whoami, making repositories and branches, preupload, git-LFS uploads, commits, listings and downloads; nothing
-of Xet, which the client is told to leave alone.
+It supports whoami, creating repositories and branches, preupload, git-LFS uploads, commits, listings and downloads, but
+not Xet, which is disabled in the client.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKEN, USER = "hf_the_only_good_token_there_is", "somebody"
 
 @dataclass
 class Repository:
-    """branch -> [(commit's message, path -> content)], oldest first."""
+    """branch -> [(commit message, path -> content)], oldest first."""
 
     private: bool
     branches: dict[str, list[tuple[str, dict[str, bytes]]]]
@@ -34,16 +34,16 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The server's memory, and what it does wrong.
+    """The server's state, and the faults that it injects.
 
     Attributes:
-        fault: asked with (method, path) before each answer; a number is the status to answer with, "drop" closes the
-            connection, "slow" waits half a second, "hang" waits a minute, "zeros" sends zeros for a file's bytes
-            and "half" half of them, None is a good answer.
+        fault: called with (method, path) before each answer. A number is the status to answer with, "drop" closes the
+            connection, "slow" waits half a second, "hang" waits a minute, "zeros" sends zeros for a file's bytes and
+            "half" only half of them. None answers normally.
         headers: sent with every faulty answer.
-        requests: (method, path) of all that came.
-        received: the same with query, headers and body, but for the Authorization header.
-        token: the one that may do everything.
+        requests: (method, path) of all requests.
+        received: the same with query, headers except Authorization, and body.
+        token: the token with all permissions.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Hub:
 
 @contextmanager
 def serving(monkeypatch, cache: Path | None = None):
-    """A Hub that the client of this process talks to, and keeps what it fetched in `cache`."""
+    """Serve a Hub that this process's client uses, with downloads cached in `cache`."""
     server = Hub()
     settings = {"ENDPOINT": server.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
     settings["HUGGINGFACE_CO_URL_TEMPLATE"] = server.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -226,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"_id": "1", "id": name, "sha": _oid(history), "siblings": siblings, "tags": []})
 
     def _history(self, name, branch):
-        """`branch` may be a commit's id."""
+        """`branch` may also be a commit id."""
         branches = self.hub.repositories[name].branches
         return branches.get(branch) or next(history for history in branches.values() if _oid(history) == branch)
 

@@ -1,4 +1,5 @@
-"""Torch models that a script has changed beyond weights and config are refused by name: JAX would pass it over."""
+"""Torch models that a user has changed beyond weights and config are refused by name, because JAX would ignore the
+change."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def test_a_change_that_jax_would_pass_over_is_refused(change, model):
 
 
 def test_a_dropout_that_was_turned_off_is_refused(checkpoint):
-    """As TRL's disable_dropout_in_model leaves a model; unless the run has none anyway."""
+    """TRL's disable_dropout_in_model leaves a model like this; it is accepted only if the run disables dropout
+    anyway."""
     folder = checkpoint("gpt2", head="causal", num_hidden_layers=1, resid_pdrop=0.1)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert accepted(model)
@@ -127,8 +129,8 @@ def test_dropout_around_a_score_head_is_left_out_where_it_does_not_count(checkpo
 
 
 def test_what_scripts_and_libraries_do_to_models_is_no_change(model):
-    """The hook that asks for gradients, by transformers and by the words of peft's documents; gradients' checkpoints; a
-    way through sixteen bits; other numbers of tokens; a forward pass."""
+    """Hooks that require gradients, from transformers and as in PEFT's documentation; gradient checkpointing; a round
+    trip through 16 bits; another vocabulary size; a forward pass."""
 
     def make_inputs_require_grad(module, given, found):
         found.requires_grad_(True)
@@ -142,7 +144,7 @@ def test_what_scripts_and_libraries_do_to_models_is_no_change(model):
     model(input_ids=torch.tensor([[3, 4]])).logits.sum().backward()
     drawn = torch.get_rng_state()
     assert accepted(model)
-    assert torch.equal(torch.get_rng_state(), drawn)  # a script's own draws go on as they would
+    assert torch.equal(torch.get_rng_state(), drawn)  # the user's random stream is not disturbed
 
 
 def test_a_head_that_is_tied_by_its_config_is_no_change(checkpoint):

@@ -1,4 +1,4 @@
-"""What scripts do with auto classes and models of transformers, by ours."""
+"""What user scripts do with transformers' auto classes and models, done with ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Causal language models from checkpoints of other kinds and formats, made larger, made new, turned into scorers."""
+"""Causal language models: loaded from other kinds and formats of checkpoints, resized, built from a config, converted
+to classifiers."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def test_more_tokens_are_the_mean_of_the_old(family, tie, tmp_path):
 def test_the_generation_config_is_the_checkpoints_and_may_be_changed(tmp_path):
     folder = causal.build(tmp_path / "in", "llama", tie=False)
     path = folder / "generation_config.json"
-    # a checkpoint's own values, which contradict each other: transformers refuses to save them
+    # generation values of the checkpoint that contradict each other: transformers refuses to save them
     path.write_text(json.dumps(json.loads(path.read_text()) | {"top_p": 0.6, "do_sample": False, "max_length": 77}))
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.generation_config.eos_token_id = [1, 9]
@@ -143,9 +144,9 @@ def test_a_pickled_checkpoint(tmp_path):
     variants.assert_close(found[mask > 0], expected[mask > 0], 1e-5)
 
 
-@only_thorough  # exported/test_tied_heads.py has its logits and its file
+@only_thorough  # exported/test_tied_heads.py compares its logits and its file
 def test_an_exported_model(tmp_path):
-    """bloom has no family here: transformers' own code runs, exported."""
+    """bloom is not a native family: transformers' own code is exported and run."""
     folder = variants.tiny_model(tmp_path / "in", "bloom", head="causal", n_head=4, n_layer=1)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.backend.name.startswith("exported")
@@ -187,7 +188,7 @@ def test_gpt_neox_has_as_many_heads_of_keys_as_of_queries(tmp_path):
 
 
 def test_numbers_that_json_does_not_have(tmp_path):
-    """Of the state-space layers of NemotronH, as transformers writes them."""
+    """For example limits of NemotronH's state-space layers, as transformers writes them."""
     theirs = transformers.NemotronHConfig(time_step_limit=(0.0, float("inf")))
     theirs.save_pretrained(tmp_path)
     assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()

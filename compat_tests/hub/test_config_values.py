@@ -1,4 +1,4 @@
-"""Values of a checkpoint's config among the arguments of from_pretrained, as transformers takes them."""
+"""Config values passed to from_pretrained, as transformers accepts them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_another_name_of_a_value_is_the_configs_own(folder, caplog):
 
 
 def test_kinds_of_layers_are_those_of_the_layers_that_are_taken(folder, tmp_path):
-    """What transformers then writes, it cannot read."""
+    """Checked by loading it with transformers, which cannot read what it saves itself in this case."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder("qwen3"), num_hidden_layers=2).eval()
     ours = trl_jax.AutoModelForCausalLM.from_pretrained(folder("qwen3"), num_hidden_layers=2)

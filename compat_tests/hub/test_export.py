@@ -1,4 +1,4 @@
-"""What is saved again is what transformers would have written, to the byte where nothing was trained."""
+"""Saved checkpoints equal what transformers would write, byte for byte if nothing was trained."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tensors_of_several_dtypes_keep_their_own(checkpoint, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("head", "tie"), [("causal", False), ("causal", True), ("base", False)])
 def test_a_causal_or_bare_model_becomes_a_classifier(head, tie, family, shards, checkpoint, tmp_path):
-    """transformers finds every tensor, and no other; both score alike; the body is what it was."""
+    """transformers finds every tensor and no others; both compute the same scores; the trunk is unchanged."""
     from transformers import AutoModelForSequenceClassification as Theirs
 
     folder = checkpoint(family, head=head, tie=tie, shards=shards)
@@ -110,7 +110,7 @@ def _tensors(folder):
 @pytest.mark.parametrize("name", ["plain", "old_llama3", "old_default", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_config_keeps_its_keys(family, name, built, tmp_path):
-    """Old ones stay as they were; those that change are the ones TRL's save changes."""
+    """Old keys stay as they were; only those change that TRL's save changes."""
     folder = built(family, name)
     before, after = config_of(folder), config_of(saved_again(folder, tmp_path))
     if name.startswith("old"):

@@ -1,4 +1,5 @@
-"""Checkpoints by name: the config decides before the weights travel, and nothing comes that is not read."""
+"""Checkpoints by Hub name: the config is checked before weights are downloaded, and nothing is downloaded
+needlessly."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ load = AutoModelForSequenceClassification.from_pretrained
 
 @pytest.fixture
 def hub(checkpoint, tmp_path, monkeypatch):
-    """hub(shards=..., subfolder=...) -> a Hub that serves a tiny llama."""
+    """hub(shards=..., subfolder=...) -> a FakeHub that serves a tiny llama."""
 
     def build(*, shards=False, subfolder=""):
         upstream = tmp_path / "upstream"
@@ -141,7 +142,7 @@ def test_a_repository_without_config(hub):
 
 @pytest.mark.parametrize("name", ["out/final", "final", "final run"])
 def test_a_mistyped_folder(name, tmp_path, monkeypatch):
-    """Offline, as all tests are: what the client itself raises."""
+    """The tests are offline: the error includes what the client raises."""
     monkeypatch.chdir(tmp_path)
     text = f"model={name!r}: there is no such folder in {tmp_path}, and no such repository could be downloaded"
     with pytest.raises(FileNotFoundError, match=re.escape(text) + ".*client reported: .+"):

@@ -1,4 +1,4 @@
-"""A GGUF file trains as the safetensors checkpoint it was made of."""
+"""A GGUF file trains like the safetensors checkpoint it was converted from."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def theirs(name: str) -> str:
 
 
 def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of each head in llama.cpp's order."""
+    """Permutes the rows of each head into llama.cpp's order."""
     return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def write_gguf(folder, path, *, quantize=False, **extra):
-    """The checkpoint in `folder` as llama.cpp's converter would write it."""
+    """Write the checkpoint in `folder` as llama.cpp's converter would."""
     raw = json.loads((folder / "config.json").read_text())
     vocabulary = json.loads((folder / "tokenizer.json").read_text())
     kind = raw["model_type"]

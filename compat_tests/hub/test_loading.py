@@ -1,4 +1,4 @@
-"""Loading: names and shards as they come, and one copy of the weights."""
+"""Loading checkpoints: tensor names, shards, dtypes, heads, and a single copy of the weights in memory."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def assert_same_params(one, other):
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
-    """About 6 million parameters: Python's own objects are small beside them."""
+    """About 6 million parameters, so that Python's own objects are small in comparison."""
     pytest.importorskip("torch")
     return tiny_model(tmp_path_factory.mktemp("big"), "llama", **BIG)
 
 
 @pytest.mark.parametrize("dtype", ["float32", thorough("auto"), thorough("bfloat16")])
 def test_the_host_holds_one_tensor_beside_the_weights(big, dtype, monkeypatch):
-    """tracemalloc sees what NumPy allocates: what is read. JAX's arrays, the one copy of the weights, it does not."""
-    small, _ = loaded(big, dtype=dtype, seed=0)  # what is allocated once is not counted
+    """tracemalloc counts NumPy's allocations, i.e. what is read, but not JAX's arrays, the one copy of the weights."""
+    small, _ = loaded(big, dtype=dtype, seed=0)  # not counted: allocations that happen only once
     monkeypatch.setattr(checkpoint, "SMALL", 0)
     assert_same_params(loaded(big, dtype=dtype, seed=0)[0], small)
     del small
@@ -61,14 +61,14 @@ def test_the_host_holds_one_tensor_beside_the_weights(big, dtype, monkeypatch):
 
 
 def test_small_arrays_are_read_and_written_without_compiling(tmp_path, caplog):
-    """A program for the shape of each takes XLA longer than all else that loading does."""
-    folder = tiny_model(tmp_path / "in", "qwen3", head_dim=22, vocab_size=530)  # nobody else's shapes
+    """Compiling a program for each shape would take longer than everything else in loading."""
+    folder = tiny_model(tmp_path / "in", "qwen3", head_dim=22, vocab_size=530)  # shapes that no other test uses
     with jax.log_compiles():
         model = AutoModelForSequenceClassification.from_pretrained(folder)
         model.save_pretrained(tmp_path / "out")
         compiled = [record.getMessage() for record in caplog.records if "XLA compilation" in record.getMessage()]
         assert compiled == []
-        model.params["decoder.embed.weight"] + 1  # what is compiled is seen
+        model.params["decoder.embed.weight"] + 1  # shows that compilations would be seen
     assert any("XLA compilation" in record.getMessage() for record in caplog.records)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
@@ -83,7 +83,7 @@ def test_arrays_that_are_read_are_no_views_of_files_and_can_be_donated():
 
 
 def test_files_are_opened_anew_while_they_are_read(big, monkeypatch):
-    """What was read of a file counts as this process's memory until it is closed."""
+    """Pages read from a mapped file count as this process's memory until the file is closed."""
     wanted, _ = loaded(big, dtype="auto", seed=0)
     opened, really = [], formats.safe_open
     monkeypatch.setattr(formats, "safe_open", lambda *given, **how: opened.append(given) or really(*given, **how))
@@ -94,7 +94,7 @@ def test_files_are_opened_anew_while_they_are_read(big, monkeypatch):
 
 
 def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
-    """Of what was read from disk nothing piles up."""
+    """Tensors that were read do not accumulate."""
     monkeypatch.setattr(checkpoint, "SMALL", 0)
     living, most, read_at_all = set(), 0, 0
 
@@ -112,12 +112,13 @@ def test_tensors_are_let_go_as_soon_as_they_are_in_place(big, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "CheckpointFiles", type("Files", (CheckpointFiles,), {"read": read}))
     loaded(big, dtype="float32", seed=0)
-    # The next is read before the last name lets go, and JAX holds on to a few while its own threads copy them.
+    # The next tensor is read before the last reference to the previous one is dropped, and JAX keeps a few alive while
+    # its threads copy them.
     assert most <= 8 < read_at_all / 2
 
 
 def test_nothing_is_initialized_before_it_is_read(big, monkeypatch):
-    """Shapes come from an abstract model: reading the first tensor finds no parameter made."""
+    """Shapes come from an abstract model: when the first tensor is read, no parameter has been allocated."""
     monkeypatch.setattr(checkpoint.ArrayReader, "_assemble", lambda self, entry, shape, *how: (entry, shape))
     tracemalloc.start()
     params, _ = loaded(big, dtype="float32", seed=0)
@@ -159,7 +160,7 @@ def test_a_head_of_another_name_is_the_one_tensor_left_over(head, checkpoint, tm
 
 
 def test_the_head_that_is_drawn_is_torchs(checkpoint):
-    """As TRL's run draws it: the seed is set, then transformers makes the layer."""
+    """Drawn as in TRL's run: first the seed is set, then transformers creates the layer."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     folder = checkpoint("llama", head="causal")
     transformers.set_seed(42)
@@ -270,7 +271,7 @@ def test_what_a_tokenizer_returns_can_be_handed_over(checkpoint):
 
 
 def test_scores_are_computed_in_float32_wherever_they_are(checkpoint, monkeypatch):
-    """On the CPU every precision is the same; what the program is traced under is seen."""
+    """On the CPU all precisions are equal, so the test looks at the setting under which the program is traced."""
     pytest.importorskip("torch")
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint("llama"))
     seen, scores = [], pretrained.compiled_scores
@@ -285,7 +286,7 @@ def test_scores_are_computed_in_float32_wherever_they_are(checkpoint, monkeypatc
 
 
 def test_whether_the_head_is_tied_is_what_the_family_and_then_the_files_say(checkpoint, monkeypatch, caplog):
-    """A family whose config may leave the key out has a default of its own."""
+    """If the config does not say, the family's default applies, and then the files decide."""
     pytest.importorskip("torch")
 
     def read_as_tied(raw, source):
@@ -310,7 +311,7 @@ def test_the_number_of_parameters_is_that_of_the_files(checkpoint):
 
 
 def test_keys_seen_in_real_configs_are_understood(checkpoint, tmp_path):
-    """SmolLM2, Qwen2.5 and what transformers notes for itself; the same keys with a meaning are refused."""
+    """Keys of SmolLM2, of Qwen2.5 and of transformers itself; values that would change the computation are refused."""
     folder = shutil.copytree(checkpoint(), tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text())
     harmless = {"rope_interleaved": False, "use_mrope": False, "is_llama_config": True, "unk_token_id": 0}

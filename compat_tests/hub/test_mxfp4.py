@@ -1,4 +1,4 @@
-"""Experts in MXFP4: read as transformers dequantizes them, and saved as bfloat16."""
+"""MXFP4 experts: dequantized as transformers does, and saved in bfloat16."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_byte_under_every_scale_is_transformers():
 
 
 def quantized(folder, *, shards):
-    """A tiny checkpoint with drawn blocks and scales; of two shards the second one holds the scales."""
+    """A tiny checkpoint with random blocks and scales; if sharded, the second shard has the scales."""
     tiny_model(folder, "gpt_oss", head="causal", dtype="bfloat16", sliding_window=7)
     dice, tensors = np.random.default_rng(0), load_file(folder / SINGLE)
     for name in [name for name in tensors if EXPERTS.search(name)]:

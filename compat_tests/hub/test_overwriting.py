@@ -1,4 +1,4 @@
-"""A folder that already holds a model holds only the new one after saving."""
+"""After saving to a folder that already has a model, it contains only the new one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ load = AutoModelForSequenceClassification.from_pretrained
 
 
 def write(folder, names, value):
-    """One tensor a file, named after the file."""
+    """One tensor per file, named after the file."""
     shards = {name: [f"{name} tensor"] for name in names}
     write_checkpoint(folder, shards, lambda tensor: of(lambda: np.full(3, value, np.float32)))
 
@@ -72,7 +72,7 @@ def test_one_tensor_is_in_memory_at_a_time_and_all_processes_read_in_one_order(t
 
 
 def test_a_file_that_breaks_off_leaves_the_old_one(tmp_path):
-    """Its own pages may be what is written: a vision tower is carried from file to file."""
+    """The old file may be the source of what is written: a vision tower is copied from file to file."""
 
     def broken():
         raise OSError("no space left")
@@ -94,7 +94,7 @@ def test_a_text_that_breaks_off_leaves_the_old_one(tmp_path):
 
 
 def test_a_config_takes_its_place_when_it_is_whole(checkpoint, tmp_path, monkeypatch):
-    """So do all texts that a run leaves: none is written where it will lie."""
+    """All text files of a run are written to a temporary name and then renamed."""
     seen = []
     plain = Path.write_text
 

@@ -1,4 +1,4 @@
-"""A load reads config.json and adapter_config.json once each, whatever is made of them."""
+"""A load reads config.json and adapter_config.json once each, no matter how much is derived from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ load = AutoModelForSequenceClassification.from_pretrained
 
 @pytest.fixture
 def opened(monkeypatch):
-    """opened(call): how often each config was opened in a call, by its name."""
+    """opened(call) -> file name -> how often that config was opened during the call."""
     counts, real = Counter(), io.open
 
     def count(file, *args, **kwargs):
@@ -42,7 +42,7 @@ def opened(monkeypatch):
 
 @pytest.fixture
 def adapter(checkpoint, tmp_path):
-    """A folder with an adapter alone."""
+    """A folder with only an adapter."""
     with_adapter(load(checkpoint("llama")), LORA, 0).save_pretrained(tmp_path)
     return str(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens, beside torch's, with their gradients."""
+"""Log-probabilities and entropies of tokens against torch, including gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is said of a torch model that a script hands over names it, never the folder in which it passes."""
+"""Messages about a torch model that a user passes name the model, never the temporary folder it is converted
+through."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def loaded(folder):
 
 
 def new_model(**facts):
-    """A torch model of opt's that was never loaded."""
+    """A torch OPT model that was not loaded from a checkpoint."""
     from transformers import AutoModelForCausalLM, OPTConfig
 
     sizes = {"vocab_size": 600, "hidden_size": 32, "num_hidden_layers": 1, "ffn_dim": 32, "num_attention_heads": 2}
@@ -91,11 +92,11 @@ def test_what_is_logged_of_a_torch_model_names_it(folder, tmp_path, caplog):
 
 
 def test_an_adapter_that_was_given_by_hand_and_again_is_one(folder, tmp_path, caplog):
-    """As scripts of 2023 do; another config is refused."""
+    """Scripts of 2023 do this; a different config is refused."""
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
     model = peft.get_peft_model(loaded(folder), lora)
     found = trainer(model, tokenizer_of(folder), tmp_path, peft_config=lora).model
-    assert "peft_config says what the model's adapter is already" in caplog.text
+    assert "peft_config has no effect: the model already has this adapter" in caplog.text
     assert found.num_parameters(only_trainable=True) == model.num_parameters(only_trainable=True)
     with pytest.raises(ValueError, match="the model has an adapter already. Leave peft_config out"):
         trainer(model, tokenizer_of(folder), tmp_path, peft_config=peft.LoraConfig(r=8, target_modules="all-linear"))

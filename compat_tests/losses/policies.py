@@ -1,5 +1,5 @@
-"""Completions for the tests of policy losses: two micro-batches of four, at random, with and without a token that
-counts; and the same losses by TRL and by hand."""
+"""Random completions for the tests of policy losses (two micro-batches of four, some without tokens that count), and
+their losses by TRL and by hand."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 MICRO_BATCHES, ROWS, T = 2, 4, 6
 X = MICRO_BATCHES * ROWS
-LENGTHS = np.asarray([3, 6, 1, 0, 5, 2, 4, 6])  # the fourth was cut, and is left out of the loss
+LENGTHS = np.asarray([3, 6, 1, 0, 5, 2, 4, 6])  # the fourth was truncated and is masked out
 MASK = np.arange(T) < LENGTHS[:, None]
-SPG, GENERATED = 4, 61  # micro-batches of a generation, and its tokens, of which this step has 27
+SPG, GENERATED = 4, 61  # micro-batches of a generation, and its tokens; 27 are in this step
 
 
 class Data(NamedTuple):
-    """`[X, T]` each, advantages `[X]`; float64."""
+    """`[X, T]` each, except for advantages `[X]`; float64."""
 
     logps: np.ndarray
     old_logps: np.ndarray
@@ -40,7 +40,7 @@ def data(seed: int = 0, on_policy: bool = False) -> Data:
 
 
 class Result(NamedTuple):
-    """Loss, gradients by log-probabilities and by entropies `[X, T]`, and metrics of each micro-batch."""
+    """Loss, gradients of log-probabilities and entropies `[X, T]`, and metrics of each micro-batch."""
 
     loss: float
     by_logps: np.ndarray
@@ -50,7 +50,7 @@ class Result(NamedTuple):
 
 def of_trl(given: Data, *, old: bool = True, sampling: bool = False, coef: float = 0.0, train: bool = True,
            **settings: Any) -> Result:  # fmt: skip
-    """TRL's `_compute_loss`, a micro-batch after another, with a model that gives these log-probabilities."""
+    """TRL's `_compute_loss`, one micro-batch after another, with a model that returns these log-probabilities."""
     import torch
     from trl import GRPOTrainer
 
@@ -120,8 +120,8 @@ def by_hand(given: Data, logps: np.ndarray, entropies: np.ndarray, *, loss_type=
             importance_sampling_level="token", beta=0.0, delta=None, epsilon=0.2, epsilon_high=None,
             use_bias_correction_kl=True, coef=0.0, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
             max_completion_length=512, old=True) -> float:  # fmt: skip
-    """The loss in float64, completion by completion. `logps` may differ from those of `given`, which stay where a
-    gradient is stopped: differences of this function are then the gradient."""
+    """The loss in float64, one completion at a time. Only `logps` may be perturbed; stopped gradients use those of
+    `given`, so that finite differences of this function equal the gradient."""
     high = epsilon if epsilon_high is None else epsilon_high
     total = 0.0
     for micro in range(MICRO_BATCHES):
@@ -162,7 +162,7 @@ def by_hand(given: Data, logps: np.ndarray, entropies: np.ndarray, *, loss_type=
 
 
 def rloo_stub(epsilon_high: float | None) -> SimpleNamespace:
-    """Of an RLOOTrainer what its `_compute_loss` reads."""
+    """The attributes of an RLOOTrainer that its `_compute_loss` reads."""
     import torch
 
     accelerator = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x)

@@ -1,4 +1,4 @@
-"""Advantages of groups beside TRL's functions in torch, by hand in float64, and with mistakes put in."""
+"""Advantages of groups against TRL's torch functions and by hand in float64; mutants must be noticed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trl_jax.losses.advantages import group_advantages, rloo_advantages
 NAN = np.nan
 G = 4
 REWARDS = np.asarray([
-    [1.0, 0.5], [0.0, NAN], [NAN, NAN], [2.0, -1.0],  # one without any reward
-    [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0],  # all the same
-    [NAN, NAN], [NAN, 3.0], [NAN, NAN], [NAN, NAN],  # one alone has a reward
+    [1.0, 0.5], [0.0, NAN], [NAN, NAN], [2.0, -1.0],  # one row has no reward
+    [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0],  # all equal
+    [NAN, NAN], [NAN, 3.0], [NAN, NAN], [NAN, NAN],  # only one row has a reward
     [-1.5, 0.2], [0.3, 0.1], [0.8, -0.4], [2.2, 0.9],
 ], np.float32)  # fmt: skip
 WEIGHTS = np.asarray([1.0, 0.3], np.float32)
@@ -47,7 +47,7 @@ def totals(rewards, weights):
 
 
 def by_hand(rewards, size, weights, aggregation, scale_rewards):
-    """Advantages, and the standard deviations they are divided by, in Python's floats."""
+    """Advantages and the standard deviations that divide them, in Python floats."""
     if aggregation == "normalize_then_sum":
         columns = [[w * (value - mean(some)) / (std(some) + 1e-4) for some in groups(column, size) for value in some]
                    for w, column in zip(weights, rewards.T.astype(np.float64), strict=True)]  # fmt: skip
@@ -76,7 +76,7 @@ def test_advantages_of_groups(aggregation, scale_rewards, size, kind):
     run = partial(group_advantages, num_generations=size, weights=WEIGHTS, aggregation=aggregation,
                   scale_rewards=scale_rewards)  # fmt: skip
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # as NumPy's of the mean of nothing
+        warnings.simplefilter("error")  # such as NumPy's for the mean of an empty slice
         made = (run if kind is np.asarray else jax.jit(run))(kind(REWARDS))
     wanted, deviations = by_hand(REWARDS, size, WEIGHTS, aggregation, scale_rewards)
     assert isinstance(made.advantages, type(kind(REWARDS))) and made.advantages.dtype == np.float32
@@ -86,7 +86,7 @@ def test_advantages_of_groups(aggregation, scale_rewards, size, kind):
 
 
 def by_torch(rewards, size, normalize):
-    """Advantages of GRPO and RLOO by the functions that TRL computes them with."""
+    """Advantages of GRPO and RLOO with the functions that TRL uses."""
     from trl.trainer.utils import nanstd
 
     totals = torch.tensor(rewards).nansum(dim=1)
@@ -100,7 +100,7 @@ def by_torch(rewards, size, normalize):
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 9, 16, 64])
 def test_rewards_that_are_all_the_same_leave_what_torch_leaves(size):
-    """Of .3 eight times torch's mean is one digit off, and an advantage is 3e-4."""
+    """For eight rewards of 0.3, torch's mean is off by one digit, and an advantage is 3e-4."""
     drawn = np.random.default_rng(size).random((16, 3)).astype(np.float32)
     rewards = np.concatenate([np.full((2 * size, 3), np.float32(0.1)), np.repeat(drawn, size, axis=0)])
     rewards[: 2 * size, 1:] = np.nan
@@ -109,7 +109,7 @@ def test_rewards_that_are_all_the_same_leave_what_torch_leaves(size):
     np.testing.assert_array_equal(rloo_advantages(rewards, size).advantages, alone)
     made = group_advantages(rewards, size).advantages
     np.testing.assert_array_equal(made == 0, of_group == 0)
-    np.testing.assert_allclose(made, of_group, rtol=3e-7)  # a root in torch is not always the nearest number
+    np.testing.assert_allclose(made, of_group, rtol=3e-7)  # torch's square root is not always correctly rounded
     _, normalized = by_torch(rewards, size, normalize=True)
     np.testing.assert_allclose(rloo_advantages(rewards, size, normalize=True).advantages, normalized, rtol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Losses of tokens, against NumPy and by the gradients that logits get."""
+"""Per-token losses against NumPy and through the gradients of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses of preference pairs, by hand in NumPy float64, and what of them takes part in a gradient."""
+"""The losses of preference pairs by hand in NumPy float64, and which inputs get a gradient."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PAIRS = PairLogps(
         np.float32,
     )
 )
-WEIGHT = np.asarray([1 / 3, 1 / 3, 1 / 3, 0], np.float32)  # the last one fills the shape
+WEIGHT = np.asarray([1 / 3, 1 / 3, 1 / 3, 0], np.float32)  # the last pair is padding
 BETA, SMOOTHING, TAU = 0.3, 0.1, 0.05
 
-# The first three pairs, from the numbers above: the logarithms of policy / reference.
+# log(policy / reference) of the first three pairs, from the numbers above.
 CHOSEN, REJECTED = np.asarray([0.5, 1.5, -1.5]), np.asarray([1.0, -1.0, 0.5])
 MARGIN = np.asarray([-0.5, 2.5, -2.0])
 A_TOKEN = np.asarray([0.5 / 3 - 1.0 / 4, 1.5 / 2 + 1.0 / 3, -1.5 / 5 - 0.5 / 2])
-# Sorted: chosen - rejected of the policy -1.5, -1, 3; of the reference -0.5, 0.5, 0.5; ratios -1.5 .5 1.5; -1 .5 1.
+# Sorted values of chosen - rejected: policy -1.5, -1, 3; reference -0.5, 0.5, 0.5; ratios -1.5 .5 1.5 and -1 .5 1.
 AOT, AOT_UNPAIRED = np.asarray([-1.0, -1.5, 2.5]), np.asarray([-0.5, 0.0, 0.5])
 
 
@@ -102,7 +102,7 @@ def test_losses_are_added_with_their_weights():
     ],
 )
 def test_scores_of_a_divergence(divergence, alpha, score):
-    """But for a constant, which a difference of scores does not have: the losses of a margin see only that."""
+    """Up to a constant, which cancels in the margin; these losses depend only on the margin."""
     wanted = -log_sigmoid(BETA * (score(CHOSEN) - score(REJECTED))).mean()
     assert loss("sigmoid", divergence=divergence, alpha=alpha)(PAIRS, WEIGHT) == pytest.approx(wanted, rel=1e-5)
 

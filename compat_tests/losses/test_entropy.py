@@ -1,4 +1,4 @@
-"""Which tokens are uncertain: beside torch.quantile, of several micro-batches, and of several devices."""
+"""Which tokens have the highest entropy: against torch.quantile, for several micro-batches and several devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANDOM = np.random.default_rng(3)
 @pytest.mark.parametrize("top", [0.0, 0.1, 0.2, 0.25, 0.5, 0.8, 1.0])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 11, 50, 256])
 def test_the_quantile_is_torchs(top, count):
-    """To the last bit: one of the values is often the quantile itself."""
+    """Exact to the last bit, because one of the values is often the quantile itself."""
     torch = pytest.importorskip("torch")
     values = RANDOM.gamma(2.0, 1.0, 300).astype(np.float32)
     mask = np.zeros(300, bool)
@@ -34,7 +34,7 @@ def test_each_micro_batch_has_its_own_quantile():
     values, group = RANDOM.gamma(2.0, 1.0, (2, 40)), RANDOM.integers(0, 3, (2, 40))
     values = values.astype(np.float32) + group.astype(np.float32) * 10
     mask = RANDOM.random((2, 40)) < 0.8
-    found = compiled(values, mask, 0.3, group=group, groups=4)  # the last has no token
+    found = compiled(values, mask, 0.3, group=group, groups=4)  # the last group has no token
     assert found.shape == (2, 40)
     for number in range(3):
         alone = compiled(values, mask & (group == number), 0.3)
@@ -62,7 +62,7 @@ assert np.asarray(of_all).tolist() == np.asarray(entropy_mask(values, mask, 0.37
 
 @only_thorough
 def test_the_quantile_is_that_of_all_devices():
-    """Along the sequence axis they have the same tokens, which count once."""
+    """Devices along the sequence axis have the same tokens, which count once."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     environment = os.environ | {"XLA_FLAGS": flags}
     command = [sys.executable, "-c", OF_DEVICES]

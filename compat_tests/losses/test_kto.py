@@ -1,4 +1,4 @@
-"""The losses of answers that are desirable or not, by hand in NumPy, and their gradients."""
+"""The losses of desirable and undesirable answers by hand in NumPy, and their gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trl_jax.losses.kto import UnpairedLoss, kl_estimate
 
 RATIO = np.asarray([0.7, -1.2, 2.0, 0.1], np.float32)
 DESIRABLE = np.asarray([True, False, False, True])
-WEIGHT = np.asarray([1 / 3, 1 / 3, 1 / 3, 0], np.float32)  # the last one fills the shape
+WEIGHT = np.asarray([1 / 3, 1 / 3, 1 / 3, 0], np.float32)  # the last one is padding
 
 
 def sigmoid(x):

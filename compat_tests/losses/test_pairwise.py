@@ -50,7 +50,7 @@ def test_without_centring_a_coefficient_of_zero_is_the_same():
 
 
 def test_trls_mean_is_a_choice_of_weights():
-    """Two micro-batches of 4 and 3 pairs: the mean of their means."""
+    """Two micro-batches of 4 and 3 pairs: weights that give the mean of their means."""
     by_micro_batch = np.asarray([1 / 8] * 4 + [1 / 6] * 3, np.float32)
     value, _ = pairwise_loss(chosen, rejected, weight=by_micro_batch)
     means = [formula(chosen[s], rejected[s], np.ones(PAIRS)[s]) / len(chosen[s]) for s in (slice(4), slice(4, 7))]
@@ -74,7 +74,7 @@ def test_sums_and_counts():
 
 @pytest.mark.parametrize("filler", [0.0, 1e4, -1e4])
 def test_pairs_that_only_fill_the_shape_change_nothing(filler):
-    """Neither the loss, nor a sum, nor an extreme, nor a gradient."""
+    """Neither the loss, nor a sum, an extreme or a gradient."""
 
     def padded(x, value):
         return np.concatenate([x, np.full(3, value, np.float32)])

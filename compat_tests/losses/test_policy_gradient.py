@@ -1,4 +1,4 @@
-"""Policy losses: by hand in float64 with differences for gradients, beside TRL's own, and with mistakes put in."""
+"""Policy losses: by hand in float64 with finite differences, and against TRL; mutants must be noticed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trl_jax.losses.policy_gradient import PolicyLoss, grpo_loss, rloo_loss, tok
 from trl_jax.tasks.policy import grpo_metrics, rloo_metrics
 
 MICRO_BATCH = np.repeat(np.eye(MICRO_BATCHES, dtype=bool), ROWS, axis=1)
-FLAT = np.flatnonzero(MASK)  # reads of tokens that count alone, of both micro-batches
+FLAT = np.flatnonzero(MASK)  # indices of tokens that count, in both micro-batches
 ORDER = np.random.default_rng(1).permutation(FLAT)
-FILLED = 5  # places that only fill the shape, of whatever value
+FILLED = 5  # padding, with arbitrary values
 TEXT = np.append(ORDER // T, np.full(FILLED, X)).astype(np.int32)
 
 
@@ -37,7 +37,7 @@ def gradients_of():
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), static_argnames="settings")
 
 
-GRADIENTS = gradients_of()  # compiled once for each of the settings
+GRADIENTS = gradients_of()  # compiled once per setting
 
 
 def ours(given, *, old=True, sampling=False, coef=None, train=True, weigh=token_weights, gradients=GRADIENTS,
@@ -46,7 +46,7 @@ def ours(given, *, old=True, sampling=False, coef=None, train=True, weigh=token_
     settings = PolicyLoss(**settings)
     share = np.full(X, 1 / X if train else 1 / ROWS, np.float32)
     weight = weigh(settings, LENGTHS, share, MICRO_BATCH, generated_tokens=GENERATED, part=MICRO_BATCHES / SPG)
-    if not train:  # each batch is one of its own
+    if not train:  # each batch is weighted separately
         each = [token_weights(settings, LENGTHS * row, share * row, row[None]) for row in MICRO_BATCH]
         weight = np.sum(each, axis=0)
     extras = {"old_logps": given.old_logps if old else None, "ref_logps": given.ref_logps if settings.beta else None,
@@ -67,7 +67,7 @@ def placed(slopes):
 
 
 def distance(one: Result, other: Result) -> float:
-    """The largest difference of losses, gradients and metrics, whose names and order are the same."""
+    """The largest difference of losses, gradients and metrics, which must have the same names in the same order."""
     assert list(one.metrics) == [name for name in other.metrics if name != "entropy_coef"]
     pairs = [(one.loss, other.loss), (one.by_logps, other.by_logps), (one.by_entropies, other.by_entropies)]
     pairs += [(values, other.metrics[name]) for name, values in one.metrics.items()]
@@ -97,7 +97,7 @@ GRID = {f"{name}, {level}, beta {beta}": {"loss_type": name, "importance_samplin
         for name in GRPO_LOSSES for level in LEVELS for beta in (0.0, 0.2)}  # fmt: skip
 
 
-# Usually one of those that are compared with TRL below, and all others.
+# By default, one of those compared with TRL below, and all that are not.
 @usual(
     "grpo, token, beta 0.2", "defaults", "first pass of cispo", "delta of sequences", "bounds", "bound of cispo",
     "plain divergence", "few uncertain tokens", "the most uncertain token", "bonus of uncertain tokens",
@@ -143,14 +143,14 @@ def test_loss_gradients_and_metrics_are_trls(name):
     settings = (GRID | FURTHER | SAMPLED | EVALUATED)[name]
     for seed in range(3):
         given = policies.data(seed)
-        if settings.get("sampling"):  # one that the sampler did not give
+        if settings.get("sampling"):  # the sampler gave no log-probability for this token
             given.sampling_logps[1, 2] = np.nan
         wanted = policies.of_trl(given, **{"coef": 0.0} | settings)
         assert distance(ours(given, **settings), wanted) < NEAR
 
 
 def test_the_same_of_rows():
-    """`[X, T]` without `text`: weights and shares are those of one micro-batch that is all of the generation."""
+    """`[X, T]` without `text`: weights and shares are those of a single micro-batch that is the whole generation."""
     given = policies.data()
     names = {"old_logps": given.old_logps, "ref_logps": given.ref_logps, "entropies": given.entropies}
     settings = PolicyLoss(beta=0.1, top_entropy_quantile=0.5)
@@ -163,7 +163,7 @@ def test_the_same_of_rows():
 
 @pytest.mark.parametrize("loss_type", GRPO_LOSSES)
 def test_a_micro_batch_may_be_divided_over_passes(loss_type):
-    """Sums of both passes make the metrics; losses add up."""
+    """Sums over both passes give the metrics; losses add up."""
     given, settings = policies.data(), PolicyLoss(loss_type=loss_type, beta=0.1)
     share = np.full(X, 1 / X, np.float32)
     weight = token_weights(settings, LENGTHS, share, MICRO_BATCH, generated_tokens=GENERATED, part=0.5)
@@ -253,7 +253,7 @@ def test_rloo_by_hand():
     assert our_rloo(given, None).loss == pytest.approx(losses.mean(), abs=1e-6)
 
 
-# Each of these mistakes is noticed.
+# Mutants: each of these mistakes is noticed.
 
 
 def against_trl(**settings):

@@ -1,4 +1,4 @@
-"""The losses of ORPO and CPO against their formulas in float64, gradients included."""
+"""ORPO and CPO losses against their formulas in float64, including gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHOSEN, REJECTED = np.array([-0.05, -0.6, -2.3, -7.1]), np.array([-1.4, -0.7, -0
 
 
 def slope(of, at, step=1e-6):
-    """The derivative of each value, in float64, as differences have it."""
+    """The derivative of each value in float64, by central differences."""
     return (of(at + step) - of(at - step)) / (2 * step)
 
 

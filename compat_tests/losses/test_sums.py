@@ -1,4 +1,4 @@
-"""Sums over examples, those that only fill the shape left out."""
+"""Sums over real examples, without padding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sums_of_all_and_of_each_micro_batch(values, total, by_micro_batch):
 
 @pytest.mark.parametrize("dtype", [bool, "int32", "bfloat16", "float32"])
 def test_sums_are_float32(dtype):
-    """256 and a one more would be 256 in bfloat16."""
+    """In bfloat16, 256 plus one is 256."""
     total = summed(jnp.ones(257, dtype), real_examples(np.ones(257)))
     assert total.dtype == jnp.float32 and total == 257
 

@@ -1,4 +1,4 @@
-"""Runs files of tests where there are eight devices: JAX settles how many a process has once."""
+"""Runs test files in a process with eight devices, because the number is fixed when JAX is initialized."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILES = {path.stem.removeprefix("eight_") for path in HERE.glob("eight_*.py")}
 
 
 def check(names: set[str]) -> None:
-    """Run these files in one process, which imports once."""
+    """Run these files in one process, so that imports are paid once."""
     files = sorted(str(HERE / f"eight_{name}.py") for name in names)
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", *files]
     run = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1])

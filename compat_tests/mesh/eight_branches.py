@@ -1,4 +1,4 @@
-"""Branches of a context on two of eight simulated devices: the numbers of plain jnp in float64."""
+"""Branches of a shared context on two of eight simulated devices, against plain jnp in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Eight simulated CPU devices: the numbers of one, memory that falls, and only the collectives that a mesh needs."""
+"""Eight simulated CPU devices: the results of one device, less memory per device, and only the collectives a mesh
+needs."""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ from trl_jax.training.devices import compiler_options
 from trl_jax.training.forward import Forward
 
 ROWS = tiny.preference_rows(5 * PAIRS, margin=True)
-MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # the others' is 2e-4
-NO_GRADIENT = ("rewards", "weights", "predictions")  # may drift where a bias has none: see bench.gaps
+MARKS = {"loss": 1e-5, "train_loss": 1e-5, "grad_norm": 2e-4}  # others: 2e-4
+NO_GRADIENT = ("rewards", "weights", "predictions")  # may drift if a bias has no gradient: see benchmarks/gaps.py
 
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """The same run on one device, made once for each model and layout."""
+    """The same run on one device, once per model and layout."""
     made = {}
 
     def of(model, layout):
@@ -52,8 +53,8 @@ def alone(checkpoint):
     return of
 
 
-# All of them in benchmarks/meshes.py. One weight of bert's has a first gradient as small as Adam's eps, and its
-# first step would be rounding: so a larger eps.
+# benchmarks/meshes.py has all of them. In bert, one weight's first gradient is as small as Adam's eps, so that its
+# first step would be rounding: eps is larger there.
 MESHES = "data:2,fsdp:2,tensor:2", "fsdp:2,tensor:2,sequence:2"
 CASES = [
     ("llama", "shared", MESHES[0]), thorough("llama", "shared", MESHES[1]),
@@ -88,8 +89,8 @@ ADAPTED = [
 
 @pytest.mark.parametrize(("model", "said", "bits", "pairs"), ADAPTED)
 def test_adapters_are_those_of_one_device(model, said, bits, pairs, checkpoint, tmp_path, monkeypatch):
-    """A divided base, quantized or not, and adapters that every device has; those of experts, too. All by programs
-    that were made beforehand, as on TPUs, of nothing but shapes."""
+    """A sharded base, quantized or not, with replicated adapters, also of experts. All programs are compiled ahead from
+    shapes, as on TPUs."""
     monkeypatch.setattr(step, "compiles_ahead", lambda device: True)
     monkeypatch.setattr(step, "compile_ahead", made_before)
 
@@ -144,7 +145,7 @@ def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
 
 
 def test_row19_another_mesh_goes_on_with_the_same_numbers(checkpoint, tmp_path):
-    """Meshes and batches are those of CASES, whose programs are compiled, or would be."""
+    """Uses the meshes and batch sizes of CASES, so that programs are compiled only once."""
     how = {"max_steps": 4, "gradient_accumulation_steps": 2, "batch_layout": "shared", "save_steps": 2}
     first = how | {"per_device_train_batch_size": 1, "mesh_shape": MESHES[0], "save_strategy": "steps"}
     unbroken = trainer(checkpoint, tmp_path, **first)
@@ -168,7 +169,7 @@ def test_row19_another_mesh_goes_on_with_the_same_numbers(checkpoint, tmp_path):
 @pytest.mark.parametrize(("model", "facts"), [("llama", {"dtype": "bfloat16", "shards": True}), ("gpt_neox", {}),
                                               ("qwen3_moe", {})], ids=str)  # fmt: skip
 def test_each_device_reads_its_own_part(model, facts, checkpoint):
-    """Straight from the files to where it belongs: fused tensors, experts and transposed ones too."""
+    """Straight from the files into its shards, also for fused tensors, experts and transposed ones."""
     from trl_jax.hub.checkpoint import load
     from trl_jax.hub.config import read_native_config
     from trl_jax.models.model import logical_axes
@@ -177,10 +178,10 @@ def test_each_device_reads_its_own_part(model, facts, checkpoint):
     sharding_plan = ShardingPlan(make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
     config = read_native_config(folder)
     alone, _ = load(config, dtype="float32", seed=0)
-    parts, _ = load(config, dtype="float32", seed=0, place=sharding_plan.place)
+    parts, _ = load(config, dtype="float32", seed=0, sharding_of=sharding_plan.sharding_of)
     axes = logical_axes(config.model)
     for path, array in alone.items():
-        assert parts[path].sharding == sharding_plan.place(axes[path], array.shape) or "score" in path
+        assert parts[path].sharding == sharding_plan.sharding_of(axes[path], array.shape) or "score" in path
         np.testing.assert_array_equal(np.asarray(parts[path]), np.asarray(array))
 
 
@@ -190,7 +191,7 @@ COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-a
 
 
 def compiled(built):
-    """The step of a trainer, and its collectives as (kind, largest array)."""
+    """A trainer's compiled step, and its collectives as (kind, largest array)."""
     [batch, *_] = built.get_train_dataloader().steps
     of_run, tx = built.parts.train_step, built.parts.training.made_optimizer()
     step, state = of_run.compiled(tx, remat=True), of_run.new_optimizer_state(tx)
@@ -208,13 +209,13 @@ def test_only_parameters_and_sums_go_between_devices(checkpoint, tmp_path):
     done, found = compiled(built)
     by_layer = {array.shape[1:] for path, array in built.model.params.items() if ".layers." in path}
     whole = by_layer | {built.model.params["decoder.embed.weight"].shape}
-    pairs = 64  # numbers of the sums that are logged
+    pairs = 64  # limit for the sums that are logged
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce", "reduce-scatter"}
     for kind, shape in found:
         small = np.prod(shape) <= pairs
         if kind == "all-gather":
             assert small or shape in whole, shape
-        if kind == "all-reduce":  # vectors, and matrices too small to be divided
+        if kind == "all-reduce":  # vectors, and matrices too small to shard
             assert small or np.prod(shape) <= 3 * 4096, shape
     scattered = sorted(np.prod(shape) * 8 for kind, shape in found if kind == "reduce-scatter")
     divided = [a for p, a in built.model.params.items() if not a.sharding.is_fully_replicated]
@@ -234,13 +235,14 @@ def test_of_a_text_only_keys_and_values_are_gathered(checkpoint, tmp_path):
     assert moved.keys() == {"all-gather", "all-reduce", "reduce-scatter"}
     assert moved["all-gather"] == {whole} and moved["reduce-scatter"] == {whole // 8}
     gradients = {array.size for array in built.model.params.values()}
-    assert {size for size in moved["all-reduce"] if size > 1024} <= gradients  # the rest is logged, or one token a text
+    # The others are logged sums, or have one token per text.
+    assert {size for size in moved["all-reduce"] if size > 1024} <= gradients
 
 
 @only_thorough
 def test_rows_of_texts_stay_where_they_are(checkpoint, tmp_path, monkeypatch, alone):
-    """Attention text by text, as on GPUs: nothing more is sent than along the packed row, heads divided or not, and the
-    numbers are those of one device."""
+    """Attention per text, as on GPUs: no more is sent than for packed rows, with heads sharded or not, and results
+    equal those of one device."""
     mesh = "data:2,fsdp:2,tensor:2"
     wanted = alone("llama", "shared")
     _, along = compiled(trainer(checkpoint, tmp_path / "along", mesh_shape=mesh))
@@ -254,7 +256,7 @@ def test_rows_of_texts_stay_where_they_are(checkpoint, tmp_path, monkeypatch, al
 
 
 def test_collectives_run_beside_products_on_gpus():
-    """What XLA for TPUs does by itself it must be told for GPUs; the name is one that this XLA knows."""
+    """XLA overlaps collectives by default on TPUs; on GPUs it needs options, whose names must be known to this XLA."""
     assert compiler_options("tpu", several=True) == compiler_options("cuda", several=False) == {}
     assert jax.jit(lambda x: x + 1, compiler_options=compiler_options("cuda", several=True))(1) == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
@@ -271,7 +273,8 @@ def test_a_gathered_row_would_be_noticed(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(Forward, "loss", gathering)
     done, found = compiled(trainer(checkpoint, tmp_path, mesh_shape="data:8"))
     assert re.search(r"= s32\[8,1,\d+\]\S* all-gather", done.as_text())
-    assert {kind for kind, shape in found if np.prod(shape) > 64} == {"all-reduce"}  # what data alone should need
+    # All that data parallelism should need.
+    assert {kind for kind, shape in found if np.prod(shape) > 64} == {"all-reduce"}
 
 
 @only_thorough
@@ -298,7 +301,7 @@ def test_experts_over_tensor_are_those_of_one_device():
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=2e-4, atol=2e-3)
 
 
-# ---- words, refusals -------------------------------------------------------------------------------------------
+# ---- values of mesh_shape and fsdp, errors --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("said", "sizes"), [
@@ -353,11 +356,11 @@ def test_what_does_not_come_out_even_stays_whole():
     table, norm, keys = ("vocab", "embed"), ("layers", "norm"), ("layers", "kv", "embed")
     axes = {"embed": table, "norm": norm, "keys": keys, "experts": ("layers", "experts", "embed", "mlp")}
     spec = ShardingPlan(make_mesh({"fsdp": 4, "tensor": 2}), axes=axes).spec
-    assert spec("embed", (520, 66)) == jax.P("tensor", None)  # 66 by 4 is odd, and 520 is taken
+    assert spec("embed", (520, 66)) == jax.P("tensor", None)  # 66 is not divisible by 4, and 520 is already sharded
     assert spec("embed", (521, 66)) == jax.P(None, None)
     assert spec("embed", (521, 64)) == jax.P(None, "fsdp")
     assert spec("norm", (3, 8192)) == jax.P() == spec("some.other.vector", (8192,))
-    assert spec("keys", (3, 32, 64)) == jax.P()  # small
+    assert spec("keys", (3, 32, 64)) == jax.P()  # too small
     assert spec("experts", (3, 8, 64, 32)) == jax.P(None, "tensor", "fsdp", None)
     assert spec("some.other.name", (128, 64)) == jax.P("fsdp", None)
     with pytest.raises(ValueError, match="needs 4 devices, but there are 8"):
@@ -371,7 +374,7 @@ def test_what_does_not_come_out_even_stays_whole():
 
 @pytest.mark.parametrize("pairs", [3, 21])
 def test_row46_an_evaluation_of_any_size(pairs, checkpoint, tmp_path):
-    """Fewer pairs than devices, or a share that is not whole: every pair counts once, and no other."""
+    """With fewer pairs than devices, or an uneven division: every pair counts exactly once."""
     rows = Dataset.from_list(tiny.preference_rows(pairs, seed=5))
     alone, sharded_step = (
         trainer(checkpoint, tmp_path, mesh_shape=mesh, per_device_eval_batch_size=size).predict(rows)
@@ -384,13 +387,13 @@ def test_row46_an_evaluation_of_any_size(pairs, checkpoint, tmp_path):
 
 @only_thorough
 def test_a_plan_s_programs_are_those_of_a_run(checkpoint, tmp_path):
-    """A base in bfloat16, whose parts are as large as a device's."""
+    """With a sharded bfloat16 base; the bytes per device must match, too."""
     found = alike(checkpoint("llama", head="causal", dtype="bfloat16"), tmp_path, 8, LORA, mesh_shape="fsdp:4,tensor:2")
     assert found.memory.gathered > 0 and found.mesh == {"fsdp": 4, "tensor": 2}
 
 
 def test_a_kernel_gets_its_heads_and_no_compiler_divides_it():
-    """As cuDNN's, which JAX's rules do not divide beside axes that are divided by hand."""
+    """Like cuDNN's kernel, which JAX cannot partition next to manually partitioned axes."""
     shapes, seen, heads = [(4, 6, count, 2) for count in (4, 2, 2)], [], jax.P(None, None, "tensor")
     q, k, v = (np.random.default_rng(n).normal(size=shape).astype(np.float32) for n, shape in enumerate(shapes))
     lengths = np.array([6, 3, 1, 5], np.int32)

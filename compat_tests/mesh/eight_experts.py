@@ -1,4 +1,5 @@
-"""Mixtures of experts on meshes of simulated CPU devices: each device balances its own micro-batch, as TRL's ranks."""
+"""Mixtures of experts on meshes of simulated CPU devices: each device balances its own micro-batch, like TRL's
+ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from compat_tests.tiny import preference_rows, text_rows
 
 SMALL = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32}
 CONFIG = {"max_length": 64, "router_aux_loss_coef": 0.5, "num_train_epochs": 1, "learning_rate": 3e-3}
-# Layers of several kinds: convolutions, states and attention, an MLP and experts; latent attention; heads of two
-# widths, keys that are shared and embeddings of each layer's own; chunks and layers without positions.
+# Models with several kinds of layers: convolutions, states and attention, an MLP and experts; latent attention; heads
+# of two widths, shared keys and per-layer embeddings; chunked attention and layers without positions.
 FACTS = {
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "deepseek_v3": {"num_hidden_layers": 2},
@@ -52,7 +53,7 @@ def run(checkpoint, tmp_path_factory):
             eval_dataset=evaluated,
         )
         trainer.train()
-        if THOROUGH or family not in FACTS:  # of theirs, no number of an evaluation is measured
+        if THOROUGH or family not in FACTS:  # MEASURED has no evaluation results for those
             trainer.evaluate()
         return np.asarray([log[key] for key in MEASURED[name] for log in trainer.state.log_history if key in log])
 
@@ -61,7 +62,7 @@ def run(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(run):
-    """alone(family, trainer): on one device, whose two micro-batches a step are what two devices have of one."""
+    """alone(family, trainer): on one device, whose two micro-batches per step equal one micro-batch on two devices."""
     return cache(lambda family, name: run(family, name, "data:1", 2, "padded"))
 
 
@@ -96,7 +97,7 @@ def test_the_numbers_of_one_device(family, name, mesh, layout, run, alone):
     ],
 )  # fmt: skip
 def test_layers_of_several_kinds(family, mesh, run):
-    """None has a load-balancing loss that is logged."""
+    """None of them logs a load-balancing loss."""
     meshes = (mesh, 1), ("data:1", 2)
     found, wanted = (run(family, "SFT", where, steps, "packed") for where, steps in meshes)
     np.testing.assert_allclose(found, wanted, rtol=2e-4)
@@ -105,7 +106,7 @@ def test_layers_of_several_kinds(family, mesh, run):
 @only_thorough
 @pytest.mark.parametrize(("family", "mesh"), [("qwen3_moe", "tensor:2"), ("llama", "sequence:2")])
 def test_sixteen_bits_are_summed(family, mesh, checkpoint, tmp_path):
-    """TRL's default dtype. XLA's own sum of sixteen bits on CPUs ends the process."""
+    """TRL's default dtype. XLA's own 16-bit all-reduce crashes the process on CPUs."""
     losses = []
     for where in ("data:1", mesh):
         args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 1, "bf16": True, "mesh_shape": where})

@@ -1,4 +1,4 @@
-"""Completions on meshes of simulated CPU devices, each of which writes some: those of one device."""
+"""Generation on meshes of simulated CPU devices, with completions divided over devices: the same as on one device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load(checkpoint):
 
 @pytest.fixture
 def gathers(monkeypatch):
-    """Has a device memory for all parameters at once, or for none."""
+    """has(memory): pretend that a device has this much memory for gathering all parameters at once."""
 
     def has(memory):
         monkeypatch.setattr(decode, "device_memory", lambda: memory)
@@ -61,10 +61,10 @@ def drawn(count, longest=30):
 
 
 @only_thorough
-@pytest.mark.parametrize("memory", [None, 1])  # all at once, as the completions of a prompt below
+@pytest.mark.parametrize("memory", [None, 1])  # all at once, see the completions of a prompt below
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_device_writes_its_own(mesh, memory, load, gathers):
-    """Nine prompts, of which six are computed at a time: some devices get more, and the next ones come in there."""
+    """Nine prompts, six at a time: some devices get more, and waiting prompts take the slots that become free."""
     gathers(memory)
     options = {"seed": 3, "do_sample": True, "max_new_tokens": 20, "eos_token_id": ENDS, "batch_size": 6}
     done, wanted = (load(where).generate_batch(drawn(9), **options) for where in (mesh, None))
@@ -75,7 +75,7 @@ def test_each_device_writes_its_own(mesh, memory, load, gathers):
 
 
 def test_a_few_at_a_time(load, monkeypatch):
-    """The limit is that of a device: four groups of devices have a prompt with two completions each."""
+    """The limit is per device: each of four groups of devices has a prompt with two completions."""
     sizes, advance = set(), generator.next_tokens
 
     def next_tokens_seen(graph, arrays, layers, state, *rest, **options):
@@ -111,8 +111,8 @@ def test_every_kind_of_cache_is_divided(model_type, load, gathers):
 
 @pytest.mark.parametrize(("prompts", "group"), [(2, 6), thorough(1, 8), thorough(3, 5)])
 def test_completions_of_a_prompt_lie_on_several(prompts, group, load, monkeypatch):
-    """Two prompts with six completions each are six times two on eight devices, of which two have none. One program of
-    steps serves all: keys and values lie from the first step on where the steps leave them."""
+    """Two prompts with six completions each make 12 rows: two on each of six devices, none on the other two. A single
+    step program is enough, because keys and values have the steps' sharding from the start."""
     shapes, advance = set(), next_tokens
 
     def next_tokens_seen(graph, arrays, layers, state, *rest, **options):
@@ -188,11 +188,12 @@ def test_adapters_and_few_bits_write_the_same_whole_or_gathered(few_bits, checkp
 
 @pytest.mark.parametrize("sequence", [1, 2])
 def test_all_arrays_are_of_one_mesh(sequence):
-    """JAX lowers cuDNN's kernel for one alone; where texts are divided in training, the axis has another name here."""
+    """JAX lowers cuDNN's kernel only if all arrays have the same mesh. If training shards the sequence, that axis is
+    renamed here."""
     mesh = jax.make_mesh((4 // sequence, sequence, 2), ("fsdp", "sequence", "tensor"))
     places = {"a": jax.P("fsdp"), "b": jax.P(None, "tensor"), "c": jax.P()}
     arrays = {name: jax.device_put(np.ones((8, 4)), jax.NamedSharding(mesh, place)) for name, place in places.items()}
-    found, shards = decode.divided(arrays, 1)
+    found, shards = decode.shard_for_generation(arrays, 1)
     assert {array.sharding.mesh for array in found.values()} == {shards.mesh} and shards.count == 4
     assert (shards.mesh == mesh) == (sequence == 1)
     for path, array in found.items():

@@ -1,4 +1,4 @@
-"""Rows with images give the numbers of one device on a mesh with every axis, and shards have images of their own."""
+"""Rows with images give the results of one device on a mesh with every axis; each shard has its own images."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_numbers_are_those_of_one_device(kind, rows, losses):
 
 
 def test_prompts_with_images_are_completed_as_on_one_device(tmp_path):
-    """Three prompts over eight shards: five have a prompt that nobody asked for."""
+    """Three prompts over eight shards: the other five get dummy prompts."""
     folder = tiny_llava(tmp_path)
     given = {name: np.asarray(value) for name, value in inputs(folder, (1, 0, 2)).items()}
     options = {"max_new_tokens": 8, "do_sample": False}

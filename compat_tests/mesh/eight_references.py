@@ -1,4 +1,5 @@
-"""DPO and KTO on meshes of simulated CPU devices: the numbers of one device, the reference in the step or before it."""
+"""DPO and KTO on meshes of simulated CPU devices: the results of one device, with the reference computed in the step or
+before it."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from trl_jax.trainer.dpo_trainer import DPOTrainer
 from trl_jax.trainer.kto_config import KTOConfig
 from trl_jax.trainer.kto_trainer import KTOTrainer
 
-ROWS = 8  # of a batch, on all devices together
+ROWS = 8  # per batch, over all devices
 MEASURED = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "entropy", "eval_loss", "eval_rewards/margins")
 DPO = (DPOConfig, DPOTrainer, Dataset.from_list(preference_rows(3 * ROWS, "prompt")))
 KTO = (KTOConfig, KTOTrainer, Dataset.from_list(kto_rows(3 * ROWS)))
-QUICK = {"learning_rate": 1e-2, "beta": 0.3}  # for the divergence not to be 0
+QUICK = {"learning_rate": 1e-2, "beta": 0.3}  # so that the KL divergence is not 0
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def alone(make):
     return numbers(make(DPO, "data:1", 1))
 
 
-@only_thorough  # usually eight_branches.py has a reference that is divided, and eight_rollouts.py a teacher
+@only_thorough  # by default, eight_branches.py covers a sharded reference, and eight_rollouts.py a teacher
 @pytest.mark.parametrize(
     ("mesh", "shards", "config"),
     [
@@ -65,12 +66,12 @@ def test_the_numbers_of_one_device(mesh, shards, config, make, alone):
 
 @pytest.fixture(scope="module")
 def alone_in_blocks(make):
-    """One device that takes all rows of a micro-batch, whose answers go to other prompts as on each of four devices."""
+    """One device with all rows of a micro-batch, but completions for the KL term matched as on each of four devices."""
     rows = make(KTO, "data:1", 4).train_dataset
     return numbers(make(KTO, "data:1", 1, rows, **QUICK), ("kl", *MEASURED))
 
 
-@only_thorough  # usually test_two_language_models.py has two ranks of TRL's
+@only_thorough  # by default, test_two_language_models.py covers two ranks of TRL
 @pytest.mark.parametrize(
     ("mesh", "config"),
     [

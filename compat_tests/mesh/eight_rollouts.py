@@ -1,5 +1,5 @@
-"""Runs that write their own rows on meshes of simulated CPU devices: they train, evaluate, save and go on, and the same
-seed gives the same completions on each of them."""
+"""Online training on meshes of simulated CPU devices: training, evaluation, saving, resuming, and the same completions
+for the same seed on every mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.trainer.rloo_trainer import RLOOTrainer
 
-ROWS = 16  # of a micro-batch, on all devices together
+ROWS = 16  # per micro-batch, over all devices
 CONFIG = {
     "max_steps": 4, "learning_rate": 3e-3, "num_generations": 4, "num_iterations": 2, "max_completion_length": 8,
     "beta": 0.05, "eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 4, "pad_to_multiple_of": None,
@@ -65,7 +65,7 @@ def history(trainer):
 
 @pytest.fixture(scope="module")
 def first(make):
-    """On data and fsdp, of which each shard has a fourth of the rows, and tensor."""
+    """With data and fsdp, where each shard has a quarter of the rows, and tensor."""
     return train(make(GRPOTrainer, "data:2,fsdp:2,tensor:2", 4))
 
 
@@ -97,7 +97,7 @@ def test_the_same_completions_and_numbers_on_other_meshes(mesh, make, first):
 @only_thorough
 @pytest.mark.parametrize(("mesh", "shards"), [("data:8", 8), ("data:1,fsdp:8", 8), ("tensor:2", 1)])
 def test_the_same_completions_of_the_same_policy_by_more_or_fewer_shards(mesh, shards, make, first):
-    """They cut the generation into other micro-batches, each shard having its part of its own completions."""
+    """Generations are cut into other micro-batches, and each shard gets its part of its own completions."""
     trainer, seen = train(make(GRPOTrainer, mesh, shards, max_steps=1))
     assert seen[0] == first[1][0]
     mine, other = history(trainer)[0], history(first[0])[0]
@@ -137,7 +137,7 @@ def test_a_run_goes_on_to_the_bit(kind, mesh, make, tmp_path):
 
 @only_thorough
 def test_a_loss_of_the_script_is_the_built_in_one_on_each_device(first, make):
-    """Micro-batches are divided, and the last batch of an evaluation has one row for each device."""
+    """Micro-batches are sharded, and an evaluation's last batch has one row per device."""
     own, seen = train(make(Dapo, "data:2,fsdp:2,tensor:2", 4))
     trainer, completions = first
     assert seen == completions
@@ -148,10 +148,10 @@ def test_a_loss_of_the_script_is_the_built_in_one_on_each_device(first, make):
             assert one[name.replace("kl", "own/kl")] == pytest.approx(other[name], rel=0.1, abs=1e-4)  # per device
 
 
-@only_thorough  # usually a reference is (eight_references.py), and a run that writes its rows
+@only_thorough  # by default, eight_references.py covers a sharded reference, and other tests online training
 def test_a_student_and_its_teacher_are_divided(checkpoint, tmp_path):
-    """The same completions and divergences as on two devices that have half of each model. Their widths differ, so
-    that their layers are divided in other ways."""
+    """The same completions and divergences as on two devices with half of each model. Their widths differ, so that
+    their layers are sharded differently."""
     rows, found = Dataset.from_list(prompt_rows(20)), []
     for mesh, shards in (("tensor:2", 1), ("data:2,fsdp:2,tensor:2", 4)):
         sizes = {f"per_device_{split}_batch_size": ROWS // shards for split in ("train", "eval")}
@@ -176,7 +176,7 @@ def test_a_student_and_its_teacher_are_divided(checkpoint, tmp_path):
 @only_thorough
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_layers_with_windows_complete_as_on_one_device(by_layer, make, monkeypatch):
-    """Along the stack, whose layers take their caches from several parts, and layer by layer."""
+    """Once in a scan over the stack, whose layers' caches come from several parts, and once layer by layer."""
     monkeypatch.setattr(decode, "_LARGEST", 2**30 if by_layer else 0)
     windows = {"model_type": "gemma2", "sliding_window": 6, "num_hidden_layers": 3}
     options = {"model": windows, "max_steps": 1, "eval_strategy": "no", "generation_batch_size": 32}
@@ -187,7 +187,7 @@ def test_layers_with_windows_complete_as_on_one_device(by_layer, make, monkeypat
 
 @only_thorough
 def test_many_prompts_are_completed_as_on_one_device(first, tmp_path):
-    """Those that wait come in where others have ended; parameters and caches are divided."""
+    """Waiting prompts take the slots of finished ones; parameters and caches are sharded."""
     trainer, _ = first
     trainer.save_model(str(tmp_path))
     alone, dice = AutoModelForCausalLM.from_pretrained(tmp_path), np.random.default_rng(0)

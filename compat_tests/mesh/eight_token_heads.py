@@ -1,4 +1,5 @@
-"""A language model's head on eight simulated devices: the numbers of one, and neither logits nor weights gathered."""
+"""A language-model head on eight simulated devices: the results of one device, and neither logits nor weights
+gathered."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from trl_jax.nn import head
 from trl_jax.nn.head import token_outputs
 
 PLACES, ROWS, VOCABULARY, WIDTH = 200, 64, 96, 12
-REAL = (150, 0, 200, 60, 10, 1, 199, 64)  # places with a target, of each shard
+REAL = (150, 0, 200, 60, 10, 1, 199, 64)  # number of positions with a target, per shard
 COLLECTIVE = re.compile(r"= (.*) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
@@ -46,7 +47,7 @@ def drawn(shards):
 
 
 def of_shards(mesh):
-    """Each shard's outputs and gradient of the hidden states, and the sum of the weight's."""
+    """Each shard's outputs and gradient of the hidden states, and the sum of the weight gradients."""
     axes = tuple(axis for axis in BATCH if mesh.shape[axis] > 1)
     batch = PartitionSpec(axes)
 
@@ -71,8 +72,8 @@ def of_shards(mesh):
     ids=lambda sizes: ",".join(f"{axis}:{size}" for axis, size in sizes.items()),
 )
 def test_the_numbers_of_one_device(sizes):
-    """Shards of the batch have from no chunk to four; devices along `tensor` have a part of the vocabulary each. Only
-    where there are both do shards agree on a number of chunks."""
+    """Shards of the batch have from zero to four chunks, and devices along `tensor` each have a part of the vocabulary.
+    Only with both do shards agree on the number of chunks."""
     mesh = make_mesh(sizes)
     hidden, weight, targets = drawn(sizes.get("data", 1) * sizes.get("fsdp", 1))
     run = of_shards(mesh).lower(hidden, weight, targets).compile()

@@ -1,4 +1,4 @@
-"""Fine-tuning and preference optimization of language models on simulated devices, beside real TRL on one."""
+"""SFT and DPO of language models on simulated devices against TRL on one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from compat_tests.parity.marks import assert_same_weights, steps_of
 from compat_tests.parity.test_dpo_curve import assert_same
 
 CONFIG = {"max_length": 64, "max_steps": 6, "learning_rate": 3e-3}
-ROWS = 4  # a step, on all devices together
+ROWS = 4  # per step, over all devices
 
 
 @pytest.fixture(scope="module")
 def trl(checkpoint, tmp_path_factory):
-    """TRL's run of a trainer, made once."""
+    """TRL's run of a trainer, once per trainer."""
     made = {}
 
     def of(trainer):

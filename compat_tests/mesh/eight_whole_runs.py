@@ -1,4 +1,4 @@
-"""Each trainer on each axis of a mesh: it trains, evaluates, predicts, saves and resumes with the numbers of one
+"""Each trainer on each axis of a mesh: training, evaluation, prediction, saving and resuming give the results of one
 device."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS
 from trl_jax.data import kto
 
-ROWS = 4  # of a step, on all devices together
+ROWS = 4  # per step, over all devices
 EVERY_STEP = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
 MODELS = {"Reward": FACTS | {"num_key_value_heads": 2}, "SFT": SMALL, "DPO": SMALL, "KTO": SMALL}
 
@@ -34,7 +34,9 @@ def make(checkpoint, tmp_path_factory):
         out = tmp_path_factory.mktemp("out") if out is None else out
         args, rows = getattr(trl_jax, f"{kind}Config")(str(out), **config), Dataset.from_list(rows_of(kind, 2 * ROWS))
         model = str(checkpoint(**MODELS[kind]))
-        if kind == "KTO":  # whose answers go to other prompts of their device: here to one more, on any mesh
+        # The KL term uses other completions on the same device: prepare the rows with pairs, so that this is the same
+        # on any mesh.
+        if kind == "KTO":
             words = AutoTokenizer.from_pretrained(model)
             rows = kto.prepare(rows, words, max_length=64, block=2, num_proc=None, name="train")
         trainer = getattr(trl_jax, f"{kind}Trainer")
@@ -44,7 +46,7 @@ def make(checkpoint, tmp_path_factory):
 
 
 def ends(trainer) -> dict:
-    """The log, predictions and weights of a run, whichever of its steps were taken before."""
+    """The log, predictions and weights of a run, resumed or not."""
     predicted = trainer.predict(trainer.eval_dataset)
     logs = [timeless(log) for log in trainer.state.log_history if "train_runtime" not in log]
     return {"logs": logs, "predictions": predicted.predictions, "predicted": timeless(predicted.metrics)}
@@ -74,8 +76,8 @@ CASES = [
 ]  # fmt: skip
 
 
-# Usually eight_devices.py has evaluations and predictions of one device and what another mesh goes on with,
-# eight_experts.py the numbers of a language model, and eight_rollouts.py a run that goes on to the bit.
+# By default, eight_devices.py covers one device's evaluations and predictions and resuming on another mesh,
+# eight_experts.py the results of a language model, and eight_rollouts.py a bitwise equal resumed run.
 @only_thorough
 @pytest.mark.parametrize(("kind", "mesh"), CASES)
 def test_a_run_from_its_first_step_to_its_resuming(kind, mesh, make, alone):

@@ -9,8 +9,8 @@ import time
 from trl_jax.mesh import joining
 
 fault, address, count, number, timeout = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
-joining.TELL = 3  # seconds, a tenth of what users wait
-if fault == "joining":  # which needs no JAX, whose import takes seconds
+joining.TELL = 3  # seconds, a tenth of the default
+if fault == "joining":  # needs no JAX, whose import takes seconds
     joining.call_roll(address, count, number, timeout)
     sys.exit("joined")
 
@@ -41,7 +41,7 @@ with processes.together("training"):
         step("step 2")
         watch._NOTICE = 1
         raise ValueError("UNKNOWN: Gloo AllGather failed: Read error [10.0.0.2]:17843: Connection timed out")
-    time.sleep(2)  # until the lifelines connect
+    time.sleep(2)  # until the lifelines have connected
     if fault == f"kill {number}":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault in ("kill 0", "kill 1"):
@@ -49,4 +49,4 @@ with processes.together("training"):
     if fault == "kill in python" and number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "kill in python":
-        time.sleep(100)  # as in a collective that hangs, on a GPU
+        time.sleep(100)  # as in a hanging collective on a GPU

@@ -1,4 +1,4 @@
-"""What takes seconds to import and nothing to fork; JAX has no backend yet, so it has no threads either."""
+"""Preloads modules that are slow to import but safe to fork: JAX has no backend yet, and so no threads."""
 
 import datasets  # noqa: F401
 import transformers  # noqa: F401

@@ -1,4 +1,5 @@
-"""Several processes of one run on the loopback, ours or TRL's ranks, forked from one that has imported for them."""
+"""Starts several processes of one run on the loopback (ours, or TRL's ranks), forked from one that has done the
+imports."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def port() -> int:
 def launch(
     whose: str, folder, out, *, config: list[dict], killed: int | None = None, seconds: int = 500
 ) -> list[tuple[int, str]]:
-    """Start a process for each config; their exit codes and what they wrote. `killed` dies after a step."""
+    """Run a process for each config and return their exit codes and outputs. Process `killed` is killed after a
+    step."""
     count, place, started = len(config), str(port()), []
     with tempfile.TemporaryDirectory() as logs:
         said = [Path(logs) / str(number) for number in range(count)]
@@ -50,8 +52,8 @@ def launch(
 
 
 def launch_both(folder, out, config: dict, *, ours: dict) -> None:
-    """Two processes of ours, and beside them two ranks of TRL unless those are recorded, with the same `config`; all
-    of them end well."""
+    """Run two of our processes, and two ranks of TRL unless they are recorded, with the same `config`; all must exit
+    with 0."""
     done = {}
 
     def run(whose: str, **more) -> None:
@@ -81,14 +83,16 @@ def _trls(number: int, count: int, place: str) -> dict:
 
 def _become(names: dict, log: Path, *given) -> None:
     os.environ |= {name: str(value) for name, value in names.items()}
-    sys.stdout = sys.stderr = log.open("w", buffering=1)  # to the process's end: an error is written at the very last
+    # Open until the process ends: errors are written at the very end.
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
     for standard in (1, 2):
         os.dup2(sys.stdout.fileno(), standard)
     try:
         rank.main(*given)
     except Exception as error:
-        sys.last_value = error  # as Python's own end of a program
+        sys.last_value = error  # as the interpreter does for an uncaught exception
         traceback.print_exc()
         sys.exit(1)
     finally:
-        atexit._run_exitfuncs()  # multiprocessing leaves them out: JAX's processes wait for each other in one
+        # `multiprocessing` skips exit handlers, in one of which JAX's processes wait for each other.
+        atexit._run_exitfuncs()

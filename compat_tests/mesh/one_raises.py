@@ -1,4 +1,4 @@
-"""A script of two processes, of which one raises an exception: `python one_raises.py FAULT WHO MODEL OUT`."""
+"""A user's script in two processes, of which one raises an exception: `python one_raises.py FAULT WHO MODEL OUT`."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 
 fault, who, model, out = sys.argv[1:]
-SENTENCE = " ".join(("the", "very", "sentence"))  # tracebacks quote lines of this file
+SENTENCE = " ".join(("the", "very", "sentence"))  # not a literal, because tracebacks quote this file
 mine = os.environ["JAX_PROCESS_ID"] == who
 
 
@@ -58,11 +58,11 @@ try:
 except RuntimeError:
     if fault != "caught":
         raise
-    threading.Event().wait()  # as a script that goes on to something else
+    threading.Event().wait()  # as if the script went on with something else
 if fault == "between":
     fail()
     trainer.evaluate()
-if fault == "alike":  # all processes raise it and go on
+if fault == "alike":  # all processes raise it and continue
     for _ in range(2):
         try:
             trainer.evaluate("nowhere")

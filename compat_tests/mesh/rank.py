@@ -1,4 +1,4 @@
-"""One process of a run of several, as `launching` starts them."""
+"""One process of a run with several, as started by `launching`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 from dataclasses import replace
 from functools import partial, partialmethod
 
-HEARTBEAT = 10  # seconds, a third of what users wait
-ROWS = 44  # 6 micro-batches of 2 x 4 pairs, the last with four pairs of the first
+HEARTBEAT = 10  # seconds, a third of the default
+ROWS = 44  # 6 micro-batches of 2 x 4 pairs; the last is filled with the first four pairs
 
 
 def main(whose: str, folder: str, out: str, given: dict) -> None:
@@ -27,7 +27,7 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
     if "resume" in given:
         go_on(folder, rows_of("Reward", given.pop("pairs", ROWS)), f"{out}/{whose}", **given)
         return
-    if not first:  # whose save may not be there yet
+    if not first:  # the first process may not have saved yet
         reference.read_weights = lambda folder: {}
     run = {"ours": reference.run_ours, "trl": reference.run_trl}[whose]
     if given.pop("writes", False):
@@ -51,9 +51,10 @@ def policy_run(
     """A run of GRPO, RLOO or distillation.
 
     Args:
-        kind: of `served`, which has rows of its own.
-        eval_rows: how many prompts are completed in evaluations. of: the folder, beside `out`, that this run and all
-            that come after it go on from. teacher: its folder, in distillation.
+        kind: a kind of run in `served`, which has its own rows.
+        eval_rows: the number of evaluation prompts.
+        of: the folder, next to `out`, from which this run and all later ones resume.
+        teacher: the teacher's folder, for distillation.
     """
     import importlib
 
@@ -80,7 +81,7 @@ def policy_run(
 
 
 def rows_of(trainer: str, count: int) -> list[dict]:
-    """Rows in the form that this trainer takes."""
+    """Rows in this trainer's format."""
     from compat_tests.parity.grpo_cases import prompt_rows
     from compat_tests.parity.kto_cases import kto_rows
     from compat_tests.tiny import preference_rows, text_rows
@@ -93,7 +94,7 @@ def rows_of(trainer: str, count: int) -> list[dict]:
 
 
 def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: int | None = None, **config):
-    """The trainer, when it went on from a checkpoint; the first process `dies` in the middle of this step's save."""
+    """Resume a trainer from a checkpoint and return it; the first process `dies` in the middle of this step's save."""
     from datasets import Dataset
 
     from compat_tests.parity.reference import BASE
@@ -108,7 +109,7 @@ def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: 
 
 
 def die_saving(trainer, step: int) -> None:
-    """Weights are in the unfinished folder then, moments on their way."""
+    """At that point the unfinished folder has the weights, and the moments are being written."""
     from trl_jax.training import resume as checkpointing
 
     write = checkpointing.write_progress

@@ -1,4 +1,4 @@
-"""Runs of GRPO whose completions a server writes, with tools, environments and a `rollout_func`."""
+"""GRPO runs whose completions come from a server, with tools, environments and a `rollout_func`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from compat_tests.parity import reference
 
 
 def replies(ids: list[int], n: int) -> list[list[int]] | None:
-    """What the server writes to conversations: first turns that call tools, and second ones that are made of their
-    text."""
+    """The server's replies to conversations: first turns call tools, second turns are derived from the text."""
     text = words().decode(ids)
     if "assistant" not in text:
         return None
@@ -21,7 +20,7 @@ def replies(ids: list[int], n: int) -> list[list[int]] | None:
 
 
 def twice(prompts: list, trainer: Any) -> dict:
-    """A rollout_func that asks for a second turn where the first one is long."""
+    """A rollout_func that requests a second turn if the first one has an odd number of tokens."""
     ids = [trainer.processing_class.apply_chat_template(prompt, return_dict=False) for prompt in prompts]
     first, logps = trainer._generate_single_turn(ids, None, {}, 2)
     rows = [row for row, own in enumerate(first) if len(own) % 2]
@@ -33,7 +32,7 @@ def twice(prompts: list, trainer: Any) -> dict:
 
 
 def run(kind: str, folder: str, out: str, **config: Any) -> reference.Run:
-    """The Run's facts are what this process's reward function got, in order."""
+    """The Run's facts are what this process's reward function received, in order."""
     from datasets import Dataset
 
     import trl_jax

@@ -1,4 +1,5 @@
-"""What goes wrong between two processes ends both within seconds, with exit code 1 and a sentence that names it."""
+"""Failures in a run of two processes: both exit within seconds with code 1 and an error message that names the
+cause."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from trl_jax.mesh import processes, watch
 
 SCRIPT = Path(__file__).with_name("faulty.py")
 ROOT = str(Path(__file__).parents[2])
-SILENCE, END = 30, 60  # seconds: of one process without a line; from the end of the first to that of the last
+# In seconds: without output from one process; from the end of the first process to that of the last.
+SILENCE, END = 30, 60
 RESUME = "Checkpoints are never partial: restart all processes with resume_from_checkpoint=True."
 
 
 @dataclass
 class Ended:
-    """Of each process: its exit code and what it wrote; of all: the longest silence, and the seconds between ends."""
+    """For each process its exit code and output; over all, the longest silence and the seconds between the ends."""
 
     codes: list[int]
     texts: list[str]
@@ -33,7 +35,7 @@ class Ended:
 
 
 def run(out: Path, fault: str, *places: tuple[int, int], timeout: int = 60) -> Ended:
-    """Run processes with these (num_processes, process_id) to their ends."""
+    """Run processes with these (num_processes, process_id) until they exit."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     env |= {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
     address, logs, started = f"localhost:{port()}", [], []
@@ -62,7 +64,7 @@ def run(out: Path, fault: str, *places: tuple[int, int], timeout: int = 60) -> E
 
 
 def assert_ended(found: Ended, *sentences: str, codes: tuple[int, ...]) -> None:
-    """Each process ended with its code, in time, and with its sentence unless that is empty."""
+    """Each process exited in time with its code, and with its sentence in the output unless that is empty."""
     assert tuple(found.codes) == codes and found.silence < SILENCE and found.between < END, found
     for text, sentence in zip(found.texts, sentences, strict=True):
         assert sentence in text, text[-3000:]
@@ -94,7 +96,7 @@ def test_numbers_that_do_not_fit_together_are_named_in_all_processes(tmp_path):
     assert_ended(found, error, error, codes=(1, 1))
 
     found = run(tmp_path, "joining", (2, 0), (3, 1))
-    error = "ValueError: The processes of this run have different num_processes: 3 in the one with process_id=1 on "
+    error = "ValueError: The processes of this run have different num_processes: 3 on process_id=1 on "
     assert_ended(found, error, error, codes=(1, 1))
 
 

@@ -1,4 +1,4 @@
-"""An exception in one of two processes ends both: soon, with exit code 1, and with its sentence once."""
+"""An exception in one of two processes ends both: quickly, with exit code 1, and with its message printed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compat_tests.mesh.launching import port
 SCRIPT = Path(__file__).with_name("one_raises.py")
 ROOT = str(Path(__file__).parents[2])
 SENTENCE = "the very sentence"
-MOST = 40  # seconds from the exception to the end of both
+MOST = 40  # seconds from the exception until both have exited
 
 
 def run(fault, who, folder, out):
@@ -40,7 +40,7 @@ def run(fault, who, folder, out):
     return [process.returncode for process in processes], [log.read_text() for log in logs], seconds
 
 
-@usual("callback-1-RuntimeError")  # 20 s of two processes each
+@usual("callback-1-RuntimeError")  # each takes 20 s of two processes
 @pytest.mark.parametrize(
     ("fault", "who", "kind"),
     [

@@ -1,4 +1,4 @@
-"""Two real processes that train language models, beside two ranks of TRL: one trainer after the other in each."""
+"""Two real processes that train language models against two ranks of TRL, one trainer after the other."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ CONFIG = {"gradient_accumulation_steps": 2, "max_steps": 5, "lr_scheduler_type":
 RUNS = {
     "SFT": {"trainer": "SFT", "learning_rate": 3e-3},
     "DPO": {"trainer": "DPO", "learning_rate": 3e-3},
-    # Both ranks' answers to other prompts estimate the divergence.
+    # The KL estimate uses completions of both ranks.
     "KTO": {"trainer": "KTO", "learning_rate": 1e-2, "beta": 0.3},
 }
-# TRL's ranks do not find what the first of them precomputes for rows in memory: beside its live reference.
+# TRL's ranks do not find what the first one precomputes for in-memory rows, so this is compared with TRL's live
+# reference.
 BEFORE = {"before": RUNS["DPO"] | {"precompute_ref_log_probs": True}} if THOROUGH else {}
-# Usually the one whose ranks need each other's answers.
+# By default, only the case whose ranks need each other's completions.
 USUAL = RUNS if THOROUGH else {"KTO": RUNS["KTO"]}
 CASES = [("SFT", "SFT"), ("DPO", "DPO"), ("KTO", "KTO"), ("before", "DPO")]
 
@@ -33,7 +34,7 @@ CASES = [("SFT", "SFT"), ("DPO", "DPO"), ("KTO", "KTO"), ("before", "DPO")]
 @pytest.fixture(scope="module")
 def out(checkpoint, tmp_path_factory):
     out = tmp_path_factory.mktemp("pair")
-    # Full batches: of a shorter last one, TRL's ranks count the metrics of the first rank alone.
+    # Full batches: in a short last one, TRL only counts the metrics of the first rank.
     config, ours = CONFIG | {"runs": USUAL, "pairs": PAIRS}, {"mesh_shape": "fsdp:2", "runs": USUAL | BEFORE}
     launch_both(checkpoint(**SMALL), out, config, ours=ours)
     return out

@@ -1,4 +1,4 @@
-"""Two real processes that write completions and learn from them, beside two ranks of TRL, each with a part."""
+"""Online training in two real processes against two ranks of TRL, each with its part of the completions."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PROMPTS = 20
 CONFIG = grpo_cases.STEPS | {"max_steps": 3, "per_device_train_batch_size": 4, "writes": True}
 RUNS = {
     "GRPO": {"trainer": "GRPO", "num_generations": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
-    # A prompt's completions lie on both ranks.
+    # The completions of a prompt are on both ranks.
     "across": {"trainer": "GRPO", "num_generations": 8, "beta": 0.04, "num_iterations": 2, "eval_rows": 8,
                "num_generations_eval": 2, "eval_strategy": "steps", "eval_steps": 2},
     "Distillation": {"trainer": "Distillation", "gradient_accumulation_steps": 2, "beta": 0.5},
     "RLOO": {"trainer": "RLOO", "num_generations": 4, "beta": 0.05, "normalize_advantages": True},
 }  # fmt: skip
-# Usually the one that has most.
+# By default, the most complete case.
 USUAL = RUNS if THOROUGH else {"across": RUNS["across"]}
 
-# Ours alone: within a generation a run goes on from its checkpoint, with every process's random numbers.
+# Only for us: a run resumes within a generation, with every process's random state.
 SAVES = {"save_strategy": "steps", "save_steps": 1}
 AGAIN = {"GRPO": RUNS["GRPO"] | SAVES, "again": RUNS["GRPO"] | {"of": "oursGRPO/checkpoint-1"}} if THOROUGH else {}
 
@@ -55,12 +55,12 @@ def test_two_processes_are_two_ranks_of_trl(name, out, checkpoint):
     run_of = distillation_cases.run if name == "Distillation" else grpo_cases.run
     source = golden.digest(checkpoint(**SMALL), rows, ["two ranks", SMALL], CONFIG | RUNS[name], run_of)
     ours, theirs = run("ours"), golden.recorded_or(f"ranks/{name.lower()}_policy", source, lambda: run("trl"))
-    assert ours.facts == theirs.facts  # each rank's completions, token for token
+    assert ours.facts == theirs.facts  # each rank's completions, token by token
     assert len(ours.logs) == len(theirs.logs)
     for mine, other in zip(map(timeless, ours.logs), map(timeless, theirs.logs), strict=True):
         assert mine.keys() == other.keys()
         for key, wanted in other.items():
-            mark = 3e-5 if key.endswith("kl") else 1e-5  # a difference of sums; the newer JAX adds in another order
+            mark = 3e-5 if key.endswith("kl") else 1e-5  # a difference of sums; newer JAX adds in another order
             assert mine[key] == pytest.approx(wanted, rel=1e-5, abs=mark, nan_ok=True), (key, mine["step"])
     assert_same_weights(ours.weights, theirs.weights, 2e-4)
     if name != "Distillation":

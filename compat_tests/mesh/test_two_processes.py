@@ -1,4 +1,5 @@
-"""Two real processes on the loopback: beside two ranks of TRL, gone on with by one or two, killed, and not alike."""
+"""Two real processes on the loopback: against two ranks of TRL, resumed by one or two processes, killed, and with
+different arguments."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ def folder(checkpoint):
 
 @pytest.fixture(scope="module")
 def pair(folder, tmp_path_factory):
-    """Where two processes, and two ranks of TRL unless they are recorded, have left five steps."""
+    """The folder where two processes, and two ranks of TRL unless they are recorded, have trained for five steps."""
     out = tmp_path_factory.mktemp("pair")
-    launch_both(folder, out, CONFIG, ours=TWO | SAVING)
+    launch_both(folder, out, CONFIG, ours=TWO | {"save_strategy": "no", "save_minutes": 0})  # saves every step
     return out
 
 
@@ -45,7 +46,7 @@ def test_two_processes_are_two_ranks_of_trl(pair, folder):
 
 
 def alone(folder, out, resume):
-    """This process, with one device, goes on with steps of as many pairs."""
+    """Resume in this process, with one device and the same number of pairs per step."""
     one = CONFIG | SAVING | {"per_device_train_batch_size": 8, "mesh_shape": "data:1"}
     return go_on(str(folder), tiny.preference_rows(ROWS, margin=True), str(out), resume=str(resume), **one)
 

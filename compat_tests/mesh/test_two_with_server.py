@@ -1,4 +1,4 @@
-"""Two processes whose completions a server writes: the rows, losses and weights of one process."""
+"""Two processes with completions from a server: the rows, losses and weights of one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = RUNS if THOROUGH else ("adapter", "tools")
 
 
 def run(folder, out, runs: dict, **served) -> dict[int, list]:
-    """Train with one process and with two; returns what each asked of the server, which is made as `served` says."""
+    """Train with one process and with two; returns the requests of each. `served` configures the server."""
     stub, asked, replay = StubServer(folder, max_lora_rank=8), {}, served.pop("replay")
     stub.replay = replay
     vars(stub).update(served)
@@ -52,7 +52,7 @@ def run(folder, out, runs: dict, **served) -> dict[int, list]:
 
 @pytest.fixture(scope="module")
 def out(checkpoint, tmp_path_factory):
-    """The folder of the runs, and what the server was asked for."""
+    """The folder of the runs, and the requests to the server."""
     out = tmp_path_factory.mktemp("served")
     folder = checkpoint("qwen3", **{key: value for key, value in SMALL.items() if key != "model_type"})
     return out, run(folder, out, {name: RUNS[name] for name in CASES}, replay=replies)
@@ -75,11 +75,11 @@ def test_prompts_with_images(tmp_path):
         "kind": "images",
         "num_generations": 2,
         "vllm_importance_sampling_correction": False,
-    }  # which the stub has none for
+    }  # the stub returns no sampling log-probabilities
     asked = run(folder, tmp_path, {"images": config}, replay=replay, image_tokens=number)
     assert_alike(tmp_path, "images")
     seen = [[path for path, _ in seen if path == "/inference/v1/generate"] for seen in asked.values()]
-    assert seen[0] == seen[1] and len(seen[0]) == 7  # of eight prompts, one has no image
+    assert seen[0] == seen[1] and len(seen[0]) == 7  # one of eight prompts has no image
 
 
 def assert_alike(out, name):

@@ -1,4 +1,4 @@
-"""Two processes whose completions use tools and environments learn from the rows of one process, with its numbers."""
+"""Two processes whose completions use tools and environments: the rows and results of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(out, model, number=None, address=""):
         return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
-@only_thorough  # 80 s of computing, most of it imports
+@only_thorough  # 80 s of CPU time, mostly imports
 def test_two_processes_with_tools_are_one(checkpoint, tmp_path):
     model = checkpoint("qwen3", **{key: value for key, value in SMALL.items() if key != "model_type"})
     address = f"localhost:{port()}"
@@ -51,7 +51,7 @@ def test_two_processes_with_tools_are_one(checkpoint, tmp_path):
 
 
 class Counter:
-    """Counts its resets; the first process has two rows, of which one is not told anything."""
+    """Counts its instances. The first process has two rows; `reset` returns no text for one of them."""
 
     made = 0
 
@@ -91,7 +91,7 @@ def test_tool_calls_of_all_processes_are_counted():
 
 @pytest.fixture
 def both(monkeypatch):
-    """Calls a function in two threads that stand for processes 0 and 1; returns what each returned or raised."""
+    """Calls a function in two threads that act as processes 0 and 1; returns what each returned or raised."""
     here, barrier, given = threading.local(), threading.Barrier(2, timeout=20), {}
 
     def of_each_process(do):
@@ -128,7 +128,7 @@ def both(monkeypatch):
 
 
 def complete(texts, images, rooms):
-    """The texts backwards, and their rooms as log-probabilities."""
+    """The reversed texts, with their maximum lengths in place of log-probabilities."""
     return [text[::-1] for text in texts], rooms
 
 

@@ -1,4 +1,4 @@
-"""Two real processes with two devices each, which write completions together: those of one process with four."""
+"""Online training in two real processes with two devices each: the same completions as in one process with four."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if THOROUGH:
 
 @pytest.fixture(scope="module")
 def runs(checkpoint, tmp_path_factory):
-    """The folder of each run, by its processes."""
+    """The folder of each run, by number of processes."""
     out = {processes: tmp_path_factory.mktemp(str(processes)) for processes in (1, 2)}
     for processes, folder in out.items():
         config = [CONFIG | {"devices": 4 // processes}] * processes
@@ -39,7 +39,7 @@ def test_completions_numbers_and_weights_are_those_of_one_process(runs):
         (number, rank): json.loads((folder / f"ours.{rank}.json").read_text())["completion_ids"]
         for number, folder in runs.items() for rank in range(number)
     }  # fmt: skip
-    # Reward functions are called in each process with its own rows.
+    # Each process calls reward functions with its own rows.
     assert seen[1, 0] == [first + second for first, second in zip(seen[2, 0], seen[2, 1], strict=True)]
     alone, both = (json.loads((folder / "ours.json").read_text()) for folder in runs.values())
     for mine, other in zip(map(timeless, both), map(timeless, alone), strict=True):

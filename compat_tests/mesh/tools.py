@@ -1,4 +1,4 @@
-"""Conversations whose first turns call tools, as a tiny model would not write them."""
+"""Conversations with scripted first turns that call tools, because a tiny model would not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ __all__ = ["FIRST", "Shop", "add", "conversations", "words"]
 
 _BUY = '<tool_call>{"name": "buy", "arguments": {"what": "pen"}}</tool_call>' + END
 _UNKNOWN = '<tool_call>{"name": "none", "arguments": {}}</tool_call>' + END
-FIRST = {0: [_BUY, "No." + END], 1: [CALLS["json"] + END, _UNKNOWN]}  # by what the shop has
+# Number of items in the shop -> the first turns of two completions.
+FIRST = {0: [_BUY, "No." + END], 1: [CALLS["json"] + END, _UNKNOWN]}
 
 
 @cache
@@ -19,7 +20,7 @@ def words():
 
 
 def conversations(count: int) -> list[dict]:
-    """Prompts with what the shop has at the start."""
+    """Prompts, each with what the shop has at the start."""
     return [{"prompt": [{"role": "user", "content": f"What is {i} and {i}?"}], "start": i % 2} for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""A run of GRPO with tools and environments: `python tools_run.py MODEL OUT`, in one process or in each of several."""
+"""A GRPO run with tools and environments, in one process or in each of several: `python tools_run.py MODEL OUT`."""
 
 import json
 import os
@@ -22,7 +22,7 @@ model, out = sys.argv[1:]
 
 
 def first_turns(writer, ids, group, images=None):
-    """The first turns of completions are given, by the row; the model draws the others."""
+    """First turns of completions are scripted per row; the model samples the others."""
     if group == 1:
         return complete(writer, ids, group, images)
     texts = [writer.decoded([own])[0] for own in ids]

@@ -1,4 +1,4 @@
-"""Tiny causal language models of each family, tied and untied, and transformers' answers."""
+"""Tiny causal language models of each family, tied and untied, and transformers' results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from compat_tests.models import families, variants
 from compat_tests.tiny import tiny_model
 
-# What differs from the classifiers' variants; some facts are of the head alone.
+# Differences from the classifiers' variants; some only concern the head.
 FACTS = {
     "cohere": {"logit_scale": 0.4},
     "cohere2": {"sliding_window": 7, "logit_scale": 3.0},
@@ -22,7 +22,7 @@ FACTS = {
         "final_logit_softcapping": 3.0,
     },
 }
-NORMED_SUMS = {"do_layer_norm_before": False, "word_embed_proj_dim": 48}  # opt's checkpoint of 350M parameters
+NORMED_SUMS = {"do_layer_norm_before": False, "word_embed_proj_dim": 48}  # as in opt-350m
 DECODERS = sorted({*variants.COMMON, *families.VARIANTS})
 
 
@@ -34,13 +34,14 @@ def build(folder: Path, family: str, *, tie: bool, **facts) -> Path:
 
 
 def rows() -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask `[6, T]`: those of the classifiers' with a token to see."""
+    """Ids and mask `[6, T]`: the classifiers' rows that have visible tokens."""
     ids, mask = variants.rows()
     return ids[:6], mask[:6]
 
 
 def reads_and_targets(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places with a visible token whose next one is visible too, flat, and the ids of those; two fillers last."""
+    """Flat indices of visible tokens followed by a visible token, and the ids of the latter; the last two are
+    padding."""
     both = (mask[:, :-1] * mask[:, 1:]).astype(bool)
     row, place = np.nonzero(both)
     targets = ids[row, place + 1]
@@ -49,7 +50,7 @@ def reads_and_targets(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np
 
 
 def reference(folder: Path, dtype: str = "float32"):
-    """transformers' model, in float32 if nothing else is said."""
+    """transformers' model, in float32 by default."""
     import torch
     import transformers
 

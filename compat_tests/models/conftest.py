@@ -1,4 +1,4 @@
-"""Variants are built once a session."""
+"""Each variant is built once per session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compat_tests.models import variants
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """built(family, name) -> the folder of that variant; shared, so read only."""
+    """built(family, name) -> the folder of that variant; shared, so do not write to it."""
     folders = {}
 
     def build(family: str, name: str):

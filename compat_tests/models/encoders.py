@@ -1,4 +1,4 @@
-"""Tiny checkpoints of the encoder families: at least two variants each, rows, and transformers' answer."""
+"""Tiny checkpoints of the encoder families in at least two variants each, rows, and transformers' results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 SLIDE, FULL = "sliding_attention", "full_attention"
-# What a config is told beside tiny.SHAPE, and what of that it does not have.
+# Config values in addition to tiny.SHAPE, and those of tiny.SHAPE that a config does not have.
 _DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 SHAPES = {
     "distilbert": {"hidden_dim": 96},
@@ -28,7 +28,7 @@ _ROPES = {
     SLIDE: {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
     FULL: {"rope_type": "default", "rope_theta": 900.0},
 }
-# old: keys of earlier configs, in place of those that transformers writes today.
+# old: keys of earlier configs, replacing those that transformers writes today.
 VARIANTS = {
     "bert": {"plain": {}, "other": {"hidden_act": "gelu_new", "layer_norm_eps": 1e-2, "type_vocab_size": 1}},
     "roberta": {"plain": {}, "other_pad": {"pad_token_id": 7, "hidden_act": "relu", "type_vocab_size": 1}},
@@ -67,12 +67,13 @@ _TODAYS = {"modernbert": ("rope_parameters", "layer_types"), "deberta": ("pos_at
 
 
 def build(folder: Path, family: str, name: str, **how) -> Path:
-    """The checkpoint of a variant; `how` as in `tiny.tiny_model`."""
+    """Build the checkpoint of a variant; `how` as in `tiny.tiny_model`."""
     from compat_tests.tiny import tiny_model
 
     facts = dict(VARIANTS[family][name])
     old = facts.pop("old", {})
-    if family == "modernbert" and old:  # what the old keys mean, so that transformers writes a config to take apart
+    # The meaning of the old keys, so that transformers writes a config whose keys can be replaced.
+    if family == "modernbert" and old:
         ropes = {FULL: old["global_rope_theta"], SLIDE: old["local_rope_theta"]}
         facts["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": ropes[kind]} for kind in ropes}
         facts["layer_types"] = [FULL, SLIDE, FULL]
@@ -88,7 +89,7 @@ def build(folder: Path, family: str, name: str, **how) -> Path:
 def rows() -> tuple[np.ndarray, np.ndarray]:
     """Ids and mask `[6, LENGTH]`; the pad is id 0.
 
-    Full, padded, pads seen in the middle, one hidden in the middle, padded to half, pads seen at the end.
+    Full; padded; visible pads in the middle; a hidden one in the middle; padded to half; visible pads at the end.
     """
     ids = np.random.default_rng(0).integers(1, 512, (6, LENGTH))
     mask = np.ones_like(ids)

@@ -1,4 +1,5 @@
-"""What a tiny checkpoint of each family is told beside the common shape, and its variants: at least two a family."""
+"""Config values for a tiny checkpoint of each family, in addition to the common shape, and at least two variants
+each."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ GROWING = {
     "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 0.5,
 }  # fmt: skip
 
-# Keys of the common shape that these configs do not have.
+# Keys of the common shape that these configs lack.
 _GPT = ("intermediate_size", "num_key_value_heads")
 ABSENT = {
     "gpt2": _GPT,
@@ -49,7 +50,7 @@ ABSENT = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 32}
 
-# Of which one sees every token; groups where the config has any.
+# Routed and shared experts, and a dense first layer; expert groups are added for configs that have them.
 ROUTED = {
     "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
@@ -68,7 +69,7 @@ DEEPSEEK_YARN = {
 }  # fmt: skip
 
 LINEAR_ATTENTION = "linear_attention"
-# Delta nets norm what may be next to nothing: a small eps, or few channels of keys, makes float32 noise of it.
+# Delta nets normalize values that may be almost zero: a small eps, or few key channels, would amplify float32 noise.
 DELTA = {
     "head_dim": 16, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 32, "linear_value_head_dim": 12, "rms_norm_eps": 0.1,
@@ -83,7 +84,7 @@ FALCON = {
     "ssm_out_multiplier": 0.6, "mlp_multipliers": [1.2, 0.7], "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
 }  # fmt: skip
 
-# Beside tiny.SHAPE.
+# In addition to tiny.SHAPE.
 SHAPES = {
     "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40},
     "qwen3_5_text": DELTA,
@@ -119,7 +120,7 @@ SHAPES = {
     "ministral3": {"head_dim": 24},
     "minimax_m2": {"head_dim": 24, "num_local_experts": 4, "intermediate_size": 40, "num_experts_per_tok": 2},
     "mixtral": {"head_dim": 16, "num_local_experts": 4},
-    # Without noise nothing that its routers do in training is left to chance.
+    # Without jitter its routers do not sample in training.
     "phimoe": {"head_dim": 16, "num_local_experts": 6, "router_jitter_noise": 0.0},
     "seed_oss": {"head_dim": 24, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "hunyuan_v1_dense": {"head_dim": 24},
@@ -166,26 +167,26 @@ SHAPES = {
     },
     "granitemoe": GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
 }
-# Those that transformers has no sequence classifier for: the body is compared, under our own head.
+# transformers has no sequence classifier for these: their trunk is compared under our head.
 BODY_ONLY = {
     "apertus", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe",
     "granite", "granitemoe", "granitemoehybrid", "llama4_text", "lfm2", "lfm2_moe", "minimax_m2", "nemotron_h", "olmoe",
     "qwen3_5_moe_text",
 }  # fmt: skip
 
-# Those whose attention, positions, mixers or experts no other of them has: what takes seconds to compile usually runs
-# for these, and for all under THOROUGH=1.
+# Families whose attention, positions, mixers or experts differ from all others: tests that take seconds to compile run
+# for these by default, and for all under THOROUGH=1.
 UNLIKE = {
     "llama", "gemma2", "gemma3_text", "gemma4_text", "phi3", "smollm3", "gpt2", "opt", "ministral3", "llama4_text",
     "lfm2", "deepseek_v3", "gpt_oss", "phimoe", "qwen3_next", "nemotron_h", "falcon_h1",
 }  # fmt: skip
 
-# Of those, the ones whose tokens generation/test_families.py usually compares, which shows their logits with keys and
-# values kept. Those of the others are usually compared of whole texts and in models/test_cached.py; tokens of opt in a
-# test of their own, of phimoe in generation/test_longrope.py.
+# Families in UNLIKE whose generated tokens generation/test_families.py compares by default, which covers cached logits.
+# The others are compared on full texts and in models/test_cached.py; opt's tokens have their own test, phimoe's are in
+# generation/test_longrope.py.
 GENERATED = UNLIKE - {"llama", "gemma2", "phi3", "deepseek_v3", "gpt2", "lfm2", "opt", "phimoe"}
 
-# Those whose positions are not told by one rope_parameters.
+# Families whose positions are not defined by a single rope_parameters.
 OWN_ROPE = {"gpt2", "gptj", "opt", "gemma3_text", "gemma4_text", "olmo3", "phi3", "ministral3"}
 
 VARIANTS = {
@@ -394,7 +395,7 @@ VARIANTS = {
     "phimoe": {
         "plain": {"router_jitter_noise": 0.2},
         "alone": {"rms_norm_eps": 1e-2, "num_key_value_heads": 4},
-        # as Phi-3.5-MoE's own config says it
+        # as in Phi-3.5-MoE's own config
         "old": {
             "old": {
                 "rope_theta": 300.0, "rope_scaling": {"type": "longrope", **OLD_LONGROPE}, "hidden_dropout": 0.0,

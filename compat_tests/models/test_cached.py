@@ -1,4 +1,4 @@
-"""With keys and values kept, every decoder gives the logits that whole texts give it."""
+"""With cached keys and values, every decoder gives the logits of a full forward pass."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from trl_jax.models.model import merge
 
 pytest.importorskip("torch")
 
-# The stack in a scan for all; layer by layer for those with several ropes, windows, caps, experts, learned positions.
+# All with the stack in a scan; those with several RoPEs, windows, soft caps, experts or learned positions also layer by
+# layer.
 CASES = [(family, False) for family in causal.DECODERS] + [
     (family, True) for family in ("gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss", "llama4_text", "mixtral")
 ]
-# Latents, learned positions, convolutions, windows; generation/test_families.py has the tokens of all that are unlike.
+# Latent attention, learned positions, convolutions, windows; generation/test_families.py compares tokens of the others.
 USUAL = {("deepseek_v3", False), ("gpt2", False), ("lfm2", False), ("gemma2", True)}
-LENGTHS, GROUP, NEW = np.array([11, 7], np.int32), 2, 12  # windows of 7 are crossed, in prompts and behind them
+LENGTHS, GROUP, NEW = np.array([11, 7], np.int32), 2, 12  # windows of 7 are exceeded within prompts and after them
 
 
 @usual("gpt2-False", "lfm2-False", "gemma2-True")
@@ -30,7 +31,7 @@ LENGTHS, GROUP, NEW = np.array([11, 7], np.int32), 2, 12  # windows of 7 are cro
 def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))
     ids = np.random.default_rng(0).integers(5, model.vocab_size - 8, (4, 24)).astype(np.int32)
-    ids[1, :11], ids[3, :7] = ids[0, :11], ids[2, :7]  # two completions of each prompt, which differ
+    ids[1, :11], ids[3, :7] = ids[0, :11], ids[2, :7]  # two different completions of each prompt
     wanted = np.asarray(model(ids).logits)
     options = {"group": GROUP, "capacity": 16, "max_tokens": 1000, "dtype": jnp.float32, "by_layer": by_layer}
     logits, cache = prefill(model.graph, model.arrays, ids[::2, :12], LENGTHS, LENGTHS.max(), **options)
@@ -48,4 +49,4 @@ def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
         logits, cache = step(cache, ids[np.arange(4), places], places)
         far = max(far, np.abs(logits - wanted[np.arange(4), places]).max())
     assert far < 1e-5 * max(1.0, wanted.std())
-    assert int(cache.places.written) == NEW
+    assert int(cache.fill.written) == NEW

@@ -1,4 +1,4 @@
-"""Every family's causal language model computes, differentiates and is saved as transformers does."""
+"""Every family's causal language model: logits, gradients and saved files match transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BALANCED = (
     "ernie4_5_moe", "gpt_oss", "granitemoe", "granitemoehybrid", "minimax_m2", "mixtral", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
 )  # fmt: skip
-ROUTERS = (".gate.weight", ".router.weight")  # as transformers calls them
+ROUTERS = (".gate.weight", ".router.weight")  # transformers' names
 TIED = [(family, True) for family in ("llama", "phi", "gpt2")]
 CASES = [(family, tie) for family in causal.DECODERS for tie in (False, True)]
 
@@ -66,7 +66,8 @@ def test_parameters_have_the_names_and_shapes_of_transformers(family, folder_of)
     wanted = {name: one.detach().numpy() for name, one in causal.reference(folder).named_parameters()}
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = dict(model.named_parameters())
-    assert found.keys() == {name for name in wanted if not name.endswith("e_score_correction_bias")}  # a buffer here
+    # Not a parameter here.
+    assert found.keys() == {name for name in wanted if not name.endswith("e_score_correction_bias")}
     assert wanted.keys() <= set(model.names())
     for name, values in found.items():
         np.testing.assert_array_equal(values, wanted[name], name)
@@ -122,7 +123,7 @@ def test_bfloat16_shards_come_back_to_the_byte(family, tie, folder_of, tmp_path)
 
 
 def test_the_head_computes_in_the_runs_dtype(folder_of):
-    """Logits are rounded to bfloat16 as under autocast, and no further from float32 than torch's own are."""
+    """Logits are rounded to bfloat16 as under autocast, and differ no more from float32 than torch's do."""
     folder, (ids, mask) = folder_of("llama", False), causal.rows()
     model, reference = AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
     places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
@@ -139,9 +140,9 @@ def test_the_head_computes_in_the_runs_dtype(folder_of):
 @only_thorough
 @pytest.mark.parametrize("family", usually("mixtral".__eq__, BALANCED))
 def test_the_load_balancing_loss(family, folder_of):
-    """Of the visible tokens of all layers, with its gradient."""
+    """Over the visible tokens of all layers, with its gradient."""
     folder, (ids, mask) = folder_of(family, False), causal.rows()
-    ids, mask = ids[:2], mask[:2]  # padded to the right: others have tokens that see nothing
+    ids, mask = ids[:2], mask[:2]  # right-padded rows: the others have tokens that see nothing
     model, reference = AutoModelForCausalLM.from_pretrained(folder), causal.reference(folder)
     options = {"attention_mask": torch.tensor(mask), "output_router_logits": True, "use_cache": False}
     wanted = reference(input_ids=torch.tensor(ids), **options).aux_loss

@@ -1,4 +1,4 @@
-"""Every fact of an encoder made wrong is noticed: a fact that nothing depends on would be decoration."""
+"""Every field of an encoder's Arch matters: giving it a wrong value is noticed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trl_jax.nn.rope import Rope
 BERT, MODERN, V2 = ("bert", "plain"), ("modernbert", "biases"), ("deberta-v2", "convolved")
 OLD = ("deberta", "plain")
 
-# Fact -> the variant that shows it and a wrong value, by what notices: the table of tensors, or the numbers.
+# Field -> the variant that shows it and a wrong value; grouped by whether loading fails or results differ.
 REFUSED = {
     "vocab_size": (BERT, 519),
     "hidden_size": (BERT, 32),
@@ -72,11 +72,11 @@ DROPPED = {
     "head.dropout_before": BERT,
     "head.dropout_after": BERT,
 }
-# Shown by tests of their own: what is drawn, and the row without a gradient.
+# Tested separately: random initialization, and the row without a gradient.
 ELSEWHERE = {"initializer_range", "initializer_cutoff", "padding_idx", "head"}
 
 
-# Of those that take a model computed twice, the facts that are usually tried.
+# The fields tested by default, of those that need two computations.
 SHOWN = {"windows", "attention_dropout"}
 
 
@@ -89,7 +89,7 @@ def test_every_fact_is_here():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """folder(family, variant); built once."""
+    """folder(family, variant); each is built once."""
     made = {}
 
     def build(family, name):
@@ -102,7 +102,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def load_with(monkeypatch):
-    """load_with(folder, fact, wrong): the model under an arch with this fact; without one, under its own."""
+    """load_with(folder, fact, wrong): the model with this field of its Arch changed; unchanged if no field is given."""
 
     def load(folder, fact=None, wrong=None):
         def read_wrongly(raw, source):
@@ -125,9 +125,9 @@ def _with(facts, path, wrong):
 def _scores(model, **how):
     ids, mask = (rows[:3, 8:] for rows in encoders.rows())
     ids = ids.copy()
-    ids[:, 7] = 0  # a pad in sight
+    ids[:, 7] = 0  # a visible pad
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
-    with jax.disable_jit():  # op by op, so that mutants share what is compiled
+    with jax.disable_jit():  # op by op, so that mutants reuse compiled operations
         scorer, reads = merge(model.graph, model.params), np.arange(len(ids)) * ids.shape[1]
         return np.asarray(scorer(jnp.asarray(ids), positions, reads, valid=jnp.asarray(mask, bool), **how))
 
@@ -157,7 +157,7 @@ def test_a_fact_of_value(fact, folder, load_with):
 @only_thorough
 @pytest.mark.parametrize("fact", usually(SHOWN.__contains__, DROPPED))
 def test_a_rate_of_dropout(fact, folder, load_with):
-    """Only where its key is given, and the rate is the config's."""
+    """Dropout is applied only if a key is passed, at the config's rate."""
     model, key = load_with(folder(*DROPPED[fact]), fact, 0.0), jax.random.key(0)
     more = load_with(folder(*DROPPED[fact]), fact, 0.5)
     np.testing.assert_array_equal(_scores(more), _scores(model))
@@ -166,7 +166,8 @@ def test_a_rate_of_dropout(fact, folder, load_with):
 
 @only_thorough
 def test_padding_idx(folder, load_with):
-    """The rows of the pad have no gradient, neither its token's nor its position's; under a wrong fact others."""
+    """The pad's rows have no gradient, neither in the token embedding nor in the position embedding; a wrong value
+    changes which rows those are."""
 
     def untrained(model):
         def total(params):
@@ -179,7 +180,7 @@ def test_padding_idx(folder, load_with):
 
     place = folder("roberta", "plain")
     assert untrained(load_with(place)) == [True, True]
-    assert untrained(load_with(place, "padding_idx", 5)) == [False, True]  # no token stands at position 0
+    assert untrained(load_with(place, "padding_idx", 5)) == [False, True]  # position 0 is not used
 
 
 def test_what_is_drawn(folder, load_with, tmp_path):
@@ -193,7 +194,7 @@ def test_what_is_drawn(folder, load_with, tmp_path):
 
 
 def test_buckets_of_distances_are_the_ones_a_large_table_was_trained_with():
-    """Of 512 distances and 256 buckets: themselves up to 128, then wider; either direction alike."""
+    """For 512 distances and 256 buckets: exact up to 128, then wider buckets, symmetric in both directions."""
     rows = Distances(256, 512, key_to_query=True, query_to_key=True).rows
     ahead = np.arange(600)
     np.testing.assert_array_equal(rows(ahead[:129]), 256 + ahead[:129])

@@ -1,4 +1,4 @@
-"""Every encoder family in every variant scores, differentiates, loads and saves as transformers does."""
+"""Every encoder family in every variant: scores, gradients, loading and saving match transformers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trl_jax.nn.attention import attention
 
 torch = pytest.importorskip("torch")
 
-QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
+QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time with the same result
 WEIGHTS = "model.safetensors"
 every_family = pytest.mark.parametrize("family", encoders.FAMILIES)
 every_variant = pytest.mark.parametrize(("family", "name"), encoders.CASES)
-# Two families are roberta by another name, and plain variants are in parity/test_encoder_curves.py.
+# Two families are roberta under another name; parity/test_encoder_curves.py covers plain variants.
 TOLD_APART = usually(
     lambda family, name: name != "plain" and family not in {"xlm-roberta", "camembert"}, encoders.CASES
 )
@@ -32,7 +32,7 @@ TOLD_APART = usually(
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """built(family, name, **how) -> the folder of that variant; shared, so read only."""
+    """built(family, name, **how) -> the folder of that variant; shared, so do not write to it."""
     folders = {}
 
     def build(family: str, name: str = "plain", **how):
@@ -49,7 +49,7 @@ def load(folder):
 
 
 def inputs(ids, mask):
-    """A call of the model: tokens, positions, a token of each row, and which tokens are seen."""
+    """Arguments of the model: tokens, positions, one read per row, and which tokens are visible."""
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
     given = {"tokens": jnp.asarray(ids), "positions": positions, "valid": jnp.asarray(mask, bool)}
     return given | {"reads": np.arange(len(ids)) * ids.shape[1]}
@@ -79,14 +79,14 @@ def test_scores_and_gradients(family, name, built):
 
 
 def _assert_gradients(gradients, model, wanted, folder):
-    """As one checkpoint against another: the gradients saved by the table that saves weights."""
+    """Compared as checkpoints: the gradients are saved like weights."""
     out = folder / "gradients"
     save(out, gradients, model.source, changed={})
     found = load_file(out / WEIGHTS)
     assert set(found) == set(wanted)
     for tensor, gradient in wanted.items():
         right = np.zeros_like(found[tensor]) if gradient is None else gradient.numpy()
-        largest = max(np.abs(right).max(), 1e-2)  # keys' biases have none but rounding
+        largest = max(np.abs(right).max(), 1e-2)  # biases of keys have only rounding noise
         assert np.abs(found[tensor] - right).max() <= 1e-4 * largest, tensor
 
 
@@ -108,7 +108,7 @@ def test_parameters_have_the_names_of_transformers(family, built):
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "deberta-v2"])
 def test_calling_the_model(family, built):
-    """With pads that only fill a row, with those the caller hides, and with none hidden."""
+    """With a mask, and without one."""
     folder = built(family)
     ids, mask = encoders.rows()
     model = load(folder)
@@ -190,7 +190,8 @@ def test_a_text_longer_than_the_positions_is_refused(built):
     assert model.max_positions == 512 - 7 - 1 and load(built("modernbert")).max_positions is None
     with pytest.raises(ValueError, match="input_ids has 505 tokens per row, but the model supports 504"):
         model(np.ones((1, 505), int))
-    assert np.isfinite(model(np.ones((1, 504), int)).logits).all()  # computed on 512: the pads have no positions
+    # Padded to 512 for the computation, although the padding has no positions.
+    assert np.isfinite(model(np.ones((1, 504), int)).logits).all()
 
 
 HEADS = [
@@ -215,13 +216,13 @@ def test_a_new_head_is_drawn_as_transformers_draws_it(family, head, built):
 
 
 def test_the_old_names_of_norms_are_read_and_kept(built, tmp_path):
-    """transformers, too, saves a checkpoint under the names it came with."""
+    """transformers also saves a checkpoint under its original names."""
     folder = built("bert")
     old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     tensors = load_file(folder / WEIGHTS)
     for today, name in old.items():
         tensors = {tensor.replace(today, name): values for tensor, values in tensors.items()}
-    tensors["bert.embeddings.position_ids"] = np.arange(512)[None]  # a buffer that files once had
+    tensors["bert.embeddings.position_ids"] = np.arange(512)[None]  # a buffer in old files
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     model, today = load(tmp_path), load(folder)

@@ -1,4 +1,4 @@
-"""Every fact of Arch and Rope made wrong is noticed: a fact that nothing depends on would be decoration."""
+"""Every field of Arch and Rope matters: giving it a wrong value is noticed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trl_jax.nn.layers import ClampedSwiGLU
 from trl_jax.nn.moe import SparseMixer
 from trl_jax.nn.rope import Rope
 
-# Fact -> the family and variant that show it and a wrong value, by what notices: the table of tensors, or the numbers.
+# Field -> the family and variant that show it and a wrong value; grouped by whether loading fails or results differ.
 REFUSED = {
     "vocab_size": ("qwen2", "plain", 519),
     "hidden_size": ("qwen2", "plain", 32),
@@ -96,7 +96,7 @@ EXPERTS = {
     "group_best": ("deepseek_v3", "plain", 1),
     "sparse_mixer": ("phimoe", "plain", None),
 }
-# Facts of experts that tell which tensors there are.
+# Fields of experts that determine which tensors exist.
 EXPERTS_SHAPE = {
     "count": ("qwen2_moe", 3),
     "size": ("qwen2_moe", 20),
@@ -133,17 +133,17 @@ DROPOUTS = {
     "attention_out_dropout": ("phi", "plain"),
     "mlp_out_dropout": ("stablelm", "parallel"),
 }
-# Facts of a language model's head -> the family and a wrong value.
+# Fields of a language model's head -> the family and a wrong value.
 HEAD = {"logit_scale": ("cohere", 1.0), "logit_softcap": ("gemma2", None)}
-# Shown by tests of their own below, scale_in_table in test_noise.py.
+# Tested separately below; scale_in_table in test_noise.py.
 ELSEWHERE = {"counts_visible", "initializer_range", "tied_embeddings", "padding_idx", "scale_in_table", "head_bias"}
 
 
-# Of those that take a model computed twice, the facts that are usually tried.
+# The fields tested by default, of those that need two computations.
 SHOWN = {"windows", "ropes", "theta", "attention_dropout"}
 
 
-# Facts of vision towers and of texts with images, in compat_tests/hub/vision; so is `axes` of a rope.
+# Fields for vision towers and texts with images, tested in compat_tests/hub/vision, as is a rope's `axes`.
 OF_VISION = {"rope_sections", "layer_scale", "vision", "image_attention", "clipped_maps"}
 
 
@@ -157,7 +157,7 @@ def test_every_fact_is_here():
 
 @pytest.fixture
 def load_with(monkeypatch):
-    """load_with(folder, **wrong): the model under an Arch with these facts; without any, under its own."""
+    """load_with(folder, **wrong): the model with these fields of its Arch changed; unchanged if none are given."""
 
     def load(folder, model_class=AutoModelForSequenceClassification, **wrong):
         def read_wrongly(raw, source):
@@ -174,7 +174,7 @@ def scores(model, **how):
     ids, _ = variants.rows()
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
     reads = reads_of_rows(np.full(len(ids), ids.shape[1] - 1), ids.shape[1])
-    with jax.disable_jit():  # op by op, so that mutants share what is compiled
+    with jax.disable_jit():  # op by op, so that mutants reuse compiled operations
         return np.asarray(merge(model.graph, model.params)(ids, positions, reads, **how))
 
 
@@ -193,7 +193,7 @@ def test_a_fact_of_shape(fact, built, load_with):
     ],
 )  # fmt: skip
 def test_a_fact_of_a_layers_kind(name, wrong, built, load_with):
-    """Of those that reuse keys and values, or of those that see everything."""
+    """Of layers that reuse keys and values, or of layers with full attention."""
     folder = built("gemma4_text", name)
     kinds = load_with(folder).source.config.arch.kinds
     meant = [kind.heads is not None if "heads" in wrong else kind.reuses for kind in kinds]
@@ -204,7 +204,7 @@ def test_a_fact_of_a_layers_kind(name, wrong, built, load_with):
 
 @only_thorough
 def test_layers_without_positions(built, load_with):
-    """They norm no queries and keys, and theirs alone grow."""
+    """Layers without positions do not normalize queries and keys, and only their queries grow with length."""
     folder = built("llama4_text", "growing")
     right = load_with(folder)
     arch, wanted = right.source.config.arch, scores(right)
@@ -220,13 +220,13 @@ def test_layers_without_positions(built, load_with):
 def test_experts_beside_an_mlp(built, load_with):
     folder = built("gemma4_text", "experts")
     experts = replace(load_with(folder).source.config.arch.experts, beside_mlp=False)
-    with pytest.raises(KeyError, match="mlp.router"):  # which the family has no name for
+    with pytest.raises(KeyError, match="mlp.router"):  # the family has no name for it
         load_with(folder, experts=experts)
 
 
 @only_thorough
 def test_which_keys_are_reused(built, load_with):
-    """Those of the last layer before, not of one further up."""
+    """Those of the nearest earlier layer, not of one further below."""
     folder = built("gemma4_text", "plain")
     right = load_with(folder)
     kinds = right.source.config.arch.kinds
@@ -261,7 +261,7 @@ def test_a_fact_of_value(fact, built, load_with):
 
 @only_thorough
 def test_a_router_in_float32(built, load_with):
-    """Elsewhere it is what other layers are: the scores of bfloat16 differ."""
+    """With a router in the run's dtype, scores in bfloat16 differ."""
     folder = built("deepseek_v3", "plain")
     right = load_with(folder)
     wrong = load_with(folder, experts=replace(right.source.config.arch.experts, float32_router=False))
@@ -316,7 +316,7 @@ def test_a_fact_of_the_sparse_mixer(fact, built, load_with):
     right = load_with(folder)
     experts = right.source.config.arch.experts
     wrong = replace(experts, sparse_mixer=replace(experts.sparse_mixer, **{fact: SPARSE_MIXER[fact]}))
-    key = {"router_key": jax.random.key(0)} if fact == "input_jitter" else {}  # which is of training alone
+    key = {"router_key": jax.random.key(0)} if fact == "input_jitter" else {}  # only used in training
     assert _off(scores(load_with(folder, experts=wrong), **key), scores(right, **key)) > 1e-4
 
 
@@ -344,7 +344,7 @@ def test_positions_that_count_visible_tokens(built, load_with):
 
 @only_thorough
 def test_padding_idx(built, load_with):
-    """The row of the pad token has no gradient; under a wrong fact another row has none."""
+    """The pad token's row has no gradient; with a wrong value, another row has none."""
     folder = built("llama", "plain")
     ids = np.asarray([[5, 0, 6, 7]])
 
@@ -362,7 +362,7 @@ def test_padding_idx(built, load_with):
 
 
 def test_initializer_range(built, load_with):
-    folder = built("llama", "tied")  # a causal model: its head is drawn
+    folder = built("llama", "tied")  # a causal model, so its head is initialized randomly
     drawn, wide = load_with(folder).params, load_with(folder, initializer_range=0.2).params
     np.testing.assert_allclose(wide["score.weight"], 2 * drawn["score.weight"], rtol=1e-6)
 

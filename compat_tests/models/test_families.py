@@ -1,4 +1,4 @@
-"""Every family in every variant scores and differentiates as transformers does."""
+"""Every family in every variant: scores and gradients match transformers."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ GRADIENTS = [
 ]
 GRADIENTS += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
 GRADIENTS += [("gemma4_text", "experts")]
-# Whose gradients test_causal_families or test_multimodal_causal always has, or whose layers are those of one that is
-# compared.
+# Their gradients are always compared in test_causal_families or test_multimodal_causal, or their layers are those of a
+# family that is compared.
 SCORES_ALONE = {"llama", "gemma2", "gpt_oss", "ministral3", "phi3", "smollm3", "gemma4_text", "llama4_text"}
-if not THOROUGH:  # the others' scores alone
+if not THOROUGH:  # for the others, only scores
     GRADIENTS = [case for case in GRADIENTS if case[0] in UNLIKE - SCORES_ALONE]
-# Each is two facts that other variants of llama, qwen2 and qwen3, or of arcee and gpt_neox, have one by one.
+# Each combines two features that variants of llama, qwen2 and qwen3, or of arcee and gpt_neox, have separately.
 COMBINED = {
     ("llama", "attention_bias"), ("llama", "mlp_bias"), ("llama", "linear"), ("llama", "old_linear"),
     ("llama", "old_llama3"), ("qwen2", "tied"), ("qwen2", "yarn"), ("qwen3", "tied"), ("qwen3", "yarn"),
     ("qwen3", "max_window_layers"), ("qwen3", "long_window"),
 }  # fmt: skip
-# What these have, another variant of the family and one of another family have: layers of one kind, rotations of an odd
-# width, keys as they were once written. Gemma 2's caps are in test_causal_families.
+# Covered by another variant of the family together with one of another family: layers of a single kind, rotations of
+# odd width, old keys. test_causal_families covers Gemma 2's soft caps.
 TOLD_ELSEWHERE = {
     ("apertus", "another_activation"), ("apertus", "rope_of_the_class"), ("exaone4", "no_window"),
     ("gemma2", "plain"), ("gemma4_text", "no_sharing"), ("glm4_moe", "odd"), ("gpt_neox", "odd_linear"),
@@ -54,10 +54,10 @@ TOLD_ELSEWHERE = {
     ("olmo3", "pattern"), ("opt", "normed_sums"), ("phimoe", "alone"),
 }  # fmt: skip
 SELDOM = COMBINED | TOLD_ELSEWHERE
-QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time, computes the same
+QUICKLY = {"xla_backend_optimization_level": 0}  # compiles in a third of the time with the same result
 
 
-# As language models the plain variants of all families are in test_causal_families.
+# test_causal_families covers the plain variants of all families as language models.
 @pytest.mark.parametrize(
     ("family", "name"),
     usually(
@@ -69,7 +69,7 @@ def test_scores(family, name, built):
     folder, length = built(family, name), variants.variant(family, name).get("length", variants.LENGTH)
     with_new_head = variants.variant(family, name).get("head") == "causal" or family in BODY_ONLY
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    if with_new_head:  # a head that both draw: saved by us, read by both
+    if with_new_head:  # a random head, which we save so that both load it
         folder = folder / "saved"
         model.save_pretrained(folder)
     ids, mask = variants.rows(length)
@@ -84,7 +84,8 @@ def test_scores(family, name, built):
 @usual("lfm2-biases", "gemma3_text-old", "gpt2-by_layer", "opt-normed_sums_no_bias", "qwen3_next-dense")
 @pytest.mark.parametrize(("family", "name"), GRADIENTS)
 def test_scores_and_gradients(family, name, built, tmp_path):
-    """Of a weighted sum of scores, for every tensor on disk. Row 3 sees a pad: that embedding has none."""
+    """Of a weighted sum of scores, for every tensor on disk. Row 3 has a visible pad, whose embedding gets no
+    gradient."""
     folder, length = built(family, name), variants.variant(family, name).get("length", variants.LENGTH)
     ids, mask = (rows[:6] for rows in variants.rows(length))
     pull = np.linspace(-1.0, 1.5, len(ids), dtype=np.float32)
@@ -137,7 +138,7 @@ def test_a_key_that_transformers_alone_knows_is_refused(family, built, tmp_path,
 
 
 def test_a_key_that_nobody_knows_is_passed_over(built, tmp_path, caplog):
-    """As in the tiny gpt2 of TRL's own tests, whose config has a llama's sizes."""
+    """As in the tiny gpt2 of TRL's own tests, whose config has llama's sizes."""
     shutil.copytree(built("gpt2", "plain"), tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2, "twist": 3}))
@@ -149,8 +150,8 @@ def test_a_key_that_nobody_knows_is_passed_over(built, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("key", "unread"), [
-    ("n_inner", False), ("hidden_size", False),  # a field, and another name of one
-    ("sliding_window", False),  # what the cache of all models reads
+    ("n_inner", False), ("hidden_size", False),  # a field, and an alias of one
+    ("sliding_window", False),  # read by the cache of all models
     ("cross_attention_factor", True),
 ])  # fmt: skip
 def test_keys_that_transformers_reads(key, unread):
@@ -159,7 +160,7 @@ def test_keys_that_transformers_reads(key, unread):
 
 @pytest.mark.parametrize("family", usually(UNLIKE.__contains__, sorted(set(VARIANTS) - BODY_ONLY)))
 def test_an_untouched_checkpoint_is_written_to_the_byte(family, built, tmp_path):
-    """Also in bfloat16, where a weight that went through any arithmetic would show."""
+    """Also in bfloat16, where any arithmetic on a weight would show."""
     import transformers
 
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -178,7 +179,7 @@ def test_an_untouched_checkpoint_is_written_to_the_byte(family, built, tmp_path)
 
 @pytest.mark.parametrize("family", usually(UNLIKE.__contains__, sorted(set(VARIANTS) - BODY_ONLY)))
 def test_a_causal_model_becomes_a_classifier(family, tmp_path):
-    """Both draw the same head, and transformers finds every tensor in what is saved and no other."""
+    """Both initialize the same head, and transformers finds exactly the tensors that are saved."""
     import transformers
 
     folder = variants.tiny_model(tmp_path / "in", family, head="causal")
@@ -197,14 +198,14 @@ IN_BFLOAT16 = (
     "deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe falcon_h1 glm4_moe granitemoe granitemoehybrid hunyuan_v1_moe lfm2 "
     "lfm2_moe llama4_text minimax_m2 nemotron_h phimoe qwen3_5_moe_text qwen3_5_text qwen3_next"
 ).split()
-# One text whose expert is another by rounding, on either side, is further off than all others.
+# If rounding selects another expert on either side, that text's error exceeds all others.
 BY_MEDIAN = {"glm4_moe", "gpt_oss", "lfm2_moe", "phimoe", "qwen3_5_moe_text"}
 
 
 @usual("llama", "gpt_oss")
 @pytest.mark.parametrize("family", IN_BFLOAT16)
 def test_bfloat16_is_no_further_from_float32_than_transformers_own(family, built):
-    """Root mean square over 48 texts, or their median; what torch computes in float32 is the truth."""
+    """Root mean square over 48 texts, or their median; torch's float32 result is the reference."""
     folder = built(family, "plain")
     ids = np.random.default_rng(3).integers(1, 512, (48, 32))
     model = AutoModelForSequenceClassification.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Laws that hold whatever the weights."""
+"""Properties that hold for any weights."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _changed(ids, at):
 
 
 def _layer(decoder, index, h, ids):
-    """One layer of the stack by itself."""
+    """A single layer of the stack."""
     arch = decoder.arch
     cos, sin = rope_angles(_positions(ids), arch.ropes[:1], arch.rotary_dim, ids.shape[1])
     graph, _ = nnx.split(nnx.eval_shape(lambda: Block(arch, arch.runs[0].kind)))

@@ -1,4 +1,4 @@
-"""One optimizer step in three layouts: the same loss and the same gradients."""
+"""One optimizer step in each layout: the same loss and the same gradients."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trl_jax.training.forward import Forward
 
 QUICKLY = {"xla_backend_optimization_level": 0}
 PAIRS, COUNT, PAD = 3, 3, 0
-PACKED = ("packed", "shared", "shared rows")  # rows: attention text by text, as on GPUs
-# Of each family the variant that strays furthest, and those in which layouts could go wrong in a way of their own.
+PACKED = ("packed", "shared", "shared rows")  # rows: attention per text, as on GPUs
+# For each family the variant that differs most, and those in which layouts could fail in their own way.
 CASES = [("llama", "yarn"), ("qwen2", "layer_types"), ("qwen3", "attention_bias")]
 CASES += [(family, list(own)[-1]) for family, own in VARIANTS.items()]
 CASES += [("llama4_text", "growing"), ("gemma4_text", "experts")]
@@ -32,8 +32,8 @@ ENCODERS = [("bert", "plain"), ("roberta", "plain"), ("modernbert", "biases"), (
 GRADIENTS = [("llama", "yarn"), ("gemma2", "plain"), ("phi3", "long"), ("qwen3_moe", "window"), ("gpt2", "plain")]
 GRADIENTS += [("lfm2", "biases"), ("deepseek_v3", "plain"), ("qwen3_5_text", "others"), ("gemma4_text", "plain")]
 GRADIENTS += [("gpt_oss", "clamped"), ("llama4_text", "growing")]
-# Usual are those with ropes by layer or by length, a window, a state, sinks and learned positions; `bench.layouts` runs
-# all of CASES with gradients.
+# By default, those with RoPE per layer or per length, a window, a state, sinks and learned positions;
+# `benchmarks.layouts` runs all of CASES with gradients.
 USUAL = {
     ("llama", "yarn"), ("gemma3_text", "old"), ("gpt_oss", "clamped"), ("nemotron_h", "latent"), ("phi3", "long"),
     ("gpt2", "plain"),
@@ -42,8 +42,11 @@ USUAL = {
 
 @cache
 def step():
-    """Seven pairs, three a micro-batch, the last of one: with a long common prefix, none, one text within the other,
-    and both the same; some texts end in pads, of which the first is read one token earlier, or in what both share."""
+    """Seven pairs in micro-batches of three, the last with one.
+
+    Their prefixes: long, none, one text contained in the other, both texts equal. Some texts end in padding, where the
+    read moves back to the last real token, possibly into the shared prefix.
+    """
     dice = np.random.default_rng(5)
 
     def draw(count):
@@ -72,7 +75,7 @@ def batches(layout):
 
 @lru_cache(maxsize=1)
 def pass_of(model, gradients, dtype, max_length):
-    """(params, batch) -> the loss of a micro-batch, or that and its gradients; compiled once a shape."""
+    """(params, batch) -> the loss of a micro-batch, or (loss, gradients); compiled once per shape."""
     task = SimpleNamespace(head="score")
     state = {"model": model, "max_tokens": max_length, "task": task, "reference": None, "router_aux_loss_coef": 0.0}
     forward = Forward(SimpleNamespace(**state))
@@ -86,7 +89,7 @@ def pass_of(model, gradients, dtype, max_length):
 
 
 def of_step(model, layout, *, gradients=False, dtype="float32", max_length=None):
-    """The step's loss, or with `gradients` the loss and those."""
+    """The step's loss, or (loss, gradients) with `gradients`."""
     run = pass_of(model, gradients, dtype, max_length)
     batch = batches(layout) if isinstance(layout, str) else layout
     passes = [run(model.params, jax.tree.map(lambda leaf, p=p: leaf[p], batch)) for p in range(COUNT)]
@@ -104,9 +107,9 @@ def test_the_loss_is_the_same_in_every_layout(family, name, built):
 
 
 def apart(model, layouts=PACKED, dtype="float32"):
-    """How far packed rows are from padded ones: in loss, and the worst gradient in parts of its own scale.
+    """The largest difference between packed and padded rows: of the loss, and of gradients relative to their scale.
 
-    Where the exact gradient is zero both are rounding noise: scales end at a hundredth of the largest.
+    If the exact gradient is zero, both are rounding noise: scales are at least a hundredth of the largest one.
     """
     wanted, gradients = of_step(model, "padded", gradients=True, dtype=dtype)
     least = 1e-2 * max(np.abs(values).max() for values in gradients.values())
@@ -118,7 +121,7 @@ def apart(model, layouts=PACKED, dtype="float32"):
         yield abs(found - wanted) / max(1, wanted), max(gaps)
 
 
-# Usually nn/ has those of attention and of states, and training/test_layouts.py those of a run.
+# By default, nn/ covers gradients of attention and of states, and training/test_layouts.py those of a run.
 @only_thorough
 @pytest.mark.parametrize(("family", "name"), GRADIENTS)
 def test_the_gradients_are_the_same_in_every_layout(family, name, built):
@@ -128,7 +131,7 @@ def test_the_gradients_are_the_same_in_every_layout(family, name, built):
 
 @only_thorough
 def test_a_window_that_no_text_is_longer_than_is_left_out(built):
-    """gemma2's is 7 here: where texts are said to have no more, it is not there, which longer ones show."""
+    """gemma2's window is 7 here. It is omitted if max_length says that texts are not longer; longer texts show this."""
     model = AutoModelForSequenceClassification.from_pretrained(built("gemma2", "plain"))
     assert model.backend.window == 7
     wanted = of_step(model, "padded")
@@ -142,7 +145,7 @@ def test_a_window_that_no_text_is_longer_than_is_left_out(built):
 @usual("modernbert-biases")
 @pytest.mark.parametrize(("family", "name"), ENCODERS)
 def test_encoders_pack(family, name, tmp_path):
-    """First token and mean of the text, windows to both sides, positions that skip pads within a text."""
+    """Covers reading the first token and the mean, two-sided windows, and positions that skip padding within a text."""
     model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, family, name))
     assert model.backend.takes_packed and not model.backend.causal
     for loss, gradient in apart(model, ["packed", "packed rows"]):
@@ -155,7 +158,7 @@ def test_encoders_that_read_neighbors_do_not(tmp_path):
 
 
 def test_the_step_shares_what_it_should():
-    """Else the three layouts would be two."""
+    """Otherwise two of the three layouts would be the same."""
     real = {layout: int((batches(layout).packed.first < 128).sum()) for layout in ("packed", "shared")}
     assert real["packed"] - real["shared"] >= 70
     beyond = {layout: batches(layout).packed.end > np.arange(1, 129) for layout in ("packed", "shared")}
@@ -165,7 +168,7 @@ def test_the_step_shares_what_it_should():
 
 @pytest.mark.parametrize("field", ["first", "end", "longest"])
 def test_a_wrong_layout_is_noticed(field, built):
-    """phi3's long ropes ask for the longest text, which the mutant takes for a short one."""
+    """phi3's longrope depends on the longest text, which the mutant halves."""
     model = AutoModelForSequenceClassification.from_pretrained(built("phi3", "long"))
     packed = batches("shared").packed
     wrong = packed._replace(**{field: getattr(packed, field) // 2})

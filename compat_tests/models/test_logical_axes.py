@@ -1,4 +1,4 @@
-"""Every parameter says what its axes count; the table of mesh.sharding divides them by that alone."""
+"""Every parameter names its axes; mesh.sharding's rules divide them by those names only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wanted(path, ndim):
 
 
 def axes_of(model):
-    """(the axes that the parameters say, those that they should)"""
+    """(the axes that the parameters name, the expected ones)"""
     said = {path: model.backend.axes[path] for path in model.params}
     return said, {path: wanted(path, array.ndim) for path, array in model.params.items()}
 
@@ -74,4 +74,4 @@ def test_few_bits_have_the_axes_of_their_matrix_or_lie_flat(bits, codes, tmp_pat
     name = "decoder.layers.attention.q.weight"
     assert axes[f"{name}.codes"] == ("layers", *codes.split()) and axes[f"{name}.scales"] == ("layers", "flat")
     trained = {path for path in model.params if "lora_" in path}
-    assert trained and not trained & set(axes)  # an adapter's, which lie as in the adapter's file
+    assert trained and not trained & set(axes)  # adapters are stored as in their file

@@ -1,4 +1,5 @@
-"""Checkpoints that see images as well: the text part is computed, trained and saved, the rest comes back as it was."""
+"""Multimodal checkpoints for reward models: the text part is computed, trained and saved; other tensors are saved
+unchanged."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_scores_and_an_export_byte_for_byte(dtype, tmp_path):
 
 
 def test_gated_delta_nets_beside_a_tower(tmp_path):
-    """qwen3_5: scores, and an export byte for byte."""
+    """qwen3_5: scores, and a byte-for-byte export."""
     from transformers import AutoConfig, Qwen3_5ForSequenceClassification
 
     words = tiny_tokenizer(tmp_path / "there")
@@ -123,7 +124,7 @@ def test_names_of_another_time_are_kept(tmp_path):
 
 
 def test_training_moves_the_text_alone_and_as_trl_does(tmp_path):
-    """From a model that writes; weight decay would show on the tower."""
+    """Starts from a generative model; weight decay would change a tower that is trained."""
     folder = build(tmp_path / "there", head=False)
     config = {"max_steps": 4, "weight_decay": 0.3}
     ours = reference.run_ours(folder, preference_rows(24), tmp_path / "ours", **config)
@@ -140,7 +141,7 @@ def test_training_moves_the_text_alone_and_as_trl_does(tmp_path):
 
 
 def test_sizes_may_be_left_to_the_class(tmp_path, monkeypatch):
-    """As in google/gemma-3-4b-it, whose text_config names but what is not the default."""
+    """As in google/gemma-3-4b-it, whose text_config only has values that differ from the defaults."""
     from trl_jax.hub import families
     from trl_jax.hub.families import read_arch
 

@@ -1,5 +1,5 @@
-"""Language models that see images as well, whose classifiers transformers does not have: the text part is computed and
-differentiated, and all of the checkpoint is saved as it came."""
+"""Multimodal language models without a classifier in transformers: logits and gradients of the text part match, and the
+whole checkpoint is saved as it was."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from trl_jax.training.data import averages_micro_batches
 torch = pytest.importorskip("torch")
 
 QUICKLY = {"xla_backend_optimization_level": 0}
-USUAL = ("gemma4", "glm4v", "mistral3", "qwen2_5_vl", "qwen3_5_moe", "qwen3_vl_moe")  # the others are much like these
+USUAL = ("gemma4", "glm4v", "mistral3", "qwen2_5_vl", "qwen3_5_moe", "qwen3_vl_moe")  # the others are similar to these
 
 
 @pytest.fixture(scope="module", params=towers.CASES)
 def case(request, tmp_path_factory):
-    """(folder, transformers' model of it, how the names of the towers' tensors begin)."""
+    """(folder, transformers' model, prefixes of the towers' tensor names)."""
     folder = tmp_path_factory.mktemp(request.param)
     return folder, towers.build(folder, request.param), towers.CASES[request.param][2]
 
@@ -73,7 +73,7 @@ def test_logits(case):
 
 
 def _of_text(model):
-    """llama4 reads a text in a model of its own: transformers 5.24's model of the whole fails at one."""
+    """For llama4 the language model alone: transformers 5.24's full model fails on texts."""
     return model.language_model if model.config.model_type == "llama4" else model
 
 
@@ -99,12 +99,12 @@ def test_gradients(case, tmp_path):
     wanted = _gradients(theirs, tmp_path)
     assert set(found) == {name for name in wanted if not name.startswith(tower)} != set(wanted)
     for name, values in found.items():
-        mark = 3e-4 if name.endswith("A_log") else 1e-4  # a sum over all that a head has read
+        mark = 3e-4 if name.endswith("A_log") else 1e-4  # a sum over everything a head reads
         variants.assert_close(values, wanted[name], mark, name)
 
 
 def _gradients(model, folder) -> dict[str, np.ndarray]:
-    """Those that a backward pass left, by their names on disk; the model stays as it is."""
+    """The gradients of a backward pass, by their names on disk; the model is left unchanged."""
     kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     found = variants.reference_gradients(model, folder)
     with torch.no_grad():
@@ -124,7 +124,7 @@ def _gradients(model, folder) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_byte_for_byte(dtype, fused, case, tmp_path):
-    """Also of experts that lie in one tensor, as transformers' modules have them; its own export says what is right."""
+    """Also with experts fused into one tensor, as in transformers' modules; compared with transformers' own export."""
     folder, theirs, _ = case
     there, known = _copy(folder, tmp_path / "there", fused), type(theirs)
     known.from_pretrained(there, dtype=dtype).save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
@@ -140,7 +140,7 @@ def test_an_export_byte_for_byte(dtype, fused, case, tmp_path):
 
 
 def _copy(folder, there, fused: bool):
-    """The checkpoint, its experts each in tensors of its own or all in one."""
+    """A copy of the checkpoint, with experts in separate tensors or fused into one."""
     if not fused:
         return folder
     tensors = load_file(folder / "model.safetensors")
@@ -161,7 +161,7 @@ def _copy(folder, there, fused: bool):
 
 
 def _renamed(folder, *pairs: tuple[str, str]) -> None:
-    """Write the tensors under the names of another time: the first beginning that fits is replaced."""
+    """Rename tensors as in older files; of `pairs` (old prefix, new prefix), the first that matches applies."""
     path, tensors = folder / "model.safetensors", {}
     for name, values in load_file(path).items():
         old, new = next((pair for pair in pairs if name.startswith(pair[0])), ("", ""))
@@ -170,7 +170,7 @@ def _renamed(folder, *pairs: tuple[str, str]) -> None:
 
 
 def _flat(folder) -> None:
-    """Rewrite config.json as Qwen2.5-VL's repositories have it: the text's keys among those of the whole."""
+    """Rewrite config.json as in Qwen2.5-VL's repositories, with the text's keys on the top level."""
     path = folder / "config.json"
     whole = json.loads(path.read_text())
     text = whole.pop("text_config")
@@ -182,7 +182,7 @@ def _flat(folder) -> None:
 
 
 def _turned(folder) -> None:
-    """Turn experts around, as Qwen3-VL's repositories have them."""
+    """Transpose experts, as in Qwen3-VL's repositories."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     turned = {name: values.swapaxes(1, 2).copy() for name, values in tensors.items() if ".experts." in name}
@@ -190,7 +190,7 @@ def _turned(folder) -> None:
 
 
 def _silent(folder) -> None:
-    """Leave out whether the head is tied, as Mistral Small 3.1 does, whose class says that it is."""
+    """Remove tie_word_embeddings, as in Mistral Small 3.1, whose class defaults to a tied head."""
     path = folder / "config.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "tie_word_embeddings"}))
 
@@ -211,7 +211,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_repositories_of_another_time(other, tmp_path):
-    """They are read as transformers reads them, and saved with their own names and keys."""
+    """They are read as transformers reads them, and saved with their original names and keys."""
     folder, (name, change) = tmp_path / "there", OTHERS[other]
     theirs = towers.build(folder, name, tie_word_embeddings=False)
     change(folder)
@@ -232,7 +232,7 @@ def test_repositories_of_another_time(other, tmp_path):
 
 
 def test_what_prepares_images_is_saved_beside_a_trained_model(tmp_path, caplog):
-    """And a chat template that stands in a file of the processor's is the tokenizer's."""
+    """A chat template in a file of the processor becomes the tokenizer's."""
     folder, template = tmp_path / "there", "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     towers.build(folder, "smolvlm", tie_word_embeddings=False)
     (folder / "preprocessor_config.json").write_text('{"size": 28}')
@@ -253,7 +253,7 @@ def test_what_prepares_images_is_saved_beside_a_trained_model(tmp_path, caplog):
 @usual("qwen2_5_vl")
 @pytest.mark.parametrize("case", ["qwen2_5_vl", "mistral3"])
 def test_a_torch_model_is_trained_and_gets_its_weights(case, tmp_path):
-    """But for the layers, and the tower, that a script has frozen by torch's names."""
+    """Except for the layers and the tower that the user froze in torch."""
     folder = tmp_path / "there"
     theirs = towers.build(folder, case, tie_word_embeddings=False).train()
     for name, parameter in theirs.named_parameters():

@@ -1,4 +1,4 @@
-"""NEFTune's noise: as strong as it should be, and in the place where transformers adds it."""
+"""NEFTune: the noise has the right magnitude, and is added in the same place as in transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trl_jax.hub.auto import AutoModelForSequenceClassification
 from trl_jax.models.model import merge
 from trl_jax.nn.layers import Noise
 
-# The two ways to scale embeddings; learned positions and a dense map behind them.
+# The two ways to scale embeddings; learned positions followed by a dense projection.
 DECODERS, ENCODERS = ["gemma", "granite"], ["electra"]
 
 

@@ -1,4 +1,4 @@
-"""Hidden states and scores at the places that are read: any number of a row, padded or packed."""
+"""Hidden states and scores at the requested reads: any number per row, in padded and packed rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def padded():
 
 
 def packed():
-    """The texts in two rows, two in each; and where each begins, counted along both."""
+    """The texts packed into two rows, two each, and the flat index at which each starts."""
     tokens, positions = np.zeros((2, ROW), np.int32), np.zeros((2, ROW), np.int32)
     first, end = np.full((2, ROW), ROW, np.int32), np.full((2, ROW), ROW, np.int32)
     starts = []
@@ -50,7 +50,8 @@ def decoder(tmp_path_factory):
 
 
 def test_a_decoder_gives_the_places_that_are_read_whatever_the_layout(decoder):
-    """Of a text some places, in any order and one twice: the same of padded rows, of packed rows and out of all."""
+    """Several reads per text, unordered and repeated: the same from padded rows, from packed rows and from all hidden
+    states."""
     of_text = [(4, 0), (8, 8, 2), (), (6, 1, 0)]
     reads = np.concatenate([row * ROW + np.asarray(at, int) for row, at in enumerate(of_text)])
     given, starts = packed()
@@ -70,7 +71,7 @@ def test_a_decoder_gives_the_places_that_are_read_whatever_the_layout(decoder):
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_an_encoder_scores_the_text_that_a_place_belongs_to(family, tmp_path):
-    """bert reads a text's first token, modernbert the mean of it."""
+    """bert reads a text's first token, modernbert its mean."""
     model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, family, "plain"))
     scorer, order, within = merge(model.graph, model.params), np.asarray([3, 1, 1, 0]), np.asarray([6, 0, 8, 2])
     given, starts = packed()

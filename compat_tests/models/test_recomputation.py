@@ -1,4 +1,4 @@
-"""Layers are computed again in the backward pass, also one whose scan has a single turn, which XLA dissolves."""
+"""Layers are recomputed in the backward pass, including one in a scan of length one, which XLA unrolls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 @pytest.mark.parametrize(("family", "alone"), [("gemma4_text", 4), ("llama", 0)])
 @pytest.mark.parametrize("remat", [thorough(False), True])
 def test_a_layer_alone_is_kept_apart_from_its_recomputation(family, alone, remat, tmp_path):
-    """The barriers stand in front of what is computed a second time; within a loop none is needed."""
+    """Barriers protect recomputed layers from common-subexpression elimination; within a loop none are needed."""
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False))
     assert sum(run.count == 1 for run in model.source.config.arch.runs) == alone
     tokens, positions = (np.ones((2, 8), np.int32) * place for place in (7, np.arange(8)))

@@ -1,4 +1,4 @@
-"""A model whose routers draw experts in training: as transformers' in train mode is, given the same random numbers."""
+"""Models whose routers sample experts in training match transformers in train mode, given the same random numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 
 def losses(model, ids, reads, targets, pull):
-    """params, options -> the sum of pulled log-probabilities and the load-balancing loss, and both."""
+    """params, options -> the weighted sum of log-probabilities plus the load-balancing loss, and both."""
     places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
 
     def total(params, **options):
@@ -45,7 +45,7 @@ def losses(model, ids, reads, targets, pull):
 
 @pytest.mark.parametrize("remat", [thorough(False), True])
 def test_values_and_gradients_in_training(remat, folder, monkeypatch, tmp_path):
-    ids, mask = (rows[[0, 5]] for rows in causal.rows())  # rows that are all seen
+    ids, mask = (rows[[0, 5]] for rows in causal.rows())  # rows without padding
     assert mask.all()
     reads, targets = causal.reads_and_targets(ids, mask)
     pull = np.linspace(-1.0, 1.5, len(reads), dtype=np.float32)
@@ -73,9 +73,9 @@ def test_values_and_gradients_in_training(remat, folder, monkeypatch, tmp_path):
         variants.assert_close(found[tensor], values, 1e-4, tensor)
 
 
-@only_thorough  # training/test_noise.py has an evaluation beside training
+@only_thorough  # training/test_noise.py compares evaluation with training
 def test_without_a_key_nothing_is_drawn(folder):
-    """Evaluations and generations: as transformers' in eval mode, which the tests of all families compare."""
+    """Evaluation and generation match transformers' eval mode, which the tests of all families compare."""
     ids, mask = causal.rows()
     reads, targets = causal.reads_and_targets(ids, mask)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -84,7 +84,7 @@ def test_without_a_key_nothing_is_drawn(folder):
     drawn, same, other = (total(model.params, router_key=key)[1][0] for key in (KEY, KEY, jax.random.key(10)))
     np.testing.assert_array_equal(drawn, same)
     assert np.abs(drawn - calm).max() > 1e-2 and np.abs(drawn - other).max() > 1e-2
-    with_dropout = total(model.params, dropout_key=KEY)[1][0]  # this model has none
+    with_dropout = total(model.params, dropout_key=KEY)[1][0]  # this model has no dropout
     np.testing.assert_allclose(with_dropout, calm, atol=1e-5)
 
 
@@ -106,7 +106,7 @@ def test_values_that_are_not_computed_are_refused(values, folder):
 
 @only_thorough
 def test_other_ropes_are_scaled_by_length_too(tmp_path):
-    """In transformers any but the default one is."""
+    """In transformers, every type except the default is."""
     linear = {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0, "short_mscale": 1.1, "long_mscale": 0.6}
     for original in (16, 200):
         rope = linear | {"original_max_position_embeddings": original}

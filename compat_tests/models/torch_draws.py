@@ -1,4 +1,4 @@
-"""Gives torch, in the place of its own random numbers, those that our layers draw."""
+"""Makes torch draw the random numbers that our layers draw."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-_SELECTIONS, _INPUTS = (0, 1), (2, 3)  # places of nn/moe.py
+_SELECTIONS, _INPUTS = (0, 1), (2, 3)  # numbers folded into the key by nn/moe.py
 
 
 class TorchDraws:
-    """Arrays that torch's next draws give, in order: `exponential_`, `rand_like` and `uniform_` between two bounds."""
+    """A queue of arrays that torch's next draws return: `exponential_`, `rand_like` and `uniform_` between two
+    bounds."""
 
     def __init__(self, monkeypatch):
         import torch
@@ -35,17 +36,17 @@ class TorchDraws:
         return not self._queue
 
     def of_sparse_mixer(self, key: jax.Array, shape: tuple[int, int]) -> None:
-        """Those with which a sparse mixer selects two experts of scores of this shape."""
+        """Queue the draws with which a sparse mixer selects two experts from scores of this shape."""
         for place in _SELECTIONS:
             gumbel, uniform = (jax.random.fold_in(jax.random.fold_in(key, place), number) for number in (0, 1))
             gumbel = np.asarray(jax.random.gumbel(gumbel, shape, np.float32))
             self._queue.append(("exponential", np.exp(-gumbel)))
             uniform = np.asarray(jax.random.uniform(uniform, (shape[0], 1)))
-            # the second time, transformers draws twice and takes the later numbers
+            # for the second expert, transformers draws twice and uses the second draw
             self._queue += [("rand", uniform)] if place == _SELECTIONS[0] else [("rand", uniform), ("uniform", uniform)]
 
     def of_jittered_input(self, key: jax.Array, shape: tuple[int, int, int], jitter: float) -> None:
-        """Those that multiply the input of experts `[R, T, D]`."""
+        """Queue the factors on the experts' input `[R, T, D]`."""
         low, high = 1.0 - jitter, 1.0 + jitter
         for place, as_drawn in zip(_INPUTS, (shape, (shape[0] * shape[1], shape[2])), strict=True):
             factors = jax.random.uniform(jax.random.fold_in(key, place), shape, np.float32, low, high)

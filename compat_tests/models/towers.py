@@ -1,4 +1,4 @@
-"""Tiny language models that see or hear as well, of each type that there is a text family for."""
+"""Tiny multimodal language models (vision or audio), one for each type whose text part is a native family."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _of(model_type: str, **facts: Any) -> dict[str, Any]:
     return {"model_type": model_type, **families.SHAPES.get(model_type, {}), **facts}
 
 
-# The text part, the towers, and how their tensors' names begin.
+# The text part, the towers, and the prefixes of their tensor names.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | tuple[str, ...]]] = {
     "aya_vision": (_of("cohere2", sliding_window=7), {"vision_config": SIGLIP}, OLD_PROJECTED),
     "cohere2_vision": (_of("cohere2", sliding_window=7), {"vision_config": SIGLIP}, PROJECTED),
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | tuple[str, ...]]] =
 
 
 def build(folder: Path, case: str, **facts: Any) -> Any:
-    """transformers' model of a case, saved in the folder beside a tokenizer; `facts` are of the whole."""
+    """Save transformers' model of a case with a tokenizer, and return it; `facts` are top-level config fields."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 

@@ -1,4 +1,4 @@
-"""The facts in which checkpoints differ, each as a tiny checkpoint; rows; transformers' answer."""
+"""The config differences between checkpoints, each as a tiny checkpoint; rows; transformers' results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OWN = {
     "qwen2": WINDOWS,
     "qwen3": {"attention_bias": {"attention_bias": True}, **WINDOWS},
 }
-COMMON = list(OWN)  # llama goes through every variant, the other families through some and their own
+COMMON = list(OWN)  # llama is tested in every variant, other families in some of them and in their own
 CASES = [("llama", name) for name in EVERY_FAMILY] + [(family, name) for family, own in OWN.items() for name in own]
 CASES += [(family, name) for family in ("qwen2", "qwen3") for name in ("plain", "tied", "yarn")]
 CASES += [(family, name) for family, own in families.VARIANTS.items() for name in own]
@@ -65,10 +65,10 @@ def variant(family: str, name: str) -> dict:
 
 
 def build(folder: Path, family: str, name: str) -> Path:
-    """The checkpoint of a variant.
+    """Build the checkpoint of a variant.
 
-    rope, theta: what positions do; old: written as the generation of `rope_theta` and `rope_scaling` had it,
-    with the type under this key; drop: keys left out of config.json; the rest are arguments of `tiny_model`.
+    rope, theta: rope parameters; old: write them in the older form with `rope_theta` and `rope_scaling`, whose type is
+    under this key; drop: keys left out of config.json; the rest are arguments of `tiny_model`.
     """
     if family not in OWN:
         return _build_own(folder, family, dict(variant(family, name)))
@@ -89,7 +89,7 @@ def build(folder: Path, family: str, name: str) -> Path:
 
 
 def _build_own(folder: Path, family: str, facts: dict) -> Path:
-    """old: the keys in which an earlier generation wrote `rope_parameters`."""
+    """old: the keys of an earlier config format, replacing `rope_parameters`."""
     old = facts.pop("old", None)
     if family not in families.OWN_ROPE and old is None:
         facts.setdefault("rope_parameters", dict(families.ROPE))
@@ -105,7 +105,7 @@ def _build_own(folder: Path, family: str, facts: dict) -> Path:
 def rows(length: int = LENGTH) -> tuple[np.ndarray, np.ndarray]:
     """Ids and mask `[7, length]`; the pad is id 0.
 
-    Full, padded right, padded left, pads seen and one hidden in the middle, pads seen at the end, only pads.
+    Full; right-padded; left-padded; visible pads and a hidden one in the middle; visible pads at the end; only pads.
     """
     ids = np.random.default_rng(0).integers(1, 512, (7, length))
     mask = np.ones_like(ids)
@@ -119,7 +119,7 @@ def rows(length: int = LENGTH) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reference(folder: Path):
-    """transformers' classifier in float32, and not in the mood for dropout."""
+    """transformers' classifier in float32, in eval mode."""
     import torch
     import transformers
 
@@ -131,7 +131,7 @@ def reference(folder: Path):
 
 
 def _body_with_our_head(folder: Path):
-    """transformers' body under a linear head, read where its own classifiers would read."""
+    """transformers' trunk under a linear head that reads where its own classifiers would."""
     import torch
     import transformers
     from safetensors.torch import load_file
@@ -153,7 +153,7 @@ def _body_with_our_head(folder: Path):
 
 
 def reference_gradients(model, folder: Path) -> dict[str, np.ndarray]:
-    """The gradients a backward pass left in transformers' model, by the tensors' names on disk."""
+    """The gradients of a backward pass in transformers' model, by the names on disk."""
     import torch
     from safetensors.numpy import load_file
 
@@ -179,7 +179,7 @@ def reference_logits(folder: Path, ids: np.ndarray, mask: np.ndarray) -> np.ndar
 
 
 def assert_close(found: np.ndarray, wanted: np.ndarray, mark: float, what: str = "scores") -> None:
-    """Every number within `mark` of the largest wanted one."""
+    """Assert that no number is off by more than `mark` times the largest expected magnitude."""
     scale = np.abs(wanted).max()
     off = np.abs(np.asarray(found, np.float64) - wanted).max()
     assert off <= mark * scale, f"{what}: off by {off:.2e} where the scale is {scale:.2e}"

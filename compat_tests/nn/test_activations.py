@@ -1,4 +1,4 @@
-"""Activations against numpy in float64."""
+"""Activations against numpy in float64, and dropout of everything."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from trl_jax.nn.layers import tanh
+from trl_jax.nn.linear import Dropout
 
 SPREAD = np.concatenate([np.linspace(-20, 20, 200_001), np.logspace(-30, 30, 10_001), [0.0]]).astype(np.float32)
 
@@ -18,7 +19,7 @@ def test_tanh_is_the_nearest_number_where_it_is_near_one(least, numbers):
 
 
 def test_tanhs_gradient_is_that_of_the_number_found():
-    """Not of its square rounded: near 1 that would be as far off as the number next to it."""
+    """Of the computed value, not of its rounded square: near 1 that would be off by as much as the next float."""
     slope = np.asarray(jax.jit(jax.vmap(jax.grad(tanh)))(SPREAD), np.float64)
     t = np.asarray(jax.jit(tanh)(SPREAD), np.float64)
     np.testing.assert_allclose(slope, (1 - t) * (1 + t), rtol=2e-7)
@@ -29,3 +30,10 @@ def test_tanh_of_what_is_no_number_and_of_bfloat16():
     x = jnp.linspace(-4, 4, 999, dtype=jnp.bfloat16)
     assert tanh(x).dtype == jnp.bfloat16
     np.testing.assert_allclose(tanh(x).astype(float), np.tanh(np.asarray(x, float)), rtol=2**-8)
+
+
+def test_dropping_everything_has_no_gradient():
+    def total(x):
+        return jnp.sum(Dropout(1.0, jax.random.key(0))(x))
+
+    assert total(jnp.ones(4)) == 0.0 and not jax.grad(total)(jnp.ones(4)).any()

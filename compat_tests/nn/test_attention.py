@@ -23,7 +23,7 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 def formula(q, k, v, scale, seen, xp=np):
-    """Softmax attention row by row and head by head, in NumPy in float64 or in jax.numpy; `seen` [R, T, S]."""
+    """Softmax attention in NumPy (float64) or jax.numpy; `seen` [R, T, S] is the mask."""
     q, k, v = (x if xp is jnp else x.astype(np.float64) for x in (q, k, v))
     k, v = (xp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = xp.einsum("rthc,rshc->rhts", q, k) * scale
@@ -40,7 +40,7 @@ def drawn(length, rows=2, heads=4, key_heads=2, channels=8):
 
 @pytest.fixture(params=[True, False], ids=["blocks", "rows"])
 def one_cpu(request, monkeypatch):
-    """Whether causal rows go block by block, as on one CPU, or whole, as elsewhere."""
+    """Whether causal rows are computed in blocks, as on one CPU, or whole, as elsewhere."""
     in_blocks = vars(sys.modules["trl_jax.nn.attention.attention"])["_runs_in_blocks"]
     assert in_blocks(np.zeros((1, 128, 1, 1)), AttentionInputs(1.0))
     if not request.param:
@@ -49,7 +49,7 @@ def one_cpu(request, monkeypatch):
 
 
 def test_sinks_are_keys_without_values(one_cpu):
-    """More than one block of queries; sinks below all scores and above."""
+    """With more than one block of queries; sinks below and above all scores."""
     q, k, v = drawn(300)
     sinks = np.asarray([-40.0, -1.0, 2.0, 40.0], np.float32)
     seen = np.tril(np.ones((2, 300, 300), bool))
@@ -65,7 +65,7 @@ def test_sinks_are_keys_without_values(one_cpu):
 
 @functools.partial(jax.jit, static_argnames="one_cpu")
 def attended(q, k, v, valid, window, *, one_cpu):
-    """Once for all windows; `one_cpu` tells what is set while it is traced."""
+    """Compiled once for all windows; `one_cpu` (static) distinguishes what was patched while tracing."""
     del one_cpu
     return attend(q, k, v, AttentionInputs(0.3, window=window, valid=valid))
 
@@ -73,7 +73,7 @@ def attended(q, k, v, valid, window, *, one_cpu):
 @pytest.mark.parametrize("window", [None, 5, 140])
 @pytest.mark.parametrize("length", [1, 20, 150])
 def test_the_formula(length, window, one_cpu):
-    """One block of queries and more than one; windows that cut within a block and across."""
+    """With one block of queries and several; windows that end within a block and across blocks."""
     q, k, v = drawn(length)
     valid = np.random.default_rng(0).random((2, length)) < 0.8
     distance = np.arange(length)[:, None] - np.arange(length)
@@ -88,7 +88,7 @@ def test_the_formula(length, window, one_cpu):
 
 
 def test_blocks_are_whole_rows(monkeypatch):
-    """Forward and backward: lengths between blocks, a window of each query, values of fewer channels, a softcap."""
+    """Forward and backward: lengths within blocks, a window per query, values with fewer channels, a soft cap."""
     (q, k, v), lengths = drawn(200, channels=12), jnp.asarray([200, 131])
     windows = jnp.asarray(np.random.default_rng(0).integers(1, 200, (2, 200)), jnp.int32)
     inputs, read = AttentionInputs(0.3, window=windows, lengths=lengths), np.arange(200)[:, None] < np.asarray(lengths)
@@ -107,7 +107,7 @@ def test_blocks_are_whole_rows(monkeypatch):
 
 
 def ones_seen(length, rate, seed=0, rows=16):
-    """What each query keeps of values that are all one: 1 on average, with dropout or without."""
+    """The output of each query if all values are one: 1 on average, with dropout or without."""
     q, k, _ = drawn(length, rows=rows, heads=8)
     v = np.ones_like(k)
     dropout = None if rate is None else Dropout(rate, jax.random.key(seed))
@@ -123,7 +123,7 @@ def test_dropout_keeps_the_mean():
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_dropout_drops_at_its_rate(rate):
-    """The first query sees one key: it has all of it, scaled, or nothing."""
+    """The first query sees a single key: its output is that value rescaled, or zero."""
     first = ones_seen(2, rate, rows=500)[:, 0, :, 0]
     np.testing.assert_allclose(np.unique(first), [0.0, 1 / (1 - rate)], rtol=1e-6)
     assert (first == 0).mean() == pytest.approx(rate, abs=0.03)
@@ -146,7 +146,7 @@ def test_without_dropout_nothing_is_dropped():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU that is only compiled for, as far as a machine without one can."""
+    """Pretend to have a Hopper GPU, as far as lowering goes on a machine without one."""
     from jax._src.cudnn import fused_attention_stablehlo as kernels
 
     monkeypatch.setattr("trl_jax.nn.attention.attention.platform", lambda: "gpu")
@@ -158,7 +158,7 @@ def hopper(monkeypatch):
 
 
 def lowered(length, channels, *, valid=None, window=None, **options):
-    """The program for GPUs of the gradients of attention in bfloat16."""
+    """The lowered GPU program of attention gradients in bfloat16."""
     inputs = AttentionInputs(0.5, valid=valid, window=window)
     shapes = [jax.ShapeDtypeStruct((2, length, heads, channels), jnp.bfloat16) for heads in (4, 2, 2)]
 
@@ -180,11 +180,11 @@ def test_only_gpus_that_have_the_kernel_get_it(monkeypatch, capability, fits):
     device = SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
     monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
-    assert cudnn.attends(jnp.zeros((1, 64, 2, 64), jnp.bfloat16)) == fits
+    assert cudnn.supports(jnp.zeros((1, 64, 2, 64), jnp.bfloat16)) == fits
 
 
 def test_gpus_read_the_texts_of_packed_rows_as_rows(hopper):
-    """Up to where each ends, by gathers both ways: sums of scattered numbers come in any order."""
+    """With the length of each text, and gathers in both directions: scatter-adds are not deterministic."""
     shapes = [jax.ShapeDtypeStruct((1, 640, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
     tokens, of_texts = (jax.ShapeDtypeStruct((1, *size), jnp.int32) for size in ((640,), (6, 128)))
     packed = Packed(*[tokens] * 4, RowView(of_texts, jax.ShapeDtypeStruct((1, 2, 640), jnp.int32)))
@@ -198,11 +198,11 @@ def test_gpus_read_the_texts_of_packed_rows_as_rows(hopper):
     assert "stablehlo.gather" in program and "scatter" not in program
 
 
-TEXTS = [[(0, 100), (130, 61)], [(5, 3), (70, 122)]]  # where the texts of two packed rows begin, and their tokens
+TEXTS = [[(0, 100), (130, 61)], [(5, 3), (70, 122)]]  # (start, number of tokens) of the texts in two packed rows
 
 
 def of_texts(length, longest):
-    """Packed rows of TEXTS, their numbers in another order than their places; and which text each token is of."""
+    """Packed rows of TEXTS, numbered in another order than they are placed; and the text of each token."""
     places, view = np.full((2, 3, longest), length, np.int32), np.full((2, 2, length), 3 * longest, np.int32)
     first, end, text = (np.full((2, length), value, np.int32) for value in (length, length, -1))
     for row, texts in enumerate(TEXTS):
@@ -217,8 +217,8 @@ PACKS = pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="older rele
 
 
 def lowered_packed(packed, channels=64, values=None, dtype=jnp.bfloat16, layers=0, **options):
-    """The program for GPUs of the gradients of attention along packed rows of TEXTS; in `layers` of a scan that keeps
-    what the layers of models do."""
+    """The lowered GPU program of attention gradients along packed rows of TEXTS; `layers` puts it into a scan with the
+    models' remat policy."""
     shapes = [(2, 192, heads, wide) for heads, wide in ((4, channels), (2, channels), (2, values or channels))]
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     inputs = AttentionInputs(0.5, window=options.pop("window", None))
@@ -233,7 +233,7 @@ def lowered_packed(packed, channels=64, values=None, dtype=jnp.bfloat16, layers=
         def layer(h, _):
             return jnp.sin(attended(packed, jnp.sin(h), k, v)), None
 
-        body = checkpointed(layer, remat=False, turns=layers)
+        body = checkpointed(layer, remat=False, length=layers)
         return jax.lax.scan(body, q, None, length=layers)[0].astype(jnp.float32).sum()
 
     traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(*shapes, packed)
@@ -244,7 +244,7 @@ def lowered_packed(packed, channels=64, values=None, dtype=jnp.bfloat16, layers=
 def test_gpus_read_texts_that_share_nothing_where_they_lie(hopper):
     program = lowered_packed(of_texts(192, 128)[0])
     assert "fmhaSoftmax(" in program and "fmhaSoftmaxBackward(" in program and '"max_seg_per_batch": 3' in program
-    assert "x128x4x64xbf16" not in program  # as rows of one text each
+    assert "x128x4x64xbf16" not in program  # as rows with one text each
 
 
 @PACKS
@@ -285,7 +285,8 @@ def test_what_it_does_not_compute_along_packed_rows_is_laid_out_as_rows(hopper, 
 
 
 def test_the_kernel_is_told_where_texts_lie(monkeypatch):
-    """Formula and gradients by a stand-in that reads what cuDNN is told, and leaves NaN wherever it writes nothing."""
+    """A stand-in computes from cuDNN's arguments, with NaN wherever cuDNN would write nothing; compares outputs and
+    gradients."""
 
     def told(q, k, v, bias, mask, sizes, _, starts, __, *, scale, mask_type):
         assert mask_type == "causal to the end of texts" and starts.shape[1] == sizes.shape[1] + 1
@@ -341,7 +342,7 @@ def test_what_cudnn_does_not_compute_is_left_to_xla(hopper, asked):
 
 
 def test_the_kernel_is_told_the_formula(monkeypatch):
-    """The same call, computed by XLA: heads that share keys, the scale, what is causal."""
+    """The same call computed by XLA: grouped heads, the scale, causality."""
     told, xla = jax.nn.dot_product_attention, {"implementation": "xla"}
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *qkv, **how: told(*qkv, **how | xla))
     q, k, v = drawn(40)

@@ -1,4 +1,4 @@
-"""Attention of branches behind a context that lies once: values and gradients of the texts one by one, in float64."""
+"""Attention of branches after a shared context against each text alone in float64: values and gradients."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LENGTH, ROWS, LONGEST = 5 * BLOCK, 2, 3 * BLOCK
 
 
 def laid_out(seed=0):
-    """(what tokens see, the places of each text by packed row): contexts of one to many branches, some longer than a
-    block, one that is a whole text, and a text without a context."""
+    """(what tokens see, the positions of each text by packed row): contexts with one to many branches, some longer than
+    a block, one that is a whole text, and a text without a context."""
     dice = np.random.default_rng(seed)
     texts, into = [], []
     for row in range(ROWS):
@@ -42,7 +42,7 @@ def laid_out(seed=0):
             ]
         texts.append(Example((dice.integers(1, 9, 30).tolist(),)))
         into += [row] * (len(texts) - len(into))
-    order = np.random.default_rng(seed + 1).permutation(len(texts))  # branches need not stand together
+    order = np.random.default_rng(seed + 1).permutation(len(texts))  # branches of a context need not be adjacent
     placed = place([[texts[at] for at in order]], examples=len(texts), share_prefix=True)
     spec = PackingSpec(0, True, lambda tokens: LENGTH, RowViewShape(len(texts), lambda *_: (LENGTH, LONGEST)))
     batch = pack_examples(placed, [into[at] for at in order], spec, examples=len(texts), count=1, rows=ROWS)
@@ -54,7 +54,7 @@ def laid_out(seed=0):
 
 
 def one_by_one(q, k, v, sinks, texts, scale, softcap=None, window=None):
-    """Each text alone, filled up to `LONGEST` tokens behind it, so that one program computes all of them."""
+    """Each text alone, right-padded to `LONGEST` tokens, so that they share one program."""
     group = q.shape[2] // k.shape[2]
     apart = np.arange(LONGEST)[:, None] - np.arange(LONGEST)
     seen = (apart >= 0) & (apart < (LONGEST if window is None else window))
@@ -81,7 +81,7 @@ def with_gradients(loss, arrays):
 
 @functools.cache
 def exactly(name):
-    """The gradients and the outputs of the plain formula in float64."""
+    """The gradients and outputs of the plain formula in float64."""
     _, texts = laid_out()
     *qkv, weight = inputs(ROWS, LENGTH, 4, 2)
     how = {key: value for key, value in FACTS[name].items() if key != "sinks"}
@@ -103,10 +103,10 @@ def test_the_texts_one_by_one(name, kernel, monkeypatch):
     packed, _ = laid_out()
     *qkv, weight = inputs(ROWS, LENGTH, 4, 2)
     how, wanted = FACTS[name], exactly(name)
-    if kernel == "where splash would be":  # it takes one range of each query: blocks do it
+    if kernel == "where splash would be":  # splash needs one key range per query, so blocks are used
         monkeypatch.setattr(packed_attention, "platform", lambda: "tpu")
         monkeypatch.setattr(packed_attention, "attend_splash", None)
-    if kernel in ("splash", "by text"):  # keys and values in the order of texts; the kernel is interpreted
+    if kernel in ("splash", "by text"):  # keys and values ordered by text; the kernel runs in interpret mode
         monkeypatch.setattr("trl_jax.nn.attention.attention.platform", lambda: "tpu")
         monkeypatch.setattr(packed_attention, "platform", lambda: "tpu" if kernel == "splash" else "cpu")
         monkeypatch.setattr(splash, "BLOCK", 128)
@@ -127,7 +127,7 @@ def test_the_texts_one_by_one(name, kernel, monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; trl_jax[tpu] has it")
 def test_tpus_compile_the_kernel_by_text_and_walk_no_blocks():
-    """Forward and backward, completions over `data`, heads over `tensor`; their keys take more than 65,536 places."""
+    """Forward and backward, with completions sharded over `data`, heads over `tensor`, and more than 65,536 keys."""
     mesh = make_mesh({"data": 2, "tensor": 2}, devices(topology("v6e:2x2")))
     length, count, longest, shape = 20 * BLOCK, 32, 4096, jax.ShapeDtypeStruct
     rows, heads = (NamedSharding(mesh, PartitionSpec("data", None, *axes)) for axes in ((), ("tensor",)))

@@ -1,4 +1,4 @@
-"""Rows of a table, and their gradient."""
+"""Embedding lookup and its gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def taken(table, ids):
 
 @pytest.mark.parametrize("shape", [(40,), (3, 7), (1, 1)])
 def test_the_gradient_is_that_of_taking_rows_to_the_bit(table, shape):
-    """Of ids that come twice and of one beyond the table, too."""
+    """Including repeated ids and one beyond the table."""
     ids = jax.random.randint(jax.random.key(1), shape, 0, 60)
     weight = jax.random.normal(jax.random.key(2), (*shape, 8))
 
@@ -34,7 +34,7 @@ def test_the_gradient_is_that_of_taking_rows_to_the_bit(table, shape):
 
 
 def test_a_step_does_not_hold_the_tables_zeros_beside_what_layers_keep():
-    """On a CPU: `taken` says what it would be, by the compiler's own account."""
+    """On a CPU, according to the compiler's memory analysis; `taken` shows the difference."""
     layers = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
     table = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32)
     ids = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)

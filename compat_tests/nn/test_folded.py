@@ -1,4 +1,4 @@
-"""A linear map and its adapter as one matrix: what it makes of a token is what the map makes of it."""
+"""A linear map and its adapter folded into one matrix give the same outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The divergence of two heads' distributions beside float64, with its gradients; chunks, padding, frozen weights."""
+"""The divergence between two heads' distributions against float64, with gradients; chunks, padding, frozen weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl_jax.nn import head
 from trl_jax.nn.head import HeadInputs, divergences
 
 ROWS, PLACES, VOCABULARY = 8, 21, 50
-TARGETS = np.where(np.arange(PLACES) < 17, 1, -1).astype(np.int32)  # the last four do not count
+TARGETS = np.where(np.arange(PLACES) < 17, 1, -1).astype(np.int32)  # the last four are padding
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ WEIGHTS = np.random.default_rng(2).normal(size=PLACES).astype(np.float32)
 
 
 def in_float64(student: HeadInputs, teacher: HeadInputs, beta: float, temperature: float) -> tuple:
-    """By the formula, and so that the mixture's limits are taken where the formula is 0."""
+    """By the formula; for beta 0 and 1, where it is 0, the limits."""
 
     def log_probs(head: HeadInputs):
         z = jnp.asarray(head.hidden, float) @ jnp.asarray(head.weight, float).T
@@ -116,7 +116,7 @@ def test_equal_models_are_not_apart(beta):
 
 @only_thorough
 def test_sixteen_bits_are_summed_in_float32():
-    """The logits of the products are not rounded to sixteen bits, which would move a divergence by a hundredth."""
+    """Logits are not rounded to 16 bits, which would change a divergence by a hundredth."""
     coarse = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), (STUDENT, TEACHER))
     found = divergences(*coarse, TARGETS, beta=1.0)
     exact = in_float64(*jax.tree.map(lambda leaf: leaf.astype(jnp.float32), coarse), 1.0, 1.0)

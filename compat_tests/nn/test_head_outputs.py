@@ -1,4 +1,4 @@
-"""A language model's head in chunks: outputs and gradients against the formula in float64, ties, fillers, memory."""
+"""A language-model head in chunks against float64: outputs and gradients, ties, padding, memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chunks_of_64(monkeypatch):
 
 
 def drawn(places, real, seed=0):
-    """Hidden states, weight, bias and targets, the last of them none."""
+    """Hidden states, weight, bias and targets; the last targets are padding."""
     draw = np.random.default_rng(seed)
     hidden, weight, bias = (
         draw.normal(size=size).astype(np.float32) for size in ((places, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
@@ -70,7 +70,7 @@ def formula(hidden, weight, bias, targets, scale=1.0, softcap=None, temperature=
     ),
 )
 def test_values_and_gradients_of_the_formula(case, places, real):
-    """Whole chunks and parts of one, with cotangents of each output that differ at each place, fillers' included."""
+    """Full and partial chunks, with different cotangents for every output and position, including padding."""
     *arrays, targets = drawn(places, real)
     facts = dict(CASES[case])
     arrays = arrays if facts.pop("bias", False) else arrays[:2]
@@ -93,7 +93,7 @@ def test_values_and_gradients_of_the_formula(case, places, real):
 
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_one_output_alone_differentiated(name):
-    """The others' cotangents are symbolic zeros then."""
+    """The cotangents of the others are symbolic zeros then."""
     hidden, weight, _, targets = drawn(130, 100)
     run = jax.jit(jax.grad(lambda w: jnp.sum(token_outputs(hidden, w, targets)._asdict()[name])))
     exact = torch.tensor(weight, dtype=torch.float64, requires_grad=True)
@@ -108,7 +108,7 @@ def test_one_output_alone_differentiated(name):
     ),
 )
 def test_under_a_frozen_weight(case, name):
-    """Of log-probabilities alone, the gradient takes two products: logits are not computed again."""
+    """For log-probabilities alone the gradient needs two products: logits are not recomputed."""
     hidden, weight, bias, targets = drawn(130, 100)
     facts = dict(CASES[case])
     bias = bias if facts.pop("bias", False) else None
@@ -135,7 +135,7 @@ def test_a_tie_with_a_smaller_id_is_a_miss():
 
 
 def test_chunks_without_a_target_are_not_computed():
-    """Their hidden states may be anything; nor do they get a gradient."""
+    """Their hidden states may be anything, and get no gradient."""
     hidden, weight, _, targets = drawn(200, ROWS)
     hidden[ROWS:] = np.nan
     both = jax.jit(jax.grad(lambda *arrays: jnp.sum(token_outputs(*arrays, targets).logps), argnums=(0, 1)))
@@ -146,7 +146,7 @@ def test_chunks_without_a_target_are_not_computed():
 
 
 def test_bfloat16_rounds_as_torch():
-    """The product, and the sum with the bias, are rounded; what follows is float32, and so are sums of gradients."""
+    """The product, and its sum with the bias, are rounded; everything after is float32, as are sums of gradients."""
     hidden, weight, bias, targets = drawn(150, 140)
     low = jnp.asarray(hidden, jnp.bfloat16)
 
@@ -174,7 +174,7 @@ def total(hidden, weight, targets, bias=None):
 
 
 def equations(jaxpr):
-    """Every equation of a jaxpr, those of its loops, calls and custom gradients among them."""
+    """Every equation of a jaxpr, including those in loops, calls and custom gradients."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
@@ -183,7 +183,7 @@ def equations(jaxpr):
 
 
 def outputs_of_products(function, *arguments):
-    """Shapes of what matrix products give, and of all arrays that are made."""
+    """The output shapes of matrix products, and the shapes of all arrays."""
     every = list(equations(jax.make_jaxpr(function)(*arguments).jaxpr))
     shapes = {variable.aval.shape for equation in every for variable in equation.outvars}
     return {e.outvars[0].aval.shape for e in every if e.primitive.name == "dot_general"}, shapes
@@ -205,7 +205,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("case", FROZEN)
 def test_a_frozen_weight_gets_no_gradient(case):
-    """No product has its shape; one that is trained has."""
+    """No product has its shape, unlike with a trained weight."""
     hidden, weight, bias, targets = drawn(200, 150)
     products, _ = outputs_of_products(FROZEN[case], hidden, weight, bias, targets)
     assert products == {(ROWS, VOCABULARY), (ROWS, WIDTH)}

@@ -1,4 +1,4 @@
-"""Attention in which the tokens of an image attend to each other in both directions, against masks of whole texts."""
+"""Attention in which an image's tokens attend to each other in both directions, against full masks per text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.text_order import tokens_ahead
 
 LENGTH, SCALE = 5 * BLOCK, 0.3
-IMAGE, APART = 11, 7  # tokens of an image, and of the text before it
+IMAGE, APART = 11, 7  # tokens of an image, and of text before it
 
 
 def texts_of(layout):
-    """(what tokens see, the places of each text in order with the row, the number of the image of each token or -1).
+    """(what tokens see, the positions of each text with its row, each token's image number or -1).
 
-    Images are in the parts that texts share and in those of their own, up to their ends.
+    There are images in shared prefixes and in texts' own parts, also at their ends.
     """
     if layout == "branches":
         packed, texts = laid_out()
@@ -51,14 +51,14 @@ def texts_of(layout):
 
 
 def whole_texts(q, k, v, texts, images, window):
-    """Each text by itself, with a mask of all its tokens; a new image begins where the number of the image changes."""
+    """Each text alone with a full mask; a new image starts where the image number changes."""
     longest, group = max(len(at) for _, at in texts), q.shape[2] // k.shape[2]
     apart = np.arange(longest)[:, None] - np.arange(longest)
     rows, places, seen = np.array([row for row, _ in texts])[:, None], [], []
     for row, at in texts:
         places.append(np.pad(at, (0, longest - len(at)), constant_values=LENGTH))
         number = np.pad(images[row, at], (0, longest - len(at)), constant_values=-1)
-        ids = np.cumsum(np.diff(number, prepend=-2) != 0)  # of images, and of the text between them
+        ids = np.cumsum(np.diff(number, prepend=-2) != 0)  # ids of images, and of text between them
         both = (ids[:, None] == ids) & (number >= 0)
         seen.append(((apart >= 0) | both) & (apart < (window or longest)))
     places = np.stack(places)
@@ -80,7 +80,7 @@ def with_gradients(run, qkv, weight):
 
 @functools.cache
 def exactly(layout, window):
-    """Arrays for a layout, and the results and gradients of its texts."""
+    """Arrays for a layout, and the outputs and gradients for its texts."""
     _, texts, images = texts_of(layout)
     dice = np.random.default_rng(0)
     *qkv, weight = (dice.standard_normal((2, LENGTH, heads, 8)).astype(np.float32) for heads in (4, 2, 2, 4))

@@ -1,4 +1,4 @@
-"""Attention along packed rows against its formula in float64: values and gradients, on layouts drawn at random."""
+"""Attention along packed rows against the formula in float64: outputs and gradients, on random layouts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trl_jax.plan.compile import devices
 
 
 def drawn(seed, length, rows=1, longest=150):
-    """Pairs with and without a common prompt until the rows are nearly full: (stream, positions, who each token is).
+    """Pairs with and without a common prompt until the rows are almost full: (packed rows, positions, who).
 
-    Who: the pair and the branch (0 prompt, 1 chosen, 2 rejected) of each token, -1 where it only fills.
+    who: the pair and the branch (0 prompt, 1 chosen, 2 rejected) of each token; -1 for padding.
     """
     dice = np.random.default_rng(seed)
     positions, who = np.zeros((rows, length), np.int32), np.full((rows, length, 2), -1)
@@ -49,7 +49,7 @@ def drawn(seed, length, rows=1, longest=150):
 
 
 def as_rows(positions, who, length):
-    """The texts of what was drawn, as rows of this length; the last has none."""
+    """The same texts as rows of this length; the last row is empty."""
     found = [
         [
             at[np.argsort(positions[row][at])]
@@ -71,7 +71,7 @@ def as_rows(positions, who, length):
 
 
 def formula(q, k, v, sinks, who, positions, scale, softcap, window):
-    """Softmax attention over all tokens, with a mask from what each token is; a sink is a key more without a value."""
+    """Softmax attention over all tokens with a mask from `who`; a sink is an additional key without a value."""
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     scores = jnp.einsum("rthc,rshc->rhts", q, k) * scale
@@ -99,7 +99,7 @@ def inputs(rows, length, heads, key_heads, channels=8, seed=0):
 
 
 def ours(packed, arrays, how):
-    """The results and the gradients in float32."""
+    """Our outputs and gradients in float32."""
     *qkv, weight = arrays
     attention = AttentionInputs(how["scale"], window=how.get("window"), packed=jax.tree.map(jnp.asarray, packed))
 
@@ -111,7 +111,7 @@ def ours(packed, arrays, how):
 
 @functools.cache
 def exactly(name, heads, rows, length):
-    """The same of the formula in float64, once for all kernels."""
+    """The same from the formula in float64, computed once for all kernels."""
     (_, positions, who), (*qkv, weight), how = drawn(length, length, rows), inputs(rows, length, *heads), FACTS[name]
 
     def run(q, k, v, sinks=None):
@@ -122,7 +122,8 @@ def exactly(name, heads, rows, length):
 
 
 def with_gradients(run, arrays):
-    """What `run` makes of all arrays but the last, by which it is weighted, and the gradients of those."""
+    """The outputs of `run` for all arrays except the last, which weights the outputs, and the gradients of those
+    arrays."""
     *given, weight = arrays
 
     def total(*given):
@@ -134,7 +135,7 @@ def with_gradients(run, arrays):
 
 
 def sinks_of(how, heads):
-    """[scores that join the softmax of each head], some below all others, some above."""
+    """One sink per head, some below all scores, some above."""
     return [np.linspace(-3, 3, heads)] if how.get("sinks") else []
 
 
@@ -155,10 +156,10 @@ CASES += [("plain", (4, 4), 1, BLOCK), ("plain", (3, 1), 1, 5 * BLOCK)]
 
 @pytest.fixture(params=["blocks", "splash", "rows"])
 def kernel(request, monkeypatch):
-    """Each of the kernels; those of accelerators are interpreted here, or computed by XLA."""
+    """Each of the kernels; those for accelerators run in interpret mode, or are computed by XLA."""
     if request.param == "splash":
         monkeypatch.setattr(packed, "platform", lambda: "tpu")
-        monkeypatch.setattr(splash, "BLOCK", 128)  # several, so that some are skipped
+        monkeypatch.setattr(splash, "BLOCK", 128)  # several blocks, so that some are skipped
     return request.param
 
 
@@ -197,8 +198,8 @@ def test_what_only_fills_gets_and_gives_nothing(kernel):
 
 
 def test_blocks_that_nobody_sees_are_not_computed(kernel):
-    """A NaN there would else spread: zero times NaN."""
-    length = 8 * BLOCK  # four of the tests' splash attention
+    """Otherwise a NaN there would spread: zero times NaN."""
+    length = 8 * BLOCK  # four blocks of splash attention, in tests
     packed, positions, who = drawn(3, length, longest=20)
     if kernel == "rows":
         packed = packed._replace(texts=as_rows(positions, who, 64))
@@ -251,7 +252,7 @@ def test_a_length_between_blocks_is_refused():
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; trl_jax[tpu] has it")
 @pytest.mark.parametrize("channels", [64, 80, 128])
 def test_tpus_compile_the_kernels_and_gather_nothing(channels):
-    """Forward and backward, heads divided over devices, under the precision that the trainer asks for."""
+    """Forward and backward, with heads sharded, at the trainer's matmul precision."""
     mesh = make_mesh({"data": 2, "tensor": 2}, devices(topology("v6e:2x2")))
     rows, heads = (NamedSharding(mesh, PartitionSpec("data", None, *axes)) for axes in ((), ("tensor",)))
     length, shape = 20 * BLOCK, jax.ShapeDtypeStruct

@@ -1,4 +1,4 @@
-"""Layers with a state, in chunks, against their recurrences in float64: values, states and gradients, on rows and on
+"""Recurrent layers computed in chunks against their recurrences in float64: values, states and gradients, on rows and
 every form of packed rows."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 class Recurrence(NamedTuple):
-    """chunked, step: ours. token: the formula of one token, (state, its arrays) to (state, output). drawn: arrays of
-    tokens `[rows, length, ...]`."""
+    """chunked, step: our functions. token: the formula for one token, (state, its arrays) to (state, output). drawn:
+    random arrays of tokens `[rows, length, ...]`."""
 
     chunked: Callable
     step: Callable
@@ -31,7 +31,7 @@ class Recurrence(NamedTuple):
 
 
 def _keys_values(dice, *shape):
-    """Two arrays of key heads, values, and logarithms of decays."""
+    """Two arrays of key heads, values, and log decays."""
     first, second = (dice.normal(size=(*shape, HEADS, KEYS)) for _ in "qk")
     values = dice.normal(size=(*shape, HEADS, GROUP, VALUES))
     return first, second, values, -np.exp(dice.normal(size=(*shape, HEADS, GROUP)) - 2)
@@ -65,7 +65,7 @@ RECURRENCES = {
 
 @functools.cache
 def case(kind, layout):
-    """The layout's packed rows, texts and longest one, arrays of tokens, and weights of the outputs; float64."""
+    """The layout's packed rows, texts and maximum length, random arrays of tokens, and output weights; float64."""
     packed, texts, length, longest = LAYOUTS[layout]()
     dice, rows = np.random.default_rng(3), 2 if packed is None else len(packed.first)
     given = RECURRENCES[kind].drawn(dice, rows, length)
@@ -88,7 +88,7 @@ def one_by_one(kind, given, texts, longest):
 
 
 def gradients_and_outputs(outputs, count, weight):
-    """A function of `count` arrays: the gradient of each, and what `outputs` makes of them."""
+    """A function of `count` arrays: the gradient of each, and the outputs."""
 
     def loss(*given):
         out = outputs(given)
@@ -98,10 +98,10 @@ def gradients_and_outputs(outputs, count, weight):
 
 
 def outputs(kind, order, given):
-    """Ours, of rows or of texts in this order."""
+    """Our outputs, for rows or for texts in this order."""
     if order is None:
         return RECURRENCES[kind].chunked(*given)[0]
-    return order.restored(RECURRENCES[kind].chunked(*(order.ordered(x) for x in given), order)[0])
+    return order.from_order(RECURRENCES[kind].chunked(*(order.to_order(x) for x in given), order)[0])
 
 
 def ours(kind, packed, given, weight):

@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' own, bit for bit but for the last."""
+"""Rotary frequencies against transformers, exact except for the last bit."""
 
 from __future__ import annotations
 

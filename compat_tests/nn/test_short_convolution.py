@@ -15,14 +15,14 @@ CHANNELS = 5
 
 
 def convolved(order, x, weight):
-    """Ours, in the order of the packed rows."""
-    out, _ = silu_convolved(x if order is None else order.ordered(x), weight, None, AttentionInputs(1.0, order=order))
-    return out if order is None else order.restored(out)
+    """Our outputs, in the order of the packed rows."""
+    out, _ = silu_convolved(x if order is None else order.to_order(x), weight, None, AttentionInputs(1.0, order=order))
+    return out if order is None else order.from_order(out)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_convolution_text_by_text(layout):
-    """Each text of rows alone, behind zeros; and gradients are those of its sums."""
+    """Each text alone, preceded by zeros; gradients are those of the sum."""
     packed, texts, length, _ = LAYOUTS[layout]()
     dice = np.random.default_rng(4)
     x = dice.normal(size=(2 if packed is None else len(packed.first), length, CHANNELS)).astype(np.float32)
@@ -41,5 +41,5 @@ def test_the_convolution_text_by_text(layout):
 
     (by_weight, by_scale), found = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(weight, jnp.float32(1))
     np.testing.assert_allclose(found * seen, wanted * seen, atol=1e-5)
-    # Inputs and weights are multiplied, so what scales one scales the other.
+    # Inputs and weights are multiplied, so scaling either has the same effect.
     np.testing.assert_allclose(by_scale, np.sum(by_weight * weight), rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Experts, weights and gradients of the sparse mixer are transformers', given the same random numbers."""
+"""Experts, weights and gradients of the sparse mixer match transformers, given the same random numbers."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_training(jitter, monkeypatch):
     assert draws.used_up
     assert_same(found, wanted)
     calm = ours(mixer, None)
-    assert np.any(found[1] != calm[1]) == (jitter > 0)  # experts that are drawn, where several are candidates
-    assert np.any(found[0] < calm[0].min()) == (jitter > 0)  # and weights that are scaled down
+    assert np.any(found[1] != calm[1]) == (jitter > 0)  # experts are sampled if there are several candidates
+    assert np.any(found[0] < calm[0].min()) == (jitter > 0)  # and some weights are scaled down
     assert np.any(found[2]) == (jitter > 0)
 
 
 def test_how_often_candidates_are_drawn():
-    """By their probabilities: of the second expert, by those among the ones that the first one leaves."""
+    """The first expert by its probability, the second by its probability among the remaining ones."""
     scores = np.tile(np.float32([1.0, 1.6, 1.9, -3.0]), (40_000, 1))
     weights, selected = map(np.asarray, SparseMixer(0.3, 0.0)(jnp.asarray(scores), KEY))
     chance = np.exp(scores[0, :3]) / np.exp(scores[0, :3]).sum()
@@ -76,7 +76,8 @@ def test_how_often_candidates_are_drawn():
             share = chance[other] / sum(chance[others])
             assert abs((selected[first, 1] == other).mean() - share) < 0.015
     whole = chance[selected[:, 0]]
-    assert np.allclose(weights[selected[:, 0] == 2, 0], chance[2])  # the likeliest is never scaled down
+    # The most likely expert's weight is never scaled down.
+    assert np.allclose(weights[selected[:, 0] == 2, 0], chance[2])
     scaled = np.isclose(weights[:, 0], 0.3333 * whole)
     assert abs(scaled[selected[:, 0] != 2].mean() - 0.75) < 0.01
 
@@ -85,6 +86,6 @@ def test_the_input_is_multiplied_twice():
     mixer, ones = SparseMixer(0.0, 0.1), jnp.ones((500, 64))
     factors = np.asarray(mixer.jittered(ones, KEY))
     assert 0.81 <= factors.min() < 0.83 and 1.18 < factors.max() <= 1.21
-    once = 0.2**2 / 12  # the variance of one of the two
+    once = 0.2**2 / 12  # variance of one of the two factors
     assert abs(factors.var() - (2 * once + once**2)) < 0.02 * once and abs(factors.mean() - 1) < 1e-3
     np.testing.assert_array_equal(SparseMixer(0.1, 0.0).jittered(ones, KEY), ones)

@@ -1,4 +1,4 @@
-"""Rows of texts, and every form of packed rows, for layers that read each text from its first token on."""
+"""Rows of texts, and every form of packed rows, for layers that process each text from its first token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from compat_tests.nn import test_packed_attention as pairs
 from trl_jax.core.outputs import BLOCK, Packed
 from trl_jax.nn.text_order import TextOrder, text_order
 
-BEFORE = 3  # tokens that convolutions see
+BEFORE = 3  # preceding tokens that convolutions see
 
 
 def plain(length):
-    """Each row a text."""
+    """One text per row."""
     return None, [(row, np.arange(length)) for row in range(2)], length, length
 
 
 def of_pairs():
-    """Two answers to a prompt, one before it."""
+    """Two answers to a prompt, which is stored once before them."""
     length, longest = 6 * BLOCK, 3 * BLOCK
     packed, positions, who = pairs.drawn(0, length, 2, longest=80)
     rows = enumerate(pairs.as_rows(positions, who, length).places)
@@ -30,13 +30,13 @@ def of_pairs():
 
 
 def of_branches():
-    """Answers to one context, any number."""
+    """Any number of answers to a shared context."""
     packed, texts = branches.laid_out()
     return packed, texts, branches.LENGTH, branches.LONGEST
 
 
 def end_to_end():
-    """Texts that share nothing; the row's end is empty."""
+    """Texts without shared parts; the row's end is padding."""
     length, ends = 3 * BLOCK, [5, 64, 70, 150]
     first, end = (np.full((1, length), length, np.int32) for _ in "fe")
     texts = [np.arange(*pair) for pair in zip([0, *ends], ends, strict=False)]
@@ -45,7 +45,7 @@ def end_to_end():
     return Packed(first, end, np.ones_like(first)), [(0, at) for at in texts], length, length
 
 
-# Packed rows or None, the texts as (row, places), the tokens of a row, and those of the longest text.
+# (packed rows or None, texts as (row, positions), tokens of a row, tokens of the longest text).
 LAYOUTS = {
     "a short row": lambda: plain(10), "rows": lambda: plain(150), "end to end": end_to_end, "pairs": of_pairs,
     "branches": of_branches,

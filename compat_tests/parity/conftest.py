@@ -1,4 +1,4 @@
-"""Runs are dear: each case is trained once a session with us, and with TRL where it is not recorded, whoever asks."""
+"""Runs are expensive: each case is trained once per session with us, and with TRL if it is not recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compat_tests.tiny import preference_rows
 
 
 class Runs:
-    """The cases' runs, by name. `theirs` and `ours` remember; `ours_afresh` trains again, for mutants."""
+    """The runs of the cases, by name. `theirs` and `ours` are cached; `ours_afresh` trains again, for mutants."""
 
     def __init__(self, checkpoint, new_folder):
         self._checkpoint, self._new_folder = checkpoint, new_folder
@@ -29,7 +29,7 @@ class Runs:
         return self._ours[name]
 
     def ours_afresh(self, name: str, **config) -> reference.Run:
-        """With a `config` over the case's."""
+        """`config` overrides the case's."""
         return self._train(reference.run_ours, name, **config)
 
     def folder(self, name: str):
@@ -51,9 +51,9 @@ def runs(checkpoint, tmp_path_factory) -> Runs:
 
 @pytest.fixture(scope="module")
 def both_of(checkpoint, tmp_path_factory):
-    """both_of(trainer, cases, rows) -> a function from a case's name to our run and TRL's.
+    """both_of(trainer, cases, rows) -> a function from the name of a case to (our run, TRL's run).
 
-    trainer: "SFT", "DPO" or another in trl's names; rows: makes rows of a case's options.
+    trainer: "SFT", "DPO" or another prefix of trl's class names; rows: makes rows from the options of a case.
     """
 
     def runs_of(trainer, cases, rows):
@@ -65,7 +65,7 @@ def both_of(checkpoint, tmp_path_factory):
                 eval_rows = None if case.eval_rows is None else rows(**case.eval_rows)
                 options = {"trainer": trainer, "eval_rows": eval_rows} | case.config
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", FutureWarning)  # of what TRL's next release has no longer
+                    warnings.simplefilter("ignore", FutureWarning)  # about what TRL's next release removes
                     outs, given = (tmp_path_factory.mktemp(name) for _ in range(2)), (folder, rows(**case.rows))
                     called = f"{trainer.lower()}/{name}"
                     done[name] = (

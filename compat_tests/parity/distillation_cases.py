@@ -1,4 +1,4 @@
-"""The runs of on-policy distillation that are compared: a student, its teacher, prompts and a config each."""
+"""Cases of on-policy distillation that are compared with TRL: a student, its teacher, prompts and a config each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs of direct preference optimization that are compared: a checkpoint, rows and a config each."""
+"""Cases of DPO that are compared with TRL: a checkpoint, rows and a config each."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CASES = {name: case(loss_type=name, **SMOOTHED.get(name, {})) for name in LOSSES
     "conversations_with_prompts": case(rows={"n": 24, "kind": "chat_prompt"}, model=CHAT),
     "truncated": case(max_length=20),
     "keep_end": case(max_length=20, truncation_mode="keep_end"),
-    # Of an answer longer than the text may be, the first token has no context, and counts all the same.
+    # If an answer is longer than max_length, its first token has no context but still counts.
     "keep_end_of_answers": case(
         max_length=8, truncation_mode="keep_end", loss_type=["ipo", "sigmoid_norm", "sft"], max_steps=3
     ),
-    # 4 micro-batches an epoch, the last of one pair: steps of three, and of one.
+    # 4 micro-batches per epoch, the last with one pair: steps of three micro-batches, and of one.
     "accumulated": case(rows={"n": 13, "kind": "prompt"}, gradient_accumulation_steps=3, logging_steps=2),
     "precomputed": case(precompute_ref_log_probs=True, precompute_ref_batch_size=3),
-    # One pass a micro-batch: pairs are sorted, and answers' tokens averaged, within it.
+    # A forward pass per micro-batch: pairs are sorted, and token losses averaged, within it.
     "sorted_accumulated": case(
         rows={"n": 13, "kind": "prompt"}, gradient_accumulation_steps=3, batch_layout="shared",
         loss_type=["aot", "sft"],

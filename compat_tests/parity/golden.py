@@ -1,11 +1,11 @@
-"""TRL's side of the parity tests, recorded: one file a group of cases in golden/.
+"""Recordings of TRL's side of the parity tests, one file per group of cases in golden/.
 
     RECORD=1 bash compat_tests/run.sh compat_tests/parity compat_tests/mesh      makes them
-    LIVE=1 bash compat_tests/run.sh                                             runs TRL beside us instead
+    LIVE=1 bash compat_tests/run.sh                                             runs TRL instead of reading them
 
-A recording holds what TRL logged at each step, a sketch of the weights that it saved, and what a test asks of its run
-otherwise. It is valid for the case that it was made of: rows, config, checkpoint and the code that trains. The machine
-and the other releases are told where a test fails: they should not matter.
+A recording holds what TRL logged at each step, a sketch of the weights that it saved, and what else a test needs from
+the run. It is valid only for the same rows, config, checkpoint and training code. The machine and the other releases
+are recorded for error messages: they should not matter.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from compat_tests.parity.sketch import sketch, unpacked
 FOLDER = Path(__file__).with_name("golden")
 COMMAND = "RECORD=1 bash compat_tests/run.sh compat_tests/parity compat_tests/mesh"
 RELEASES = ("trl", "transformers", "torch")
-# TRL runs beside us each time, so that a wrong recording is noticed; one of each trainer.
+# One case of each trainer for which TRL always runs, so that a wrong recording is noticed.
 ALWAYS = (
     "reward/pad_is_eos_chat", "sft/text", "dpo/thirty_steps", "kto/thirty_steps", "grpo/default", "rloo/default",
 )  # fmt: skip
-OURS = ("batch_layout",)  # arguments that TRL's run does not see
+OURS = ("batch_layout",)  # arguments that TRL does not have
 
 
 def live(name: str | None = None) -> bool:
-    """Whether TRL itself runs: asked for, or as the recording of this case is held against it."""
+    """Whether to run TRL itself: if requested, or because this case checks its recording."""
     return bool(os.environ.get("LIVE") or os.environ.get("RECORD")) or name in ALWAYS
 
 
 def run_trl(name: str, folder: Path, rows: list, out: Path, *, model: Any, facts=None, **keywords) -> reference.Run:
-    """TRL's run of a case: `reference.run_trl`, or what was recorded of it.
+    """TRL's run of a case: `reference.run_trl`, or its recording.
 
     Args:
-        name: "group/case"; no other case has it.
-        model: what `folder` was made of, as JSON has it; a recording for another is not valid.
-        facts: makes the Run's `facts` of the run; what it returns must be JSON.
+        name: "group/case", unique.
+        model: what `folder` was made from, as JSON; a recording of another model is not valid.
+        facts: computes the Run's `facts` from the run; they must be JSON.
     """
 
     def run() -> reference.Run:
@@ -62,7 +62,7 @@ def run_trl(name: str, folder: Path, rows: list, out: Path, *, model: Any, facts
 
 
 def recorded_or(name: str, key: str, make: Callable[[], reference.Run]) -> reference.Run:
-    """What was recorded of TRL's run for a source with this digest; where it is to be live, what `make` gives."""
+    """The recording of TRL's run, which must have this digest; if TRL is to run live, the result of `make`."""
     if not live(name):
         return _recorded(name, key)
     pytest.importorskip("trl", reason="parity is measured against real TRL")
@@ -75,8 +75,9 @@ def recorded_or(name: str, key: str, make: Callable[[], reference.Run]) -> refer
 
 
 def digest(folder: Path, rows: list, model: Any, keywords: dict, *code_too: Callable) -> str:
-    """What TRL's run follows from, but for its releases and the machine; of the checkpoint the names and shapes, as its
-    numbers may differ in their last digit. `code_too`: further functions that a run follows from."""
+    """A digest of everything that determines TRL's run, except releases and the machine. Of the checkpoint it has only
+    names, dtypes and shapes, because its numbers may differ in the last digit. `code_too`: more functions whose source
+    code is included."""
     tensors = {name: (str(tensor.dtype), tensor.shape) for name, tensor in reference.read_weights(folder).items()}
     config = {key: value for key, value in (reference.BASE | keywords).items() if key not in OURS}
     code = [inspect.getsource(part) for part in (reference._run, tiny._randomise, *code_too)]
@@ -85,7 +86,7 @@ def digest(folder: Path, rows: list, model: Any, keywords: dict, *code_too: Call
 
 
 def _plain(value: Any) -> Any:
-    """Sets, and objects of arguments such as PEFT's."""
+    """Makes sets, and configs such as PEFT's, serializable."""
     if isinstance(value, set):
         return sorted(value)
     return {key: part for key, part in value.to_dict().items() if part is not None}
@@ -137,7 +138,7 @@ def _record(name: str, key: str, run: reference.Run) -> None:
 
 
 def _lines(cases: dict) -> str:
-    """JSON with a line for each entry of a log and each tensor."""
+    """JSON with one line for each log entry and each tensor."""
 
     def written(value: Any) -> str:
         return json.dumps(value, separators=(",", ":"))
@@ -156,7 +157,7 @@ def _lines(cases: dict) -> str:
 
 
 def _shortened(entry: dict) -> dict:
-    """Without wall-clock figures, and what comes from float32 with nine digits."""
+    """Without wall-clock figures; float32 values are rounded to nine digits."""
     exact = ("learning_rate", "epoch")
     return {
         key: float(f"{value:.9g}") if isinstance(value, float) and key not in exact else value
@@ -165,14 +166,14 @@ def _shortened(entry: dict) -> dict:
 
 
 def machine() -> str:
-    """The kind of processor."""
+    """The model of the processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return " ".join([platform.machine(), *models[:1]])
 
 
 def _assert_still_so(name: str, run: reference.Run, recorded: reference.Run) -> None:
-    """The live run is the recorded one, but for what another machine rounds."""
+    """Assert that the live run equals the recorded one up to rounding on another machine."""
     again = f"{name}: TRL's run is not what was recorded of it. Make that again with {COMMAND}"
     now, then = ([timeless(entry) for entry in each.logs] for each in (run, recorded))
     assert [list(entry) for entry in now] == [list(entry) for entry in then], again

@@ -1,4 +1,4 @@
-"""The runs of GRPO and RLOO that are compared: a checkpoint, prompts and a config each, and how they are made."""
+"""Cases of GRPO and RLOO that are compared with TRL (a checkpoint, prompts and a config each), and how they are run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ STEPS = {
     "pad_to_multiple_of": None,
 }  # fmt: skip
 PROMPTS, CHATS = {"n": 20}, {"n": 20, "kind": "chat"}
-EVALUATED = {"eval_rows": {"n": 4}, "eval_strategy": "steps", "eval_steps": 2}  # batches without a short last one
+EVALUATED = {"eval_rows": {"n": 4}, "eval_strategy": "steps", "eval_steps": 2}  # no short last batch
 
 
 def prompt_rows(n: int, kind: str = "text") -> list[dict]:
-    """The first `n` of 20 prompts, texts or conversations ("chat"), with a column for reward functions."""
+    """The first `n` of 20 prompts, as text or as conversations ("chat"), with a column for reward functions."""
     verbs, things = "bake repair paint carry".split(), "bread soup garden engine river".split()
     texts = [(f"How do I {verb} the {thing}?", thing) for verb in verbs for thing in things][:n]
     if kind == "chat":
@@ -79,7 +79,7 @@ def _lora() -> Any:
     return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-# Each generation is trained on twice, in two parts: the policy has left the one that wrote.
+# Each generation is used for two steps in two parts, so that the policy differs from the one that sampled.
 AGAIN = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.02}
 GRPO = {
     "default": case(),
@@ -102,7 +102,7 @@ GRPO = {
         generation_kwargs={"min_new_tokens": 5}, beta=0.1,
     ),
     "following": case(beta=0.05, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.3, max_steps=5),
-    # Five generations an epoch, and then other prompts in another order.
+    # Five generations per epoch; the second epoch has other prompts in another order.
     "epochs": case(max_steps=12, logging_steps=3, num_iterations=2, per_device_train_batch_size=16),
     "conversations": case(rows=CHATS, model=CHAT, scale_rewards=False, shuffle_dataset=False),
     "evaluated": case(per_device_eval_batch_size=4, num_generations_eval=2, **EVALUATED),

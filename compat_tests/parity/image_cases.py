@@ -1,4 +1,4 @@
-"""The runs on rows with images that are compared: a tiny model, a trainer, rows and a config each."""
+"""Cases with images that are compared with TRL: a tiny model, a trainer, rows and a config each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = {
     "learning_rate": 1e-3, "logging_steps": 1, "per_device_train_batch_size": 2,
 }  # fmt: skip
 WRITTEN = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 6, "beta": 0.1}
-# What the assistant says is marked, for `assistant_only_loss`.
+# Marks the assistant's text, for `assistant_only_loss`.
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: "
     "{% if message['role'] == 'assistant' %}{% generation %}"
@@ -37,7 +37,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class ImageCase:
-    """`rows` names a function below; `adapter` are the arguments of LoraConfig."""
+    """`rows` is the name of a function below; `adapter` are arguments of LoraConfig."""
 
     trainer: str
     rows: str
@@ -45,13 +45,13 @@ class ImageCase:
     adapter: dict[str, Any] | None = None
 
 
-WEIGHED = ("messages", "grpo", "dpo_lora")  # whose weights are compared, too: recordings stay small
+WEIGHED = ("messages", "grpo", "dpo_lora")  # only these compare weights, to keep recordings small
 LORA = {"r": 4, "target_modules": "all-linear"}
 KINDS = {
     "messages": ImageCase("SFT", "conversations"),
     "completions": ImageCase("SFT", "answered"),
     "assistant": ImageCase("SFT", "conversations", {"assistant_only_loss": True}),
-    # transformers averages the micro-batches of some models, and the targets of a step of others.
+    # transformers averages micro-batches for some models, and all targets of a step for others.
     "accumulated": ImageCase("SFT", "conversations", {"gradient_accumulation_steps": 2}),
     "dpo": ImageCase("DPO", "pairs"),
     "kto": ImageCase("KTO", "unpaired"),
@@ -66,7 +66,7 @@ KINDS = {
 
 
 def rows_of(name: str, count: int = 12) -> list[dict]:
-    """Rows with one image each; conversations have none, one or two."""
+    """Rows with one image each, except for conversations, which have zero to two."""
     make = {"conversations": _conversation, "answered": _answered, "pairs": _pair, "unpaired": _labelled,
             "prompts": _prompt}[name]  # fmt: skip
     return [
@@ -106,7 +106,7 @@ def reward(completions: list, images: list, **_: Any) -> list[float]:
 
 
 def run(package: Any, folder: Path, case: ImageCase, processor: Any, out: Path) -> reference.Run:
-    """Train with TRL, which needs transformers' `processor`, or with us."""
+    """Train with TRL, which needs transformers' `processor`, or with trl_jax."""
     ours = package.__name__ == "trl_jax"
     config = STEPS | case.config | ({} if ours else {"gradient_checkpointing": False})
     if case.trainer in ("SFT", "DPO"):
@@ -114,7 +114,7 @@ def run(package: Any, folder: Path, case: ImageCase, processor: Any, out: Path) 
     extra = {} if ours else {"processing_class": processor}
     if case.trainer in ("GRPO", "RLOO"):
         extra["reward_funcs"] = reward
-        processor.tokenizer.padding_side = "left"  # as TRL does for a processor that it loads
+        processor.tokenizer.padding_side = "left"  # as TRL does if it loads the processor itself
     if case.adapter is not None:
         extra["peft_config"] = _lora(ours)(**case.adapter)
     args = getattr(package, f"{case.trainer}Config")(str(out), **config)
@@ -122,7 +122,7 @@ def run(package: Any, folder: Path, case: ImageCase, processor: Any, out: Path) 
     made = getattr(package, f"{case.trainer}Trainer")(model=str(folder), args=args, train_dataset=rows, **extra)
     made.train()
     final = out / "final"
-    made.model.save_pretrained(str(final))  # not the processor, whose part for videos is missing
+    made.model.save_pretrained(str(final))  # not the processor, which has no video part
     return reference.Run(list(made.state.log_history), final, reference.read_weights(final))
 
 
@@ -136,7 +136,7 @@ def _lora(ours: bool) -> Any:
 
 @cache
 def described(name: str) -> list:
-    """Rows as JSON has them; of a picture its size and the sum of its pixels."""
+    """Rows as JSON; an image becomes its size and the sum of its pixels."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

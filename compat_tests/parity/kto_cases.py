@@ -1,4 +1,4 @@
-"""The runs of Kahneman-Tversky optimization that are compared: a checkpoint, rows and a config each."""
+"""Cases of KTO that are compared with TRL: a checkpoint, rows and a config each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from compat_tests.parity.cases import Case
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.tiny import preference_rows
 
-# Quick enough for the policy to leave its reference, so that the divergence is not 0.
+# A learning rate so high that the policy leaves its reference and the KL divergence is not 0.
 STEPS = {"max_steps": 6, "max_length": 64, "learning_rate": 1e-2, "beta": 0.3}
 PROMPTS = {"n": 24, "kind": "prompt"}
 
 
 def kto_rows(n: int, kind: str = "prompt", seed: int = 0, paired: bool = False, share: float = 0.7) -> list[dict]:
-    """`n` rows of a prompt, an answer and whether it is desirable, which a `share` are; or pairs."""
+    """`n` rows of a prompt, an answer and a label, which is desirable for a `share` of them; or pairs."""
     rows, dice = preference_rows(n, kind, seed=seed), random.Random(seed)
     if paired:
         return rows
@@ -34,16 +34,17 @@ CASES = {
     "thirty_steps": case(max_steps=30, learning_rate=1e-3),
     "padded": case(batch_layout="padded"),
     "packed": case(batch_layout="packed"),
-    # 4 micro-batches an epoch, the last of one row, which its own answer is compared with: steps of three, and of one.
+    # 4 micro-batches per epoch. The last one has a single row, so its KL completion is its own answer: steps of three
+    # micro-batches, and of one.
     "accumulated": case(rows={"n": 13}, gradient_accumulation_steps=3, logging_steps=2, num_train_epochs=3),
     "apo": case(loss_type="apo_zero_unpaired", train_sampling_strategy="random", undesirable_weight=2.0),
     "weights": case(desirable_weight=0.5, undesirable_weight=1.2),
-    # Micro-batches of chosen answers, of both, and of rejected ones.
+    # Micro-batches of only chosen answers, of both kinds, and of only rejected ones.
     "pairs": case(rows={"n": 6, "paired": True}, max_steps=3),
     "implicit_prompts": case(rows={"n": 8, "kind": "text", "paired": True}, max_steps=4),
     "conversations": case(rows={"n": 24, "kind": "chat_prompt"}, model=CHAT),
     "conversations_of_pairs": case(rows={"n": 8, "kind": "chat", "paired": True}, model=CHAT, max_steps=4),
-    # Rows are left out before answers go to other prompts; answers to these are cut, too.
+    # Rows are dropped before completions are matched with other prompts for the KL term; those are truncated, too.
     "truncated": case(rows={"n": 30}, max_length=14),
     "precomputed": case(rows={"n": 14}, precompute_ref_log_probs=True, precompute_ref_batch_size=3),
     "evaluated": case(

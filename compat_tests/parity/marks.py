@@ -1,4 +1,4 @@
-"""How close is equal: the marks two runs must meet, and messages that say where they first part."""
+"""Tolerances ("marks") for comparing two runs, and assertions that say where the runs first differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compat_tests.parity.sketch import gap
 TRAIN_KEYS = (
     "loss grad_norm learning_rate num_tokens min_reward mean_reward max_reward accuracy margin epoch step"
 ).split()
-# Wall-clock figures, and a fact about torch's wrapping of the model: present or not, they are not compared.
+# Wall-clock figures and a timing of torch's wrapping of the model: not compared, whether present or not.
 CLOCK = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "total_flos", "step_time")
 EXACT = ("num_tokens", "step")
 REWARDS = ("min_reward", "mean_reward", "max_reward", "margin")
@@ -18,7 +18,7 @@ REWARDS = ("min_reward", "mean_reward", "max_reward", "margin")
 
 @dataclass(frozen=True)
 class Marks:
-    """The largest differences, absolute, that count as equal."""
+    """Absolute tolerances."""
 
     loss: float = 1e-5
     rewards: float = 2e-4
@@ -28,7 +28,7 @@ class Marks:
 
 
 def allowed(key: str, value: float, marks: Marks) -> float:
-    """The largest difference from TRL's `value` that counts as equal for this logged key."""
+    """The tolerance for this logged key, given TRL's `value`."""
     bare = key.removeprefix("eval_")
     if bare in EXACT:
         return 0.0
@@ -50,10 +50,9 @@ def allowed(key: str, value: float, marks: Marks) -> float:
 
 
 def assert_same_curve(ours, theirs, **marks) -> None:
-    """Two log histories agree: the same entries and keys in the same order, and every value.
+    """Assert that two log histories agree: the same entries with the same keys in the same order, and every value.
 
-    Training, evaluation and the closing summary are compared, wall-clock figures are not. `marks` are fields
-    of `Marks`.
+    Training, evaluation and the final summary are compared; wall-clock figures are not. `marks` are fields of `Marks`.
     """
     kinds = [_kind(entry) for entry in ours], [_kind(entry) for entry in theirs]
     assert kinds[0] == kinds[1], f"the logs differ in their entries: ours {kinds[0]}, TRL's {kinds[1]}"
@@ -62,7 +61,7 @@ def assert_same_curve(ours, theirs, **marks) -> None:
 
 
 def assert_same_entry(mine: dict, other: dict, **marks) -> None:
-    """One entry: the same keys in the same order, each value within its mark. A NaN is never within."""
+    """Assert that two log entries have the same keys in the same order and that values agree; a NaN never does."""
     mine, other = timeless(mine), timeless(other)
     where = f"step {other['step']}" if "step" in other else "after training"
     assert list(mine) == list(other), f"{where}: our keys {list(mine)}, TRL's keys {list(other)}"
@@ -75,9 +74,10 @@ def assert_same_entry(mine: dict, other: dict, **marks) -> None:
 
 
 def assert_same_weights(ours: dict, theirs: dict, mark: float = 2e-4) -> None:
-    """Two checkpoints hold the same names, shapes and types, and no element is further apart than `mark`.
+    """Assert that two checkpoints have the same names, shapes and dtypes, and that no element differs by more than
+    `mark`.
 
-    Of a recorded run's there are sketches, whose numbers are held to the same mark.
+    A recorded run has a sketch of each tensor instead, whose numbers must meet the same mark.
     """
     assert sorted(ours) == sorted(theirs), f"names on one side only: {sorted(set(ours) ^ set(theirs))}"
     for name, tensor in theirs.items():
@@ -94,7 +94,7 @@ def steps_of(logs: list[dict]) -> list[dict]:
 
 
 def worst(ours, theirs) -> dict[str, float]:
-    """The largest gap of every key over two log histories, for a report; NaN if any is."""
+    """The largest difference of every key over two log histories, for a report; NaN if any is NaN."""
     gaps: dict[str, float] = {}
     for mine, other in zip(ours, theirs, strict=True):
         for key, value in timeless(other).items():

@@ -1,4 +1,4 @@
-"""One training under a config, with TRL or with us: the two differ by the package imported only."""
+"""Trains once under a config, with TRL or with us: only the imported package differs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-# Plain float32 on the CPU, every step logged. One padded width keeps compilations few; that
-# padding does not move the numbers is shown by a test of its own.
+# Plain float32 on the CPU, logging every step. A single padded width avoids compilations; a separate test shows that
+# this padding does not change the numbers.
 BASE = {
     "use_cpu": True,
     "bf16": False,
@@ -26,9 +26,10 @@ BASE = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a run leaves: its log history, the saved folder and its tensors, what was asked of it after.
+    """The result of a run: its log history, the saved folder and its tensors, evaluation metrics, predictions, other
+    facts.
 
-    Of a recorded one (`golden`) there is no folder, and a `Sketch` of each tensor.
+    A recorded run (see `golden`) has no folder, and a `Sketch` instead of each tensor.
     """
 
     logs: list[dict]
@@ -40,19 +41,19 @@ class Run:
 
 
 def run_trl(model_folder, rows, out, *, double=False, **keywords) -> Run:
-    """Train with real TRL, in float64 if `double`; the keywords are those of `_run` and of the config."""
+    """Train with TRL, in float64 if `double`; keywords are those of `_run` and of the config."""
     import torch
     import trl
 
     torch.set_num_threads(1)
-    keywords.pop("batch_layout", None)  # it has one
+    keywords.pop("batch_layout", None)  # TRL has only one layout
     if double:
         keywords["model"] = in_float64(model_folder, keywords.get("seed", 42))
     return _run(trl, model_folder, rows, out, **keywords)
 
 
 def in_float64(folder, seed):
-    """The torch model that TRL would have loaded, its head drawn alike, each number with twice the digits."""
+    """The torch model that TRL would load, with the same head drawn from `seed`, converted to float64."""
     from transformers import AutoModelForSequenceClassification, set_seed
 
     set_seed(seed)
@@ -60,7 +61,7 @@ def in_float64(folder, seed):
 
 
 def run_ours(model_folder, rows, out, **keywords) -> Run:
-    """The same with trl_jax."""
+    """Train with trl_jax; see `run_trl`."""
     import trl_jax
 
     return _run(trl_jax, model_folder, rows, out, **keywords)
@@ -99,7 +100,7 @@ def _run(
 
 
 def tokenised(model_folder, rows):
-    """Text rows as a dataset of chosen_ids and rejected_ids, each text ending in EOS."""
+    """Text rows as a dataset with chosen_ids and rejected_ids; each text ends in EOS."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -113,7 +114,7 @@ def tokenised(model_folder, rows):
 
 
 def read_weights(folder) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint folder, shards included, by its name on disk."""
+    """Every tensor of a checkpoint folder by its name on disk, from all shards."""
     from safetensors.numpy import load_file
 
     tensors = {}
@@ -125,7 +126,8 @@ def read_weights(folder) -> dict[str, np.ndarray]:
 
 
 def true_scores(folder, pairs) -> tuple[np.ndarray, np.ndarray]:
-    """Chosen and rejected scores [N] of tokenised pairs by transformers' model, one by one, unpadded."""
+    """Chosen and rejected scores [N] of tokenized pairs, computed with transformers one text at a time, without
+    padding."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -140,7 +142,7 @@ def true_scores(folder, pairs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def spied_completions(monkeypatch) -> list[list[list[int]]]:
-    """The list that the token ids of our trainers' completions are added to, one item per micro-batch."""
+    """A list to which the token ids of our trainers' completions are appended, one item per micro-batch."""
     from trl_jax.training.rollout import Completer
 
     written, complete = [], Completer.__call__

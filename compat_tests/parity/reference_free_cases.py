@@ -1,4 +1,4 @@
-"""The runs of ORPO and CPO that are compared: a checkpoint, rows and a config each."""
+"""Cases of ORPO and CPO that are compared with TRL: a checkpoint, rows and a config each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from compat_tests.parity.dpo_cases import CHAT, SMALL, case
 
 BOS = SMALL | {"tokenizer": {"chat_template": True, "bos": "<s>"}}
 FEW = {"max_steps": 3}
-# Experts are balanced where the model's config asks for it, and only there.
+# The load-balancing loss is used only if the model's config asks for it.
 EXPERTS = {"model_type": "qwen3_moe", "head": "causal", "num_hidden_layers": 1, "router_aux_loss_coef": 0.5}
 
 
@@ -24,7 +24,7 @@ ORPO = {
     "conversations": case(rows={"n": 24, "kind": "chat"}, model=CHAT),
     "conversations_with_bos": case(rows={"n": 24, "kind": "chat_prompt"}, model=BOS, **FEW),
     "truncated": case(max_length=20),
-    # 4 micro-batches an epoch, the last of one pair: steps of three, and of one.
+    # 4 micro-batches per epoch, the last with one pair: steps of three micro-batches, and of one.
     "accumulated": case(rows={"n": 13, "kind": "prompt"}, gradient_accumulation_steps=3, logging_steps=2),
     "evaluated": _evaluated(),
     "experts": case(model=EXPERTS, **FEW),

@@ -1,10 +1,10 @@
-"""The runs of supervised fine-tuning that are compared: a checkpoint, rows and a config each, for 30 steps."""
+"""Cases of SFT that are compared with TRL: a checkpoint, rows and a config each, for 30 steps."""
 
 from __future__ import annotations
 
 from compat_tests.parity.cases import Case
 
-# The assistant's words and the end of its turn are marked.
+# Marks the assistant's text, including the end of its turn.
 MARKED = (
     "{% for message in messages %}{{ message['role'] }}: "
     "{% if message['role'] == 'assistant' %}{% generation %}"
@@ -12,11 +12,11 @@ MARKED = (
     "{% else %}{{ message['content'] }}{{ eos_token }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# Two layers, as tied and untied heads and adapters differ outside of them.
+# Two layers, because tied and untied heads, and adapters, only differ outside of them.
 SMALL = {"head": "causal", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 CHAT = SMALL | {"tokenizer": {"chat_template": MARKED}}
 STEPS = {"max_steps": 30, "max_length": 64, "learning_rate": 3e-3}
-# Without pads, which TRL counts as tokens where it lays texts end to end.
+# Without padding, which TRL counts as tokens in packed rows.
 PACKED = STEPS | {"packing": True, "pad_to_multiple_of": None}
 
 CASES = {
@@ -29,7 +29,7 @@ CASES = {
     "chat_completions": Case(STEPS, {"n": 60, "kind": "chat_prompt"}, CHAT),
     "both_masks": Case(STEPS | {"assistant_only_loss": True}, {"n": 60, "kind": "chat_prompt"}, CHAT),
     "truncated": Case(STEPS | {"max_length": 12}, {"n": 60, "kind": "prompt"}, SMALL),
-    # Adam divides small gradients by small gradients: single elements are apart by a fifth of a step.
+    # Adam divides small gradients by small gradients: single elements differ by a fifth of a step.
     "bfd": Case(PACKED, {"n": 150, "kind": "prompt"}, SMALL, weights=1e-3),
     "bfd_split": Case(PACKED | {"packing_strategy": "bfd_split", "max_length": 24}, model=SMALL),
     "wrapped": Case(PACKED | {"packing_strategy": "wrapped"}, {"n": 150, "kind": "chat"}, CHAT),
@@ -37,7 +37,7 @@ CASES = {
     "shuffled": Case(PACKED | {"shuffle_dataset": True, "seed": 7}, {"n": 150}, SMALL),
     "dft": Case(STEPS | {"loss_type": "dft"}, {"n": 60, "kind": "prompt"}, SMALL),
     "smoothed": Case(STEPS | {"label_smoothing_factor": 0.1}, {"n": 60, "kind": "prompt"}, SMALL),
-    # 15 micro-batches an epoch, the last of 2 rows: steps of two, and of one.
+    # 15 micro-batches per epoch, the last with 2 rows: steps of two micro-batches, and of one.
     "accumulated": Case({"num_train_epochs": 4, "gradient_accumulation_steps": 2}, {"n": 58}, SMALL),
     "accumulated_by_four": Case(
         {"num_train_epochs": 8, "gradient_accumulation_steps": 4}, {"n": 58, "kind": "prompt"}, SMALL

@@ -1,9 +1,10 @@
-"""A few numbers in the place of a tensor, close where the tensors are: what is kept of weights that TRL trained.
+"""A sketch is a few numbers that represent a tensor; sketches are close if the tensors are. Recordings keep sketches of
+the weights that TRL trained.
 
-A tensor of up to 64 elements is kept as it is. Of a larger one there are eight elements, and of each of 24 stretches of
-it the sum of its elements with signs before them that a hash draws, over the root of their number. If each element is
-off by `gap`, whichever way, so is such a sum on average, and no element is left out. A tensor whose elements
-were exchanged, scaled or not trained has other sums.
+A tensor of up to 64 elements is kept whole. Of a larger one, a sketch has eight elements, and 24 random projections:
+the flattened tensor is cut into 24 parts, and each part's elements are summed with signs drawn from a hash and divided
+by the square root of their number. If each element is off by `gap` in any direction, so is such a sum on average, and
+every element contributes. If elements were permuted, scaled or not trained, the sums differ.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ WHOLE, STRETCHES, ELEMENTS = 64, 24, 8
 
 @dataclass(frozen=True)
 class Sketch:
-    """The dtype and shape of a tensor, and up to 64 numbers of it."""
+    """The dtype and shape of a tensor, and up to 64 numbers that represent it."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     values: np.ndarray
 
     def packed(self) -> str:
-        """As a word for a JSON file."""
+        """As one word, for JSON files."""
         shape = "x".join(map(str, self.shape))
         return f"{self.dtype.name} {shape} {base64.b64encode(self.values.astype('<f4').tobytes()).decode()}"
 
 
 def sketch(name: str, tensor: np.ndarray) -> Sketch:
-    """`name` settles the signs and which elements are kept."""
+    """The sketch of a tensor; `name` seeds the signs and selects the elements."""
     flat = tensor.astype(np.float64).ravel()
     if flat.size <= WHOLE:
         return Sketch(tensor.dtype, tensor.shape, flat)
@@ -52,14 +53,15 @@ def unpacked(word: str) -> Sketch:
 
 
 def gap(name: str, mine: np.ndarray, other: np.ndarray | Sketch) -> float:
-    """The largest difference of any element from a tensor, or of any number from what was kept of it."""
+    """The largest absolute difference from a tensor, or from the numbers of its sketch."""
     if isinstance(other, Sketch):
         return float(np.max(np.abs(sketch(name, mine).values - other.values)))
     return float(np.max(np.abs(mine.astype(np.float64) - other.astype(np.float64))))
 
 
 def flat(weights: dict[str, np.ndarray | Sketch], like: dict[str, np.ndarray | Sketch]) -> np.ndarray:
-    """All tensors' elements in one array, by name; what is kept of them, where that is all that `like` has."""
+    """The elements of all tensors in one array, ordered by name; the numbers of their sketches if `like` has
+    sketches."""
     parts = []
     for name in sorted(like):
         tensor = weights[name]

@@ -1,4 +1,4 @@
-"""Adafactor beside TRL's own: it averages and bounds tensors as torch has them, which ours are not cut like."""
+"""Adafactor against TRL: its averages and clipping are per torch tensor, which our arrays do not match one to one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compat_tests.tiny import preference_rows, tiny_model
 CONFIG = {"optim": "adafactor", "learning_rate": 1e-3, "weight_decay": 0.1, "batch_layout": "padded"}
 
 
-# Layers that lie in one array; several arrays in a tensor; experts; adapters.
+# Several layers in one array; one tensor split into several arrays; experts; adapters.
 @pytest.mark.parametrize("family", ["llama", *map(thorough, ["phi3", "qwen3_moe", "with adapters"])])
 def test_ten_steps_are_trls(family, tmp_path):
     config, called = CONFIG, f"adafactor/{family}"

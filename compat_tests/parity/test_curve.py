@@ -1,4 +1,4 @@
-"""Every case trained by real TRL and by us: each logged number at each step, and the weights at the end."""
+"""Reward training against TRL: every case compares each logged number of each step, and the final weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from compat_tests.parity.marks import TRAIN_KEYS, assert_same_curve, assert_same
 from compat_tests.parity.sketch import flat, gap
 from compat_tests.tiny import preference_rows
 
-# Most of the others have a part of their own in another trainer's cases; centring and layouts are part of ragged_margin
-# and of training/test_layouts.py.
+# Most of these are covered by cases of other trainers; centering and layouts by ragged_margin and by
+# training/test_layouts.py.
 SELDOM = {
     "plain", "margin", "data_seed", "constant_with_warmup", "pad_is_eos", "causal", "base", "qwen2", "max_steps",
     "chat_prompt", "sparse_logs", "max_length", "causal_bfloat16", "cosine", "drop_last", "qwen3",
@@ -45,7 +45,7 @@ def test_fifty_steps_in_a_layout_that_is_not_of_choice(runs, layout):
 
 
 def test_padding_to_the_longest_gives_the_same_curve(checkpoint, tmp_path):
-    """TRL's default. Few steps: without a common width each new length may compile anew."""
+    """TRL's default. Only a few steps, because each new width may compile again."""
     given, config = (checkpoint(), preference_rows(20, seed=4)), {"pad_to_multiple_of": None}
     ours = reference.run_ours(*given, tmp_path / "ours", **config)
     theirs = golden.run_trl("reward/as wide as the longest", *given, tmp_path / "theirs", model={}, **config)
@@ -54,15 +54,16 @@ def test_padding_to_the_longest_gives_the_same_curve(checkpoint, tmp_path):
 
 
 def test_bf16_keeps_float32_masters(runs):
-    """Masters kept in bfloat16 would be saved as numbers that bfloat16 holds exactly."""
+    """Weights kept in bfloat16 during training would be saved as values that bfloat16 represents exactly."""
     for name, tensor in runs.ours("bf16").weights.items():
         rounded = tensor.astype(ml_dtypes.bfloat16).astype(np.float32)
         assert tensor.dtype == np.float32 and (tensor != rounded).any(), f"{name} holds nothing finer than bfloat16"
 
 
 def test_bf16_moves_the_weights_the_way_trl_does(runs):
-    """Adam lets single elements part by as much as they move, so whole ways are compared: TRL in float32, or
-    with eager attention, ends 0.03 of it apart from TRL's own bf16; another order of the rows, 0.67."""
+    """With Adam, single elements may differ by as much as they move, so the directions of the whole updates are
+    compared: against TRL's bf16 run, TRL in float32 or with eager attention is 0.03 apart, another order of the rows
+    0.67."""
     wanted = runs.theirs("bf16").weights
     start, ours, theirs = (
         flat(weights, like=wanted)
@@ -71,7 +72,7 @@ def test_bf16_moves_the_weights_the_way_trl_does(runs):
     assert np.linalg.norm(ours - theirs) < 0.1 * np.linalg.norm(theirs - start)
 
 
-# What each case is there for really happens in TRL's run: else it would compare nothing of the kind.
+# Checks on TRL's runs that each case exercises what it is meant to; otherwise the comparison would be empty.
 
 
 @pytest.mark.parametrize("name", USUAL)
@@ -83,10 +84,10 @@ def test_a_case_trains_thirty_steps(runs, name):
 
 @pytest.mark.parametrize("name", usually(lambda name: name not in SELDOM, [name for name in CASES if name != "bf16"]))
 def test_a_case_moves_the_weights_much_further_than_its_mark(runs, name):
-    """Else an optimizer that does nothing would pass. bf16 is held by the way its weights went, above."""
+    """Otherwise an optimizer that does nothing would pass. For bf16, the test of the direction above does this."""
     tensor = "layers.0.mlp.up_proj.weight"
     before, after = reference.read_weights(runs.folder(name)), runs.theirs(name).weights
-    # Whatever trunk prefix stands before it.
+    # The prefix of the trunk varies by model.
     [old], [new] = ([full for full in weights if full.endswith(tensor)] for weights in (before, after))
     assert gap(new, before[old].astype(np.float32), after[new]) > 10 * 2e-4
 
@@ -105,7 +106,7 @@ def test_the_last_step_of_an_epoch_is_ragged(runs, name, per_epoch, last):
 
 
 def test_a_pad_row_that_is_also_eos_is_frozen_in_trls_run(runs):
-    """The checkpoint's own pad row is never learnt, although EOS stands inside the text that is scored."""
+    """The embedding of the pad token is not trained, although the same token, as EOS, is part of the scored text."""
     name = "pad_is_eos_chat"
     before = reference.read_weights(runs.folder(name))["model.embed_tokens.weight"]
     after = runs.theirs(name).weights["model.embed_tokens.weight"]
@@ -118,7 +119,7 @@ def test_max_length_drops_some_rows_and_keeps_most(runs):
 
 
 def test_drawn_heads_differ_by_seed(runs):
-    """Else the cases with no head on disk would show nothing of how it is drawn."""
+    """Otherwise the cases without a head on disk would not show how it is initialized."""
     names = ("causal", "causal_bfloat16")
     one, two = (flat(*[{"score": runs.theirs(name).weights["score.weight"]}] * 2) for name in names)
     assert np.abs(one - two).max() > 0.1

@@ -1,5 +1,5 @@
-"""On-policy distillation by real TRL and by us: each completion, each logged number, and the weights at the end; and
-one thing broken at a time, which is noticed."""
+"""On-policy distillation against TRL: completions, each logged number, and the final weights. Mutants must be
+noticed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trl_jax.training.rollout import PolicyWriter
 SELDOM = {"capped", "conversations", "epochs"}
 NAMES = usually(lambda name: name not in SELDOM, list(CASES))
 COMPLETE = PolicyWriter.complete
-# Means over several steps: TRL's keys come as its lists were begun.
+# Means over several steps: TRL's keys are in the order in which its lists were created.
 OTHER_ORDER = ("epochs",)
 
 
 class Curves:
-    """The cases' runs, each made once."""
+    """The runs of the cases, each made once."""
 
     def __init__(self, checkpoint, new_folder):
         self._checkpoint, self._new_folder, self._done = checkpoint, new_folder, {}
@@ -96,7 +96,7 @@ def test_the_runs_are_such_as_could_differ(curves):
     assert len({entry["completions/mean_length"] for entry in theirs.logs if "loss" in entry}) > 1
 
 
-# One thing broken at a time.
+# Mutants: one part broken at a time.
 
 
 def no_permutation(self, prompts):
@@ -125,7 +125,7 @@ BROKEN = {
 }
 
 
-# The temperature is read where the direction is.
+# The temperature is read in the same place as the direction.
 @usual("what is learned from")
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_run_is_noticed(curves, monkeypatch, what):

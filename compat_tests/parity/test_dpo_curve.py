@@ -1,4 +1,4 @@
-"""Direct preference optimization by real TRL and by us: each logged number at each step, and the weights at the end."""
+"""DPO against TRL: each logged number of each step, and the final weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ KEYS = (
     "loss grad_norm learning_rate entropy num_tokens logits/chosen logits/rejected mean_token_accuracy rewards/chosen "
     "rewards/rejected rewards/accuracies rewards/margins logps/chosen logps/rejected epoch step"
 ).split()
-# Differences that count as equal, relative to TRL's number, and absolute.
+# Tolerances, relative to TRL's number and absolute.
 RELATIVE, ABSOLUTE = 5e-5, 2e-5
 MARKS, LOSS = {"rel": RELATIVE, "abs": ABSOLUTE}, 1e-5
-# Each loss is held to TRL's by losses/test_dpo.py, rows by trainer/test_dpo_trainer.py, layouts to each other by
-# training/test_layouts.py; here those run always that go another way through a run.
+# Each loss is compared with TRL's by losses/test_dpo.py, rows by trainer/test_dpo_trainer.py, and layouts with each
+# other by training/test_layouts.py. By default only those cases run here that take another path through training.
 SELDOM = {
     "accumulated", "alpha_divergence", "aot", "aot_unpaired", "apo_down", "apo_zero", "bco_pair", "conversations",
     "conversations_with_prompts", "discopop", "exo_pair", "forward_kl", "hinge", "implicit_prompts", "ipo",
@@ -37,7 +37,8 @@ def both(both_of):
 def assert_same(ours, theirs):
     ours, theirs = timeless(ours), timeless(theirs)
     assert list(ours) == list(theirs)
-    undecided = abs(theirs.get("rewards/margins", 1)) < ABSOLUTE  # rounding says which answer of a pair is ahead
+    # Rounding decides which answer of a pair has the higher reward.
+    undecided = abs(theirs.get("rewards/margins", 1)) < ABSOLUTE
     for key, value in theirs.items():
         if key == "rewards/accuracies" and undecided:
             continue

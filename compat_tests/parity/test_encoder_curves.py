@@ -1,8 +1,8 @@
-"""Encoders trained by real TRL and by us: each logged number of ten steps, and the weights at the end.
+"""Training encoders against TRL: each logged number of ten steps, and the final weights.
 
-A bias under softmax alone has no gradient but rounding, which Adam turns into steps of full size on either side: such
-weights are left out. The bias of the classifier would be one, too: it moves both scores of a pair alike, and only
-centering tells where they should be.
+The gradient of a bias that only shifts all inputs of a softmax is rounding noise, which Adam turns into full-size steps
+on both sides: such weights are not compared. The bias of the classifier would be one of them, because it shifts both
+scores of a pair alike; only centering determines it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from compat_tests.parity.sketch import gap
 from compat_tests.tiny import preference_rows
 
 CONFIG = {"max_steps": 10, "weight_decay": 0.3, "center_rewards_coefficient": 0.05, "seed": 3}
-# Family -> the variant, what the checkpoint is of, and tensors without a gradient.
+# Family -> the variant, the head of the checkpoint, and a pattern for tensors whose exact gradient is zero.
 CASES = {
     "bert": ("plain", "masked", r"attention\.self\.key\.bias"),
     "modernbert": ("biases", "masked", r"Wqkv\.bias"),
@@ -30,7 +30,7 @@ USUAL = usually({"bert", "modernbert"}.__contains__, CASES)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """runs(family) -> (ours, TRL's, where both began)."""
+    """runs(family) -> (our run, TRL's run, the initial weights)."""
     done = {}
 
     def both(family):

@@ -1,4 +1,4 @@
-"""evaluate and predict beside TRL's: equal where TRL is right, the true value where it is not."""
+"""evaluate() and predict() against TRL: equal if TRL is right, the true value if it is not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PAIRS = 10  # two full batches and one of two pairs
 
 @pytest.fixture(scope="module")
 def ragged(checkpoint, tmp_path_factory):
-    """(ours, TRL's): a few steps, then evaluation and prediction on a size that the batch does not divide."""
+    """(ours, TRL's): a few steps, then evaluation and prediction with a number of pairs that the batch size does not
+    divide."""
     pytest.importorskip("trl")
     train, test = preference_rows(20, margin=True), preference_rows(PAIRS, margin=True, seed=5)
     config = {"eval_rows": test, "predict_rows": test, "center_rewards_coefficient": CENTER}
@@ -26,7 +27,7 @@ def ragged(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(ragged, checkpoint):
-    """Scores of the evaluated pairs by TRL's trained model, a text at a time: (chosen [N], rejected [N])."""
+    """Scores of the evaluated pairs by TRL's trained model, one text at a time: (chosen [N], rejected [N])."""
     rows = preference_rows(PAIRS, margin=True, seed=5)
     return reference.true_scores(ragged[1].folder, reference.tokenised(checkpoint(), rows))
 
@@ -54,7 +55,7 @@ def test_a_ragged_size_gives_trls_value(ragged, key):
 
 @pytest.mark.parametrize("key", ["accuracy", "margin", "mean_reward"])
 def test_a_ragged_size_gives_the_mean_over_all_pairs(ragged, truth, key):
-    """TRL's is a mean of batch means, in which the pairs of a short last batch weigh more."""
+    """TRL averages the means of batches, which gives pairs in a short last batch more weight."""
     chosen, rejected = truth
     values = {
         "accuracy": chosen > rejected,
@@ -76,7 +77,7 @@ def test_the_loss_is_that_of_all_pairs(ragged, truth):
 
 
 def test_predict_keeps_every_row_in_trls_order(ragged, truth):
-    """Batch by batch the chosen scores, then the rejected. TRL cuts its last batch of 2 pairs to 2 rows."""
+    """Batch by batch, first the chosen scores, then the rejected. TRL truncates its last batch of 2 pairs to 2 rows."""
     ours, theirs = (run.predictions for run in ragged)
     starts = range(0, PAIRS, BATCH)
     wanted = np.concatenate([side[start : start + BATCH] for start in starts for side in truth])

@@ -1,4 +1,4 @@
-"""Mixtures of experts by real TRL and by us: the load-balancing loss in each logged number, and in the weights."""
+"""Mixtures of experts against TRL: the load-balancing loss, in each logged number and in the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import preference_rows, text_rows
 
 SMALL = {"head": "causal", "num_hidden_layers": 2, "hidden_size": 32}
-# 5 micro-batches an epoch, the last of 2 rows: steps of two, and of one.
+# 5 micro-batches per epoch, the last with 2 rows: steps of two micro-batches, and of one.
 CONFIG = {"max_length": 64, "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
 ROWS = {"n": 18, "kind": "prompt"}
 ADAPTER = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -41,7 +41,7 @@ def both(called, trainer, family, checkpoint, rows, out, *, eval_rows=None, peft
 
 
 def routing(run):
-    """What the saved config says of routers, if there is one."""
+    """The router fields of the saved config; empty if there is no config (an adapter)."""
     path = run.folder / "config.json"
     saved = json.loads(path.read_text()) if path.exists() else {}
     return {key: saved.get(key) for key in ("output_router_logits", "router_aux_loss_coef")}
@@ -67,7 +67,8 @@ def test_fine_tuning(name, checkpoint, tmp_path):
 @only_thorough
 @pytest.mark.parametrize("layout", usually("shared".__eq__, DPO))
 def test_preferences(layout, checkpoint, tmp_path):
-    """Prompts count twice, once for each answer, though the shared layout has them once. 3 batches are evaluated."""
+    """Prompts count twice, once per answer, even in the shared layout, which computes them once. 3 batches are
+    evaluated."""
     ours, theirs = both(
         f"dpo {layout}", "DPO", DPO[layout], checkpoint, preference_rows(**ROWS), tmp_path,
         eval_rows=preference_rows(10, "prompt", seed=9), batch_layout=layout, router_aux_loss_coef=0.5,
@@ -83,7 +84,7 @@ def test_preferences(layout, checkpoint, tmp_path):
 
 @only_thorough
 def test_answers_to_other_prompts_are_not_balanced(checkpoint, tmp_path):
-    """KTO computes them beside each row's own, from which the shared layout has its prompt."""
+    """KTO computes them in addition to each row's own answer, whose prompt the shared layout reuses."""
     ours, theirs = both(
         "kto", "KTO", "olmoe", checkpoint, kto_rows(14), tmp_path, eval_rows=kto_rows(8, seed=9),
         per_device_eval_batch_size=8, router_aux_loss_coef=0.5, batch_layout="shared",
@@ -97,7 +98,7 @@ def test_answers_to_other_prompts_are_not_balanced(checkpoint, tmp_path):
 
 @only_thorough
 def test_trl_asks_for_a_number_that_phimoe_calls_otherwise(checkpoint, tmp_path):
-    """With `num_experts` in the config, TRL trains: test_sft_models.py has that run."""
+    """With `num_experts` in the config TRL does train: see test_sft_models.py."""
     folder, options = checkpoint("phimoe", **SMALL), CONFIG | {"trainer": "SFT", "max_steps": 1}
     with pytest.raises(AttributeError, match="'PhimoeConfig' object has no attribute 'num_experts'"):
         reference.run_trl(folder, text_rows(4), tmp_path / "theirs", **options)
@@ -105,9 +106,9 @@ def test_trl_asks_for_a_number_that_phimoe_calls_otherwise(checkpoint, tmp_path)
     assert "aux_loss" in steps_of(ours.logs)[0]
 
 
-@only_thorough  # ours are usually those of `packed`
+@only_thorough  # our layout here is usually `packed`
 def test_trl_counts_the_pads_behind_texts_that_lie_end_to_end(checkpoint, tmp_path):
-    """It has no mask there. Without pads to count, the losses of routers are the same: `joined` above."""
+    """It has no padding mask in this case. Without padding, the router losses are the same: see `joined` above."""
     config = {"padding_free": True, "max_length": None, "pad_to_multiple_of": 64, "max_steps": 1}
     ours, theirs = both("padding_free", "SFT", "mixtral", checkpoint, text_rows(4), tmp_path, **config)
     (mine, *_), (other, *_) = steps_of(ours.logs), steps_of(theirs.logs)

@@ -1,4 +1,4 @@
-"""Ten steps of each kind of architecture, by real TRL and by us."""
+"""Ten steps of each kind of architecture against TRL."""
 
 from __future__ import annotations
 

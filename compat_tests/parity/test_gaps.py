@@ -1,4 +1,4 @@
-"""What bench.meshes may leave out of a comparison, and what not."""
+"""Which differences benchmarks.meshes may leave out of a comparison, and which not."""
 
 import numpy as np
 import pytest

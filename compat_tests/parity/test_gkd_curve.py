@@ -1,4 +1,4 @@
-"""GKD by real TRL and by us: each completion, each logged number, and the weights at the end."""
+"""GKD against TRL: each completion, each logged number, and the final weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STUDENT = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32, "interme
 ENDS = [1, *range(300, 340)]  # so that some completions end early
 ROWS = text_rows(20, "chat", seed=3)
 CONFIG = {"learning_rate": 3e-3, "max_new_tokens": 8, "per_device_train_batch_size": 3, "max_steps": 4}
-# Two epochs of two steps, each with a smaller last micro-batch; all three origins of completions.
+# Two epochs of two steps each, with a smaller last micro-batch, and all three sources of completions.
 MIXED = {"seq_kd": True, "gradient_accumulation_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "max_length": 50}
 CASES = {
     "mixed": MIXED,
@@ -29,7 +29,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Student and teacher."""
+    """The folders of the student and the teacher."""
     made = [tmp_path_factory.mktemp(name) for name in ("student", "teacher")]
     for seed, folder in enumerate(made):
         facts = STUDENT | {"tokenizer": {"chat_template": True}, "hidden_size": 32 * (seed + 1)}
@@ -40,7 +40,7 @@ def folders(tmp_path_factory):
 
 
 def trainer_of(package, folders, out, *, lora=False, prompts=False, **config):
-    """A trainer of trl.experimental.gkd or of ours."""
+    """A trainer of trl.experimental.gkd or of trl_jax."""
     from peft import LoraConfig
 
     student, teacher = map(str, folders)
@@ -117,7 +117,8 @@ def test_completions_curve_and_weights_are_trls(folders, tmp_path, monkeypatch, 
 
 
 def _resumes(gkd, folders, out, whole, made):
-    """A run that goes on in the middle of its first epoch is the whole run: completions, numbers and weights."""
+    """A run resumed in the middle of its first epoch ends like the uninterrupted one: completions, numbers and
+    weights."""
     completions = list(made)
     made.clear()
     trainer = trainer_of(gkd, folders, out, **MIXED, save_strategy="no")

@@ -1,4 +1,4 @@
-"""Recordings of TRL's runs: valid for their source alone, small, and close to what they were made of."""
+"""Recordings of TRL's runs: rejected if their source changed, small, and close to the run they were made from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def recorded(folder, rows=None, model=None, **config):
 
 
 def test_a_recording_is_that_of_its_source(checkpoint):
-    run = recorded(checkpoint(), batch_layout="packed")  # which TRL does not have
+    run = recorded(checkpoint(), batch_layout="packed")  # an argument that TRL does not have
     assert len(run.logs) == 31 and all(isinstance(kept, Sketch) for kept in run.weights.values())
 
 

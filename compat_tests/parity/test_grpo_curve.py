@@ -1,5 +1,5 @@
-"""GRPO and RLOO by real TRL and by us: each completion's tokens, each logged number, and the weights at the end; and
-one thing broken at a time, which is noticed."""
+"""GRPO and RLOO against TRL: the tokens of each completion, each logged number, and the final weights. Mutants must be
+noticed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from compat_tests.parity.sketch import gap
 from trl_jax.tasks import policy
 from trl_jax.training.rollout import PolicyWriter
 
-# Each loss is held to TRL's by losses/test_policy_gradient.py, each kind of layer by its family's tokens, a chat and a
-# bonus of entropy by trainer/test_policies_of_scripts.py.
+# Each loss is compared with TRL's by losses/test_policy_gradient.py, each kind of layer by the generation tests of its
+# family, conversations and the entropy bonus by trainer/test_policies_of_scripts.py.
 SELDOM = {
     "bnpo", "cispo", "clipped", "conversations", "convolutions", "dapo", "dr_grpo", "entropy_bonus", "experts",
     "following", "grpo", "luspo", "mamba", "sapo", "states", "vespo",
@@ -26,16 +26,17 @@ NAMES = usually(
     lambda trainer, name: name not in SELDOM and (trainer, name) not in {("RLOO", "evaluated"), ("RLOO", "masked")},
     [*(("GRPO", name) for name in GRPO), *(("RLOO", name) for name in RLOO)],
 )
-# Differences that count as equal, relative to TRL's number, and absolute.
+# Tolerances, relative to TRL's number and absolute.
 RELATIVE, ABSOLUTE, WEIGHTS = 1e-5, 1e-5, 1e-4
-GRAD_NORM = 2e-4  # absolute: of many small numbers, on processors that round differently
+GRAD_NORM = 2e-4  # absolute; the norm sums many small numbers, which processors round differently
 COMPLETE, ADVANTAGES, TOKEN_WEIGHTS = PolicyWriter.complete, policy.group_advantages, policy.token_weights
-# Of means over several steps, and where the bonus' coefficient is logged, TRL's keys come as its lists were begun.
+# For means over several steps, and if the entropy coefficient is logged, TRL's keys are in the order in which its lists
+# were created.
 OTHER_ORDER = ("epochs", "entropy_bonus")
 
 
 class Curves:
-    """The cases' runs, each made once."""
+    """The runs of the cases, each made once."""
 
     def __init__(self, checkpoint, new_folder):
         self._checkpoint, self._new_folder, self._done = checkpoint, new_folder, {}
@@ -92,7 +93,7 @@ def curves(checkpoint, tmp_path_factory):
 
 
 def assert_same_runs(ours, theirs, same_order: bool) -> None:
-    """The completions, every number, the weights."""
+    """The same completions, logged numbers and weights."""
     assert ours.facts == theirs.facts, "other tokens were drawn"
     assert len(ours.logs) == len(theirs.logs)
     for mine, other in zip(ours.logs, theirs.logs, strict=True):
@@ -107,7 +108,7 @@ def assert_same(ours, theirs, same_order):
     ours, theirs = timeless(ours), timeless(theirs)
     keys = list if same_order else sorted
     assert keys(ours) == keys(theirs)
-    # A loss is a sum of advantages, which cancel each other: it is rounded as they are.
+    # The loss is a sum of advantages that cancel each other, so its rounding error scales with them.
     scale = max(1.0, theirs.get("reward_std", 0.0))
     for key, value in theirs.items():
         absolute = GRAD_NORM if key == "grad_norm" else ABSOLUTE * (scale if key == "loss" else 1)
@@ -144,7 +145,7 @@ def test_the_runs_are_such_as_could_differ(curves, trainer, name):
     assert len(lengths) > 1, "no completion ended by itself"
 
 
-# One thing broken at a time.
+# Mutants: one part broken at a time.
 
 
 def no_permutation(self, prompts):

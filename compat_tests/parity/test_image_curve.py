@@ -1,4 +1,4 @@
-"""Runs on rows with images by real TRL and by us: each logged number at each step, and the weights at the end."""
+"""Training on rows with images against TRL: each logged number of each step, and the final weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compat_tests.parity.image_cases import KINDS, MODELS
 from compat_tests.parity.marks import assert_same_weights, timeless
 from compat_tests.trainer.vision_models import tiny_tiled
 
-# Each kind of objective once.
+# One case for each kind of objective.
 USUAL = {("gemma3", "grpo"), ("qwen2_5_vl", "accumulated"), ("smolvlm", "dpo_lora")}
 CASES = usually(lambda *case: case in USUAL, [(model, kind) for model in MODELS for kind in KINDS])
 
@@ -50,7 +50,7 @@ def test_the_curve_and_the_weights_are_trls(model, kind, tmp_path, monkeypatch):
             )  # fmt: skip
     if kind not in image_cases.WEIGHED:
         return
-    # PEFT also saves adapters of a tower's layers that no feature comes from.
+    # PEFT also saves adapters of the tower's last layers, whose output is not used.
     unread = {name: theirs.weights.pop(name) for name in theirs.weights.keys() - ours.weights.keys()}
     assert all(".layers.2." in name and model == "llava_next" for name in unread)
     assert_same_weights(ours.weights, theirs.weights, 1e-3)

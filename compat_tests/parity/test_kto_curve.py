@@ -1,4 +1,4 @@
-"""KTO by real TRL and by us: each logged number at each step, and the weights at the end."""
+"""KTO against TRL: each logged number of each step, and the final weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KEYS = (
     "loss grad_norm learning_rate kl entropy num_tokens logits/chosen logits/rejected rewards/chosen logps/chosen "
     "rewards/rejected logps/rejected rewards/margins epoch step"
 ).split()
-# A case that others have a part of runs under THOROUGH=1; rows are held to TRL's by trainer/test_kto_trainer.py,
-# layouts to each other by training/test_layouts.py.
+# Cases that are covered by others run only under THOROUGH=1. Rows are compared with TRL's by
+# trainer/test_kto_trainer.py, layouts with each other by training/test_layouts.py.
 SELDOM = {
     "accumulated", "apo", "conversations", "conversations_of_pairs", "implicit_prompts", "packed", "padded",
     "truncated", "weights",

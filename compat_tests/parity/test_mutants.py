@@ -1,4 +1,4 @@
-"""One thing broken at a time: the check of the curve that passes in test_curve must notice each."""
+"""Mutants: with one part broken at a time, the curve comparison that passes in test_curve must fail."""
 
 from __future__ import annotations
 
@@ -95,11 +95,12 @@ MUTANTS = [
 ]
 
 
-# Of the data, and the least of the arithmetic.
+# One mutant of the data, and the one with the smallest effect on the arithmetic.
 @usual("eps_inside_the_root", "last_token_by_mask")
 @pytest.mark.parametrize(("case", "place", "broken"), MUTANTS, ids=[broken.__name__ for *_, broken in MUTANTS])
 def test_a_broken_part_is_noticed(runs, monkeypatch, case, place, broken):
-    monkeypatch.setattr(config, "_abstract", config._abstract.__wrapped__)  # what is kept of models has the whole part
+    # The cached abstract model would still have the original part.
+    monkeypatch.setattr(config, "_abstract", config._abstract.__wrapped__)
     monkeypatch.setattr(place, broken)
     assert_noticed(runs, case)
 
@@ -113,13 +114,13 @@ def test_computing_in_bfloat16_is_noticed(runs, monkeypatch):
 def test_a_wrong_rate_is_noticed_even_where_the_log_tells_the_right_one(runs, monkeypatch):
     from trl_jax.training.optimizer_choice import LearningRate
 
-    taken = LearningRate.taken
-    monkeypatch.setattr(LearningRate, "taken", lambda self, groups: 0.99 * taken(self, groups))
+    taken = LearningRate.take_next
+    monkeypatch.setattr(LearningRate, "take_next", lambda self, groups: 0.99 * taken(self, groups))
     assert_noticed(runs, "plain", match="step 2, loss")
 
 
 def assert_noticed(runs, case: str, match: str = "apart") -> None:
-    """The logs have the same entries and keys: it is a number that gives the mutant away."""
+    """Assert that the curves differ by a number, not by their entries or keys."""
     logs = runs.ours_afresh(case).logs
     with pytest.raises(AssertionError, match=match):
         assert_same_curve(logs, runs.theirs(case).logs, **CASES[case].marks)

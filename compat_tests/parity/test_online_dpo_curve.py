@@ -1,4 +1,4 @@
-"""Online DPO by real TRL and by us: each completion, each logged number, and the weights at the end."""
+"""Online DPO against TRL: each completion, each logged number, and the final weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32, "intermedi
 ENDS = [1, *range(300, 340)]  # so that some completions end early
 STEPS = {name: value for name, value in BASE.items() if name != "pad_to_multiple_of"}
 STEPS |= {"learning_rate": 3e-3, "max_new_tokens": 8, "per_device_train_batch_size": 3, "max_steps": 4}
-# Two epochs of two steps; some prompts lose their beginning.
+# Two epochs of two steps; some prompts lose their first tokens.
 TEXTS = {
     "gradient_accumulation_steps": 2, "max_length": 18, "missing_eos_penalty": 0.5, "reward_weights": [1.0, 2.0],
     "beta": [0.3], "rewards": [length_reward, vowels], "ends": ENDS, "rows": 12,
@@ -31,13 +31,13 @@ CASES = {
         "kind": "chat", "rows": 12,
     },
 }  # fmt: skip
-# TRL adds what the model says of the padding behind a completion that ends early.
+# TRL includes the padding after a completion that ends early.
 OF_PADDING = ("objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A policy without and with further EOS ids, and a reward model."""
+    """A policy, the same with more EOS ids, and a reward model."""
     made = [tmp_path_factory.mktemp(name) for name in ("policy", "ending", "reward")]
     for folder in made[:2]:
         tiny_model(folder, **MODEL, tokenizer={"chat_template": True})
@@ -50,7 +50,7 @@ def folders(tmp_path_factory):
 def trainer_of(
     package, folders, out, *, rewards=(), ends=None, rows=10, kind="text", lora=False, model=False, **config
 ):
-    """A trainer of trl.experimental.online_dpo or of ours."""
+    """A trainer of trl.experimental.online_dpo or of trl_jax."""
     from peft import LoraConfig
 
     policy, ending, scorer = map(str, folders)
@@ -116,7 +116,8 @@ def test_completions_curve_and_weights_are_trls(folders, tmp_path, monkeypatch, 
 
 
 def _resumes(package, folders, out, whole, made):
-    """A run that goes on in the middle of its first epoch is the whole run: completions, numbers and weights."""
+    """A run resumed in the middle of its first epoch ends like the uninterrupted one: completions, numbers and
+    weights."""
     completions = list(made)
     made.clear()
     trainer = trainer_of(package, folders, out, **TEXTS, save_strategy="no")

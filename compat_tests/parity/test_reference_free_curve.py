@@ -1,4 +1,4 @@
-"""ORPO and CPO by real TRL and by us: each logged number at each step, and the weights at the end."""
+"""ORPO and CPO against TRL: each logged number of each step, and the final weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = (
     "logps/chosen logits/rejected logits/chosen nll_loss epoch step"
 ).split()
 OF_ORPO = ["log_odds_ratio", "log_odds_chosen"]
-# The others are parts of these; each loss is held to its formula by losses/test_reference_free.py.
+# The other cases are parts of these; losses/test_reference_free.py compares each loss with its formula.
 OFTEN = {("ORPO", name) for name in ("default", "conversations_with_bos", "accumulated", "evaluated", "experts")}
 OFTEN |= {("CPO", name) for name in ("default", "truncated", "evaluated")}
 CASES = {"ORPO": reference_free_cases.ORPO, "CPO": reference_free_cases.CPO}
@@ -25,7 +25,7 @@ USUAL = usually(lambda *case: case in OFTEN, [(trainer, name) for trainer, cases
 
 @pytest.fixture(scope="module")
 def both(both_of):
-    """both(trainer, case) -> our run and TRL's, whose trainers are in trl.experimental."""
+    """both(trainer, case) -> (our run, TRL's run); TRL's trainers are in trl.experimental."""
     runs = {trainer: both_of(trainer, cases, preference_rows) for trainer, cases in CASES.items()}
     with pytest.MonkeyPatch.context() as patch:
         if golden.live():
@@ -39,12 +39,13 @@ def both(both_of):
 
 
 def _without_pads(config_class):
-    """The class, of which an argument is left out that these two of TRL's have not."""
+    """The class, called without an argument that TRL's two configs do not have."""
     return lambda pad_to_multiple_of, **config: config_class(**config)
 
 
 def without(entry):
-    """What is not TRL's: its means of logits count pads and prompts, and it counts no tokens."""
+    """The entry without keys that differ on purpose: TRL's means of logits include padding and prompts, and it does not
+    count tokens."""
     return {
         key: value
         for key, value in entry.items()

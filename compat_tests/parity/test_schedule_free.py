@@ -1,4 +1,4 @@
-"""A schedule-free run beside TRL's own, evaluations and averaged weights with it."""
+"""A schedule-free run against TRL, including evaluations and averaged weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = {
 
 
 def test_the_curve_is_trls(checkpoint, tmp_path):
-    """TRL evaluates after training, which leaves it with the averages; otherwise it would save where it steps from."""
+    """TRL evaluates after training, which switches to the averaged weights; otherwise it would save the others."""
     if golden.live():
         pytest.importorskip("schedulefree", reason="schedulefree, which TRL needs for it, is not installed")
     given, config = (checkpoint(**FACTS), preference_rows(32)), CONFIG | {"eval_rows": preference_rows(8, seed=3)}

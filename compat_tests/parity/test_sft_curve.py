@@ -1,4 +1,4 @@
-"""Supervised fine-tuning by real TRL and by us: each logged number at each step, and the weights at the end."""
+"""SFT against TRL: each logged number of each step, and the final weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compat_tests.parity.sketch import gap
 from compat_tests.tiny import text_rows
 
 KEYS = "loss grad_norm learning_rate entropy mean_token_accuracy num_tokens epoch step".split()
-# A case that others have a part of runs under THOROUGH=1; rows are held to TRL's by data/test_sft_rows.py.
+# Cases that are covered by others run only under THOROUGH=1; rows are compared with TRL's by data/test_sft_rows.py.
 SELDOM = {
     "accumulated_by_four", "bfd_split", "both_masks", "messages", "shuffled", "smoothed", "sparse_logs", "tied",
     "truncated", "whole_prompts", "wrapped",

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of other models and parts of them, by real TRL and by us, a few steps each."""
+"""SFT of other models and model parts against TRL, a few steps each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compat_tests.tiny import text_rows, tiny_model
 
 CONFIG = {"trainer": "SFT", "max_steps": 10, "max_length": 64}
 EAGER = {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}
-# Each with what its config says of its language model's head: logits scaled, capped, with a bias.
+# Each with its config's options for the language-model head: logits scaled, soft-capped, or with a bias.
 FAMILIES = {
     "qwen2": {},
     "qwen3": {"tie": True},
@@ -33,19 +33,19 @@ FAMILIES = {
     "opt": {"do_layer_norm_before": False, "word_embed_proj_dim": 48, "tie": True},
     "apertus": {},
     "minimax_m2": {},
-    # TRL's load balancing asks for num_experts, which the config does not have by itself
+    # TRL's load balancing reads num_experts, which this config does not have by default
     "phimoe": {"attention_bias": True, "lm_head_bias": True, "num_experts": 6},
     "deepseek_v3": {},
     "glm4_moe": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    # TRL's load balancing asks this config for num_experts, which it does not have
+    # TRL's load balancing reads num_experts, which this config does not have
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "router_aux_loss_coef": 0.0},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "qwen3_5_text": {"full_attention_interval": 2},
     "qwen3_5_moe_text": {"full_attention_interval": 2},
     "qwen3_next": {"full_attention_interval": 2},
 }  # fmt: skip
-# A tied head, layers of several kinds; gradients of all families are held to transformers' by models/.
+# A tied head and several kinds of layers; gradients of all families are compared with transformers' by models/.
 USUAL = {"qwen3"}  # gradients of states: nn/test_recurrences.py and models/test_layouts.py
 ADRIFT = {"gpt_neox": "query_key_value.bias"} | dict.fromkeys(("opt", "phi", "phimoe", "qwen2"), "k_proj.bias")
 
@@ -87,7 +87,7 @@ def test_an_adapter_trains_as_peft_s(targets, rank, checkpoint, tmp_path):
     assert min(losses) < losses[0] and all(np.any(values) for values in ours.weights.values())
 
 
-@only_thorough  # test_sft_curve has runs of each kind, and training/test_layouts.py each layout
+@only_thorough  # test_sft_curve has a run of each kind, training/test_layouts.py each layout
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_every_layout_gives_the_same_curve(layout, packing, checkpoint, tmp_path):
@@ -109,8 +109,8 @@ def test_a_checkpoint_whose_pad_is_eos(checkpoint, tmp_path):
 
 
 def test_trl_divides_the_loss_of_gpt2_by_tokens_that_are_no_targets(tmp_path):
-    """transformers tells by the class's name whether labels are shifted, and GPT2LMHeadModel is not called ForCausalLM:
-    each row's first token counts. In an evaluation it does not, and both agree."""
+    """transformers decides by the class name whether labels are shifted, and GPT2LMHeadModel is not a "ForCausalLM":
+    the first token of each row counts in the denominator. In an evaluation it does not, and both agree."""
     folder, rows = tiny_model(tmp_path / "model", "gpt2", head="causal", tie=True), text_rows(4)
     options = {"trainer": "SFT", "max_steps": 1, "eval_rows": rows, "eval_on_start": True, "eval_strategy": "steps"}
     ours, theirs = both("gpt2", "gpt2, tied", folder, rows, tmp_path, **options)

@@ -1,4 +1,4 @@
-"""Texts for models that see as well, by real TRL and by us: the text part trains alike, towers stay as they are."""
+"""Fine-tuning vision-language models on text against TRL: the text part trains alike, and towers do not change."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from trl_jax.hub.peft_targets import _USUAL
 
 pytest.importorskip("torch")
 
-CONFIG = {"max_steps": 4, "max_length": 64, "weight_decay": 0.3, "trainer": "SFT"}  # which would show on a tower
+# Weight decay would change a tower that is trained.
+CONFIG = {"max_steps": 4, "max_length": 64, "weight_decay": 0.3, "trainer": "SFT"}
 CASES = ["qwen2_5_vl", "mistral3", "qwen3_vl", "lfm2_vl", "internvl"]
 
 
 @pytest.fixture(autouse=True)
 def tokenizers_alone(monkeypatch):
-    """TRL would load what prepares images, which takes torchvision."""
+    """TRL would load the image processor, which needs torchvision."""
     from transformers import AutoProcessor, AutoTokenizer
 
     monkeypatch.setattr(AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
@@ -47,7 +48,7 @@ def test_the_text_part_trains_as_in_trl(case, tmp_path):
 @usual("targets0")
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
 def test_an_adapter_is_pefts_but_for_the_tower(targets, tmp_path):
-    """peft adapts modules of these names in the tower, too, where no text trains them."""
+    """PEFT also adapts modules of these names in the tower, where text does not train them."""
     peft = pytest.importorskip("peft")
     folder = tmp_path / "there"
     towers.build(folder, "mistral3")
@@ -64,7 +65,7 @@ def test_an_adapter_is_pefts_but_for_the_tower(targets, tmp_path):
 
 
 def test_the_modules_that_peft_adapts_where_none_are_named():
-    """Of each type that it knows; the others it refuses, as we do."""
+    """For each type that PEFT knows; it refuses the others, as we do."""
     known = pytest.importorskip("peft").utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     ours = {name for name, family in families().items() if family.carried}
     wanted = {name: known[name] for name in ours & known.keys()}

@@ -1,4 +1,4 @@
-"""A plan beside a trainer that has weights: whether both would run the same programs on the same bytes."""
+"""A plan against a trainer with weights: whether both would run the same programs on the same number of bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trl_jax.training.model import outlined
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")
 NESTED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 LENGTH, PAIRS = 96, 4
-SIDES = {"chosen": 1, "rejected": 2}  # the token id that fills an answer of this column
+SIDES = {"chosen": 1, "rejected": 2}  # the token id in answers of this column
 PAIR = {f"{side}_ids": [id] * LENGTH for side, id in SIDES.items()}
 
 
@@ -42,7 +42,8 @@ def alike(
     row: dict[str, Any] = PAIR,
     **config,
 ) -> Plan:
-    """The plan for a config.json alone, once its programs are those of a run on the weights in a folder.
+    """The plan for a config.json alone, after asserting that its programs equal those of a run on the weights in a
+    folder.
 
     row: the longest row of the trainer.
     """
@@ -77,7 +78,7 @@ def alike(
             real.parts.setup.arrays, jax.device_put(window, place), dtype=args.compute_dtype
         )
     told, memory = found.evaluation.compiled, _memory(scored)
-    unread = told.arguments - _held(state) - memory.argument_size_in_bytes  # of the batch: weights, margins
+    unread = told.arguments - _held(state) - memory.argument_size_in_bytes  # parts of the batch: weights, margins
     assert 0 <= unread < found.evaluation.memory.batch
     assert told.allocated == memory.temp_size_in_bytes
     return found
@@ -119,12 +120,12 @@ def _memory(traced: Any) -> Any:
 
 
 def _held(arrays: Any) -> int:
-    """Bytes of them that one device has."""
+    """Their bytes on one device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays))
 
 
 def with_figures(found: Plan, args: BaseConfig) -> Plan:
-    """The plan with made-up figures of a compiler: temporaries in proportion to the tokens of a pass."""
+    """The plan with made-up compiler figures: temporaries are proportional to the tokens of a pass."""
     each = (2 if args.bf16 else 4) * (1_000 if args.gradient_checkpointing else 3_000)
 
     def figures(arguments: int, tokens: int) -> Compiled:

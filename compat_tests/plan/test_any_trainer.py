@@ -1,4 +1,4 @@
-"""Plans of a trainer that is not trl_jax's own, examples/pointwise.py, and of one that a line in the table adds."""
+"""Plans of a trainer outside trl_jax, examples/pointwise.py, and of one added to the table of trainers."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class TorchLoss(OwnLoss):
 
 
 def test_a_loss_of_a_scripts_own_is_planned(run, tmp_path):
-    """The step that micro-batches one after another make: it computes what the trainer's own does, and holds what the
-    loss needs."""
+    """The step whose micro-batches run one after another computes the same as the built-in one, and its memory includes
+    what the user's loss needs."""
     place, given = topology("cpu:1"), {"gradient_accumulation_steps": 2, "batch_layout": "padded"}
     given["remat_policy"] = "nothing_saveable"
     theirs, own, wide = (
@@ -114,7 +114,7 @@ def test_a_loss_of_a_scripts_own_is_planned(run, tmp_path):
     assert own.compiled.cost.flops == pytest.approx(theirs.compiled.cost.flops, rel=0.05)
     assert own.memory.moments == theirs.memory.moments and own.compiled.peak < wide.compiled.peak - 4 * 6 * 1_000_000
     pytest.importorskip("torch")
-    with pytest.raises(TypeError, match="compute_loss gets JAX arrays, which torch does not accept"):
+    with pytest.raises(TypeError, match="compute_loss receives JAX arrays: torch functions do not accept them"):
         plan(replace(run, trainer=TorchLoss), config(tmp_path, RewardConfig), place)
 
 
@@ -134,13 +134,14 @@ def test_the_page_plans_it(checkpoint, monkeypatch, capsys, tmp_path):
     assert "Whether it fits is unknown: weights" in capsys.readouterr().out
 
 
-# A line in the table is all that the commands need.
+# One line in the table is enough for the commands.
 
 
 @pytest.fixture
 def in_table(monkeypatch):
-    """The example as a trainer of trl_jax's."""
-    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)  # this process's JAX has begun
+    """Adds the example to the table as if it were a trainer of trl_jax."""
+    # JAX is already initialized in this process.
+    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)
     names = TrainerNames("pointwise", "PointwiseTrainer", "PointwiseConfig", "ratings", "train on ratings")
     for name, kind in ((names.trainer, PointwiseTrainer), (names.config, PointwiseConfig)):
         module = types.ModuleType(names.where[name])
@@ -168,7 +169,7 @@ def test_the_command_plans_it(in_table, checkpoint, ratings, tmp_path, capsys):
     found, same = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("flag", "yaml"))
     assert found == same and found["tokens"] == 4 * 64 and found["memory"]["moments"] > 0
     assert main(["plan", "--trainer=pointwise", *flags.split(), "--dataset_name", str(ratings)]) == 0
-    assert "(x2)" in capsys.readouterr().out  # 8 rows are two steps
+    assert "(x2)" in capsys.readouterr().out  # 8 rows make two steps
 
 
 def test_flags_of_another_trainer_are_unknown(in_table, checkpoint, capsys):

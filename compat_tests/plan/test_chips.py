@@ -1,4 +1,4 @@
-"""Topologies by name, and the table of chips."""
+"""Names of topologies, errors for unknown ones, and the table of chips."""
 
 import pytest
 

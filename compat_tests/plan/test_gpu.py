@@ -1,4 +1,4 @@
-"""Plans for GPUs that this machine lacks: what their compiler is told, and what it says where it is installed."""
+"""Plans for GPUs that this machine lacks: the options of their compiler, and its results where it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from a compiled program's text: products and collectives, as often as they run."""
+"""What is read from a compiled program's text: products and collectives, and how often they run."""
 
 import jax
 import jax.numpy as jnp
@@ -110,16 +110,16 @@ def test_products_in_scans_and_batches_are_all_counted():
 @pytest.mark.parametrize(
     ("left", "right", "out", "how", "flops"),
     [
-        # A plain product.
+        # A plain matrix product.
         ("[256,1024]", "[3072,1024]", "[256,3072]", "dim_labels=bf_oi->bf", 2 * 256 * 1024 * 3072),
-        # A spatial axis runs along: 4 rows.
+        # With an additional spatial axis of size 4.
         ("[4,512,256]", "[768,256,1]", "[4,512,768]", "window={size=1}, dim_labels=0bf_oi0->0bf", 8 * 512 * 256 * 768),
-        # 2 heads: each place of the out meets one of the weight, the pads none.
+        # 2 heads: each output position meets one position of the weight, and no padding.
         (
             "[4,512,256,1]", "[2,64,256,1]", "[4,512,2,64]",
             "window={size=1x2 pad=0_0x1_1 rhs_reversal=0x1}, dim_labels=0bf1_1oi0->0b1f", 2 * 4 * 512 * 256 * 128,
         ),
-        # A batch of 4 and of 2 by dilation: of all pairs of places, only equals meet.
+        # Batches of 4 and 2 by dilation: of all pairs of positions, only equal ones meet.
         (
             "[4,256,2,64]", "[4,512,2,64]", "[4,2,256,512]",
             "window={size=4x2 stride=3x1 pad=0_0x0_0 lhs_dilate=4x2}, dim_labels=0b1f_0o1i->01bf", 16 * 256 * 512 * 64,

@@ -1,4 +1,4 @@
-"""Plans: the step of train() from a config.json alone, the compiler's figures, and suggestions."""
+"""Plans: the training step from a config.json alone, the compiler's figures, and suggestions."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ SHAPE = {"per_device_train_batch_size": 4, "max_length": 96, "bf16": False, "rep
 
 @pytest.fixture
 def bare(checkpoint, tmp_path):
-    """bare(model_type) -> a run of the checkpoint in a folder with nothing in it but config.json."""
+    """bare(model_type) -> a run of a checkpoint folder that contains only config.json."""
 
     def find(model_type="llama", *, dtype="float32", **facts):
         shutil.copy(checkpoint(model_type, **facts) / "config.json", tmp_path / "config.json")
@@ -63,14 +63,14 @@ def test_arguments_and_compiler_agree(bare, tmp_path):
     found = plan(bare(), args, topology("cpu:1"))
     own, told = found.memory, found.compiled
     assert own.parameters == 4 * found.parameters and own.moments == 8 * found.parameters + 4
-    held = own.parameters + own.moments  # of the batch, what a decoder does not look at is left out
-    assert held < told.arguments < held + own.batch + 64  # and the learning rate
+    held = own.parameters + own.moments  # without the parts of the batch that a decoder does not read
+    assert held < told.arguments < held + own.batch + 64  # plus the learning rate
     assert 0 <= found.peak - told.arguments - told.allocated < 4096 and found.fits is None and found.mesh == {}
     arch = find_checkpoint(str(tmp_path)).native.arch
     matrices = found.parameters - arch.vocab_size * arch.hidden_size
     attended = 4 * 2 * 96 * 96 * arch.num_layers * arch.num_heads * arch.head_dim
     flops = 8 * 4 * 2 * 96 * matrices + 16 * attended  # forward, backward, and forward again
-    assert told.cost.unknown == 0 and 0.8 < told.cost.flops / flops < 1.02  # a layer's last product is not redone
+    assert told.cost.unknown == 0 and 0.8 < told.cost.flops / flops < 1.02  # a layer's last product is not recomputed
     json.dumps(found.as_dict())
     assert "simulated devices have no memory limit" in text(found)
     assert not (tmp_path / "out").exists()
@@ -111,7 +111,7 @@ def test_other_families_are_planned(bare, tmp_path, model_type, layout):
         ("llama", "h100:1", {"bf16": True}, "cuDNN flash attention"),
         ("llama", "h100:1", {}, "plain XLA, per row, in blocks of 256 queries, text by text"),
         ("bert", "h100:1", {"bf16": True}, "plain XLA, per row, in blocks of 256 queries"),
-        ("gpt_oss", "h100:1", {"bf16": True}, "plain XLA, per row, in blocks of 256 queries"),  # for its sinks
+        ("gpt_oss", "h100:1", {"bf16": True}, "plain XLA, per row, in blocks of 256 queries"),  # because of its sinks
     ],
 )
 def test_what_computes_attention_is_told(bare, tmp_path, model_type, place, said, attention):
@@ -164,7 +164,7 @@ def test_what_does_not_train_has_no_moments(bare, tmp_path):
     )
     own = 4 * halves.trained
     assert halves.memory.moments == 2 * own + 4
-    base = 2 * (whole.parameters - 64)  # the head trains
+    base = 2 * (whole.parameters - 64)  # the head is trained
     assert base <= halves.memory.parameters - own < 1.05 * base
     assert quarter.memory.moments == halves.memory.moments
     assert quarter.memory.parameters < 0.75 * halves.memory.parameters
@@ -236,7 +236,8 @@ def test_suggestions_are_planned_one_by_one_and_then_together(bare, tmp_path, sh
     assert [next(iter(suggestion.settings)) for suggestion in found[: len(wanted)]][:5] == wanted[:5]
     assert len(found) == len(wanted)
     assert all(suggestion.plan.peak < whole for suggestion in found)
-    assert args.gradient_checkpointing is False and args.max_length == 512  # nothing is written into what was given
+    # The arguments that were passed are unchanged.
+    assert args.gradient_checkpointing is False and args.max_length == 512
     if "all" in wanted:
         assert found[-1].plan.peak < min(suggestion.plan.peak for suggestion in found[:-1])
         assert found[-1].settings == {key: value for one in found[:-1] for key, value in one.settings.items()}

@@ -1,4 +1,4 @@
-"""Plans of runs whose steps compute a reference beside the policy."""
+"""Plans of runs whose steps also compute a reference."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def row(*sides: str) -> dict[str, list[int]]:
     ],
 )
 def test_the_programs_are_those_of_a_trainer_with_weights(checkpoint, tmp_path, kind, row, before):
-    """The parameters are the policy's, and a copy of them that computes a forward pass of its own, unless the
-    reference's log-probabilities are computed before."""
+    """The parameters are the policy's plus a copy for the reference, unless its log-probabilities are precomputed."""
     weights, how = checkpoint(head="causal"), {"precompute_ref_log_probs": before, "bf16": False}
     found = alike(weights, tmp_path, kind=kind, row=row, **how)
     assert found.memory.parameters == (1 if before else 2) * 4 * found.parameters

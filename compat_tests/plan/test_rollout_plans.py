@@ -1,4 +1,4 @@
-"""Plans of runs that write their rows themselves: the step, the two programs of a generation, and the cache."""
+"""Plans of online training: the step, the two programs of a generation, and the cache."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def config(out, kind=GRPOConfig, **changes):
 
 @pytest.fixture
 def bare(checkpoint, tmp_path):
-    """The run of a folder with nothing in it but config.json."""
+    """The run of a checkpoint folder that contains only config.json."""
     shutil.copy(checkpoint(**SMALL) / "config.json", tmp_path / "config.json")
     return Run(find_checkpoint(str(tmp_path), head="lm", dtype="float32"))
 
 
 class Calls:
-    """A compiled function that keeps the program of its last call, and the bytes of keys and values that it was given
-    or gave."""
+    """Wraps a jitted function and keeps the traced program of its last call, and the bytes of the cache that it
+    returned."""
 
     def __init__(self, function):
         self._function, self.traced, self.cache = function, None, 0
@@ -69,9 +69,9 @@ class Calls:
 
 
 def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monkeypatch):
-    """Of a run whose completions are all as long as they may be."""
+    """The run's completions all have the maximum length."""
     place, rows = topology("cpu:1"), Dataset.from_list(prompt_rows(5))
-    none = {"eos_token_id": [5000]}  # which is no id
+    none = {"eos_token_id": [5000]}  # not an id of the vocabulary
     args = GRPOConfig(str(tmp_path / "out"), beta=0.1, steps_per_generation=2, generation_kwargs=none, **SHAPE)
     real = GRPOTrainer(str(checkpoint(**SMALL)), length_reward, args, rows)
     calls = {name: Calls(vars(generator)[name]) for name in ("prefill", "next_tokens")}
@@ -113,7 +113,7 @@ def test_evaluation_and_generation_are_phases(bare, tmp_path):
 def test_sizes_are_of_the_planned_devices(bare, tmp_path, mesh, rows, share):
     found = plan(bare, config(tmp_path, RLOOConfig, mesh_shape=None), topology("h100:1"))
     args = config(tmp_path, RLOOConfig)
-    args.mesh_shape = mesh  # which this machine's one device could not be
+    args.mesh_shape = mesh  # set afterwards, because this machine has only one device
     many = plan(bare, args, topology("h100:8"))
     assert found.generation.size.completions == 4 and many.generation.size.completions == rows
     assert many.settings["generation_batch_size"] == rows
@@ -121,7 +121,7 @@ def test_sizes_are_of_the_planned_devices(bare, tmp_path, mesh, rows, share):
 
 
 def test_completions_at_once_are_those_of_a_run(bare, tmp_path):
-    """As many as the argument says, or as the memory that the run leaves has room for."""
+    """The number set by the argument, or the number that fits in the memory left by the run."""
     sizes = {"steps_per_generation": 16, "max_completion_length": 2048}
     place, args = topology("h100:1"), config(tmp_path, **sizes)
     whole = plan(bare, args, place).generation
@@ -174,10 +174,11 @@ def test_prompts_of_any_length_have_no_plan(bare, tmp_path):
 
 @pytest.mark.parametrize("name", ["gkd", thorough("online_dpo")])
 def test_completions_that_are_written_before_a_step(checkpoint, bare, tmp_path, name):
-    """The step's program is that of a run whose completions are all as long as they may be."""
+    """The step's program is that of a run whose completions all have the maximum length."""
     place, names = topology("cpu:1"), EXPERIMENTAL[name]
     small = {"bf16": False, "report_to": "none", "use_cpu": True, "remat_policy": "nothing_saveable", "max_steps": 1}
-    own = {"lmbda": 1.0} if name == "gkd" else {"generation_kwargs": {"eos_token_id": [5000]}}  # which is no id
+    # Not an id of the vocabulary.
+    own = {"lmbda": 1.0} if name == "gkd" else {"generation_kwargs": {"eos_token_id": [5000]}}
     args = names.load_config()(
         str(tmp_path / "out"), per_device_train_batch_size=2, max_length=64, max_new_tokens=20, **small, **own
     )
@@ -215,7 +216,8 @@ def test_completions_that_are_written_before_a_step(checkpoint, bare, tmp_path, 
     ("online_dpo", "--reward_model_name_or_path", 4),
 ])  # fmt: skip
 def test_made_up_rows_of_trainers_that_write(checkpoint, monkeypatch, tmp_path, name, flags, prompts):
-    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)  # this process's JAX has begun
+    # JAX is already initialized in this process.
+    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)
     other = checkpoint(**SMALL) if name == "gkd" else checkpoint()
     flags = f"--model_name_or_path {checkpoint(**SMALL)} --topology h100:1 --trainer {name} {flags} {other}"
     flags += " --max_length 96 --max_new_tokens 32 --per_device_train_batch_size 2"
@@ -251,7 +253,8 @@ def test_a_generation_in_other_words_is_refused(given):
 
 
 def test_the_command_plans_it(checkpoint, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)  # this process's JAX has begun
+    # JAX is already initialized in this process.
+    monkeypatch.setattr("trl_jax.plan.compile.prepare", lambda place: None)
     flags = f"--model_name_or_path {checkpoint(**SMALL)} --topology h100:8 --trainer rloo --max_prompt_length 50"
     flags += f" --reward_model_name_or_path {checkpoint()} --mesh_shape fsdp:8 --generation_batch_size 128"
     assert main(["plan", *flags.split(), "--json", str(tmp_path / "plan.json")]) == 0

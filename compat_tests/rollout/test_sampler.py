@@ -54,6 +54,18 @@ def test_it_goes_on_from_any_place_as_if_nothing_had_been(rows, chunk, repeats):
         assert gone == whole
 
 
+@pytest.mark.parametrize(("rows", "chunk", "repeats"), SHAPES)
+def test_the_following_chunk_is_known_beyond_the_end_of_an_epoch(rows, chunk, repeats):
+    made = ours(rows, chunk, repeats, shuffle=True, seed=5)
+    announced, found = [], []
+    for _ in range(3):
+        made.next_epoch()
+        while made.has_next:
+            found.append(made.next().tolist())
+            announced.append(made.following().tolist())
+    assert announced[:-repeats] == found[repeats:]
+
+
 def test_a_second_run_begins_anew():
     made = ours(9, 2, 3, shuffle=True, seed=1)
     first = list(epochs(made, 2))

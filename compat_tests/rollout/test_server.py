@@ -1,11 +1,13 @@
-"""Online training with vLLM servers, against a stub of their protocol."""
+"""Online training with servers, against stubs of vLLM's and SGLang's protocols."""
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from threading import Semaphore, Timer
 
@@ -17,21 +19,21 @@ from compat_tests.effort import only_thorough
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
-from compat_tests.rollout.stub_server import StubServer
-from trl_jax.rollout.server import (
-    Limits,
-    Requirements,
-    ServerError,
-    VllmServers,
-    is_local,
-    sampling_parameters,
-    server_urls,
-)
-from trl_jax.training.server import WeightFolders
+from compat_tests.rollout.stub_server import SglangStub, StubServer
+from trl_jax.rollout.server import Limits, Requirements, SamplingOptions, ServerError, is_local, server_urls
+from trl_jax.rollout.sglang import Sglang
+from trl_jax.rollout.vllm import Vllm
+from trl_jax.training.server import WeightFolders, connect
 
 CONFIG = {
     "max_steps": 2, "learning_rate": 3e-3, "num_generations": 4, "max_completion_length": 6, "pad_to_multiple_of": None,
     "per_device_train_batch_size": 8, "shuffle_dataset": False,
+}  # fmt: skip
+
+
+SAMPLED = {
+    "max_tokens": 4, "temperature": 0.7, "top_p": None, "top_k": None, "min_p": None, "repetition_penalty": None,
+    "ends": [0], "regex": None, "never": None, "others": {},
 }  # fmt: skip
 
 
@@ -45,8 +47,8 @@ def serve(folder):
     """Starts stub servers of the model; they are stopped after the test."""
     made = []
 
-    def start(**options):
-        made.append(StubServer(folder, **options))
+    def start(kind=StubServer, **options):
+        made.append(kind(folder, **options))
         return made[-1]
 
     yield start
@@ -167,7 +169,7 @@ def test_servers_generate_ahead(serve, make, tmp_path):
 
     def reward(completions, completion_ids, **columns):
         seen.append([list(map(int, ids)) for ids in completion_ids])
-        if len(seen) not in (4, 6):  # the last of an epoch, and of the run
+        if len(seen) != 6:  # the last of the run
             # the two prompts of the next generation are asked for before this one is judged
             assert asked.acquire(timeout=30) and asked.acquire(timeout=30)
         return length_reward(completions)
@@ -179,10 +181,10 @@ def test_servers_generate_ahead(serve, make, tmp_path):
     whole.train()
     logs = [log for log in whole.state.log_history if "loss" in log]
     assert len(requests(stub)) == 12 and len(seen) == 6
-    assert [log["sample/staleness_mean"] for log in logs] == [0, 1, 1, 1, 0, 1]
+    assert [log["sample/staleness_mean"] for log in logs] == [0, 1, 1, 1, 1, 1]
     assert all(log[f"perf/{name}_s"] >= 0 for log in logs for name in ("generation", "weight_sync", "rollout_wait"))
     apart = [log["sampling/sampling_logp_difference/mean"] for log in logs]
-    assert all((value < 1e-5) == (number in (0, 4)) for number, value in enumerate(apart)), apart
+    assert all((value < 1e-5) == (number == 0) for number, value in enumerate(apart)), apart
     for begun, after in ((2, 2), (4, 4)):  # in the middle of an epoch, and at its end
         other = serve()
         resumed = make([other], recorder(again := []), **config)
@@ -190,7 +192,7 @@ def test_servers_generate_ahead(serve, make, tmp_path):
         assert again == seen[after:]
         losses = [log["loss"] for log in resumed.state.log_history if "loss" in log]
         assert losses == [log["loss"] for log in logs]
-        assert len(requests(other)) == 12 - 2 * after - 2 * (begun == 2)
+        assert len(requests(other)) == 12 - 2 * after - 2
 
 
 def test_a_server_that_dies_while_it_generates_ahead_ends_the_run(serve, make):
@@ -428,7 +430,7 @@ def test_arguments_that_servers_do_not_take(serve, make):
         with pytest.raises(error, match=text):
             make([serve()], **config)
     prompts = {"peft_config": trl_jax.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}
-    with pytest.raises(ValueError, match="vLLM servers together with an adapter of virtual tokens are not"):
+    with pytest.raises(ValueError, match="vllm_mode='server' together with an adapter of virtual tokens is not"):
         make([serve()], arguments=prompts)
 
 
@@ -438,7 +440,7 @@ def test_arguments_that_servers_do_not_take(serve, make):
 def test_prompts_with_images(serve, folder):
     """Two images of three tokens, and a prompt without any."""
     stub, needs = serve(), Requirements(str(folder), 100, 16, True, image_token=5)
-    servers, sampling = VllmServers([stub.url], needs, Limits(30.0)), {"max_tokens": 4, "stop_token_ids": [0]}
+    servers, sampling = connect([stub.url], needs, Limits(30.0)), {"max_tokens": 4, "stop_token_ids": [0]}
     sampling |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
     stub.image_tokens, stub.replay = 3, lambda ids, n: [[len(ids), number] for number in range(n)]
     prompts, images = [[1, 5, 5, 5, 2, 5, 5, 5], [1, 2]], [["data:a", "data:b"], []]
@@ -458,18 +460,126 @@ def test_prompts_with_images(serve, folder):
 
 
 def test_parameters_of_requests():
-    given = {"max_tokens": 5, "temperature": 0.7, "top_p": None, "top_k": -1, "min_p": None, "repetition_penalty": 1.1}
-    found = sampling_parameters(**given, ends=[2, 3], regex="a+", others={"min_tokens": 2, "top_p": 0.5})
+    given = {"max_tokens": 5, "temperature": 0.7, "top_p": None, "top_k": -1, "min_p": None, "repetition_penalty": 1.1,
+             "ends": [2, 3], "never": None}  # fmt: skip
+    engine = Vllm([], Requirements("model", 100, 16, True), Limits(1.0))
+    found = engine.parameters(SamplingOptions(**given, regex="a+", others={"min_tokens": 2, "top_p": 0.5}))
     assert found == {
         "max_tokens": 5, "temperature": 0.7, "top_p": 0.5, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.1,
         "stop_token_ids": [2, 3], "min_tokens": 2, "structured_outputs": {"regex": "a+"},
     }  # fmt: skip
-    found = sampling_parameters(**given, ends=[2], regex=None, others={"stop_strings": ["END"]})
+    given |= {"never": 7, "regex": None}
+    found = engine.parameters(SamplingOptions(**given, others={"stop_strings": ["END"], "logit_bias": {"1": 2.0}}))
     assert (found["stop"], found["include_stop_str_in_output"], "stop_strings" in found) == (["END"], True, False)
+    assert found["logit_bias"] == {"1": 2.0, "7": -100.0} and "structured_outputs" not in found
     assert server_urls(None, "::1", 8000) == ["http://[::1]:8000"]
     assert server_urls("http://a:1/, https://b", "", 0) == ["http://a:1", "https://b"]
     here = ["http://localhost:1", "http://0.0.0.0:1", "http://127.0.0.2", "http://[::1]:1"]
     assert all(map(is_local, here)) and not any(map(is_local, ["http://10.0.0.2", "http://node7:8000"]))
+
+
+# SGLang
+
+
+def test_sglang_servers_train_as_this_process(serve, make):
+    """On the same completions, from two servers of which one is started again meanwhile. A LoRA adapter is merged."""
+    lora = {"peft_config": trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+    own = make([], recorder(seen := []), arguments=lora, temperature=0.7)
+    own.train()
+    stubs, texts = [serve(SglangStub), serve(SglangStub)], own.train_dataset["prompt"]
+    place = [own.processing_class(text)["input_ids"] for text in texts]
+    queue = [ids for generation in seen for ids in generation]
+
+    def lose(path):
+        if path == "/generate" and stubs[0].loads == 2 and stubs[0].version.endswith("/2"):
+            stubs[0].version = "default"
+
+    stubs[0].before = lose
+    for stub in stubs:
+        stub.replay = lambda ids, n: queue[4 * place.index(ids) :][:n]
+    server = make(stubs, recorder(again := []), arguments=lora, temperature=0.7)
+    server.train()
+    assert again == seen
+    for mine, other in zip(server.state.log_history[:-1], own.state.log_history[:-1], strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert mine["sampling/sampling_logp_difference/max"] < 1e-5
+    load, asked = "/update_weights_from_disk", [body for path, body in stubs[0].seen if path == "/generate"]
+    names = [path for path, _ in stubs[1].seen]
+    assert names == ["/v1/models", "/server_info", *["/generate"], *3 * [load, "/model_info", "/generate", "/generate",
+                     "/model_info"]] and stubs[0].loads == 3  # fmt: skip
+    assert [one["max_new_tokens"] for one in asked[2]["sampling_params"]] == [6] * 4
+    assert len({one["sampling_seed"] for one in asked[2]["sampling_params"]}) == 4
+    assert [asked[number]["sampling_params"] for number in (4, 6)] == [asked[4]["sampling_params"]] * 2
+
+
+def test_log_probabilities_of_sglang_after_filters(serve, make, folder):
+    stub = serve(SglangStub)
+    needs = Requirements(str(folder), stub.model.vocab_size, 16, True)
+    servers = pickle.loads(pickle.dumps(connect([stub.url], needs, Limits(30.0))))  # as other processes get it
+    parameters = servers.engine.parameters(SamplingOptions(**SAMPLED | {"top_k": 3, "top_p": 0.6}))
+    found = servers.begin([[1, 2], [3]], parameters, group=2, seeds=[3, 4], most=[4, 2]).result()
+    assert [len(own) for own in found.completions] == [4, 4, 2, 2]
+    (first, *_), own = found.completions[0], parameters | {"temperature": 0.7}
+    assert found.logps[0][0] == pytest.approx(stub._filtered([1, 2], own)[first], abs=1e-5)
+    assert found.logps[0][0] > stub._logps([1, 2], 0.7)[first] + 0.1
+    stub.deterministic = False
+    for config, text in (({"top_p": 0.9}, "top_p"), ({"min_p": 0.1}, "min_p"), ({"top_k": 5000}, "top_k")):
+        with pytest.raises(ValueError, match=f"take {text} into account only with a top_k of at most 4096"):
+            make([stub], **config)
+    make([stub], kind="RLOO", top_p=0.9)  # which does not use them
+    stub.deterministic = True
+    with pytest.raises(ValueError, match=r"min_p=0\.1 ends an SGLang server that runs with --enable-deterministic-inf"):
+        make([stub], kind="RLOO", min_p=0.1)
+
+
+def test_sglang_servers_that_do_not_fit_are_refused(serve, make, folder):
+    stub = serve(SglangStub)
+    for change, text in (
+        ({"missing": {"/server_info"}}, "has no /server_info like that of SGLang 0.5.23"),
+        ({"original": True}, "runs with SGLANG_RETURN_ORIGINAL_LOGPROB=1, whose log-probabilities ignore temperature"),
+        ({"_max_model_len": 6}, "has --context-length 6, but a prompt with its completion may have 7 tokens"),
+        ({"owner": "triton"}, r"serves a model of 'triton' \(owned_by in /v1/models\)"),
+    ):
+        other = serve(SglangStub)
+        vars(other).update(change)
+        with pytest.raises(ServerError, match=text) as error:
+            make([other])
+        assert f"sglang serve --model-path {folder} --port {other.port}" in str(error.value)
+    with pytest.raises(ServerError, match="is of sglang, and the one at .* of vllm.*Give the URLs of servers of one"):
+        make([stub, serve()])
+    needs = Requirements(str(folder), stub.model.vocab_size, 16, True)
+    with pytest.raises(ServerError, match="prompts with images by SGLang are not in this release of trl_jax. Start"):
+        connect([stub.url], replace(needs, image_token=5), Limits(30.0))
+    with pytest.raises(ServerError, match="does not take the token id 9999 .*out-of-vocabulary"):
+        connect([stub.url], replace(needs, vocab_size=10_000), Limits(30.0))
+    servers = connect([stub.url], needs, Limits(30.0))
+    with pytest.raises(ServerError, match=r"could not load the weights in /nowhere \(400\)"):
+        servers.load("/nowhere", "1")
+    stub.answer = lambda path, body, *, posted: (200, [{"meta_info": {"finish_reason": {"type": "abort"}}}])
+    with pytest.raises(ServerError, match="aborted a completion"):
+        servers.begin([[1]], servers.engine.parameters(SamplingOptions(**SAMPLED)), group=1, seeds=[1]).result()
+
+
+def test_parameters_of_requests_to_sglang(caplog):
+    engine = Sglang([], Requirements("model", 100, 16, False), Limits(1.0))
+    found = engine.parameters(SamplingOptions(**SAMPLED | {"regex": "a+", "others": {"min_tokens": 2, "top_k": 0}}))
+    assert found == {
+        "max_new_tokens": 4, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+        "stop_token_ids": [0], "min_new_tokens": 2, "regex": "a+",
+    }  # fmt: skip
+    others = {"stop_strings": ["END"], "max_tokens": 3, "structured_outputs": {"json": {"type": "object"}}}
+    found = engine.parameters(SamplingOptions(**SAMPLED | {"others": others, "repetition_penalty": 1.5}))
+    assert found.keys() <= SglangStub.fields and (found["stop"], found["no_stop_trim"]) == (["END"], True)
+    assert (found["max_new_tokens"], found["json_schema"]) == (3, '{"type": "object"}')
+    assert "repetition_penalty=1.5: SGLang penalizes the tokens of a completion, not those of its pr" in caplog.text
+    for others, text in (
+        ({"bad_words": ["a"]}, r"has \['bad_words'\], which SGLang does not have"),
+        ({"structured_outputs": {"choice": ["a"]}}, r"has \['choice'\], .* It has: regex, json, grammar"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            engine.parameters(SamplingOptions(**SAMPLED | {"others": others}))
+    assert Sglang([], Requirements("m", 9, 9, False), Limits(1.0)).command("http://10.0.0.2:80").endswith("0.0.0.0")
 
 
 def test_weights_are_whole_or_absent(tmp_path):

@@ -34,6 +34,11 @@ CONFIG = BASE | {
 class Server:
     """`vllm serve` of a folder; starting it again keeps its port."""
 
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+
     def __init__(self, folder: Path, log: Path):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -42,14 +47,8 @@ class Server:
         self.process: subprocess.Popen | None = None
 
     def start(self, *options: str, **variables: str) -> None:
-        environment = os.environ | variables | {
-            "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "",
-        }  # fmt: skip
-        command = [
-            str(VENV / "bin" / "vllm"), "serve", str(self.folder), "--port", str(self.port), "--dtype", "float32",
-            "--logprobs-mode", "processed_logprobs", "--max-model-len", "256", "--enforce-eager", *options,
-        ]  # fmt: skip
+        environment = os.environ | self.environment | variables | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+        command = [*self.command(), "--port", str(self.port), *options]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -62,6 +61,12 @@ class Server:
                 return
             assert time.monotonic() < until, self.log.read_text()[-3000:]
             time.sleep(1)
+
+    def command(self) -> list[str]:
+        return [
+            str(VENV / "bin" / "vllm"), "serve", str(self.folder), "--dtype", "float32", "--enforce-eager",
+            "--logprobs-mode", "processed_logprobs", "--max-model-len", "256",
+        ]  # fmt: skip
 
     def kill(self) -> None:
         if self.process is not None:

@@ -1,4 +1,4 @@
-"""A model by name, metrics printed and written."""
+"""A model passed by name, with metrics logged and saved."""
 
 import sys
 

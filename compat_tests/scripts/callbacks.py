@@ -1,4 +1,4 @@
-"""Callbacks of one's own beside early stopping; the best checkpoint comes back."""
+"""User-defined callbacks with early stopping; the best checkpoint is loaded at the end."""
 
 import sys
 

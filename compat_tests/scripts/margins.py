@@ -1,4 +1,4 @@
-"""A margin column, centered rewards, accumulation, a cosine that rises first."""
+"""A margin column, centered rewards, accumulation, a cosine schedule with warmup."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""As TRL's own script: flags and YAML into dataclasses, a mixture of datasets, a model by name."""
+"""Like TRL's own script: flags and YAML into dataclasses, a mixture of datasets, a model by name."""
 
 from trl import (
     DatasetMixtureConfig,

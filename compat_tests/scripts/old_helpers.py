@@ -1,4 +1,4 @@
-"""2024: conversations drawn with TRL's helpers before training, pad token taken from EOS, HfArgumentParser."""
+"""2024: conversations formatted with TRL's helpers before training, EOS as pad token, HfArgumentParser."""
 
 import sys
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""2024: everything a launcher's script leaves in, on one device."""
+"""2024: everything that a script for a launcher contains, on one device."""
 
 import sys
 

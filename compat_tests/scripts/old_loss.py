@@ -1,4 +1,4 @@
-"""2023: compute_loss of one's own over input_ids_chosen and input_ids_rejected."""
+"""2023: a user-defined compute_loss over input_ids_chosen and input_ids_rejected."""
 
 import sys
 

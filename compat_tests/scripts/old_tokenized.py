@@ -1,4 +1,4 @@
-"""2023: the script tokenizes and pads itself, into input_ids_chosen and its like."""
+"""2023: the script itself tokenizes and pads, into input_ids_chosen and so on."""
 
 import sys
 

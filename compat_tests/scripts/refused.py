@@ -1,4 +1,4 @@
-"""A dataset with splits where one split is wanted: an error, and its exit status."""
+"""A DatasetDict passed where a single split is required: an error, and its exit status."""
 
 import sys
 

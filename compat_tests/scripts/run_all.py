@@ -1,4 +1,4 @@
-"""Runs scripts one after another in one process, so that imports are paid once: run_all.py MODEL DATA OUT SCRIPT..."""
+"""Runs scripts one after another in one process, to import only once: run_all.py MODEL DATA OUT SCRIPT..."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ if __name__ == "__main__":
                 runpy.run_path(script, run_name="__main__")
             except SystemExit as leaving:
                 code = leaving.code or 0
-            except Exception:  # what Python would print, and leave with 1
+            except Exception:  # print the traceback and exit with 1, as Python would
                 code, error = 1, traceback.format_exc()
         told[name] = {"code": code, "printed": printed.getvalue(), "error": error}
     Path(out, "told.json").write_text(json.dumps(told))

@@ -1,4 +1,4 @@
-"""A trainer of one's own: log, evaluate, save_model and train wrapped as scripts wrap them."""
+"""A trainer subclass that wraps log, evaluate, save_model and train as users do."""
 
 import sys
 

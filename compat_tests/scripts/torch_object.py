@@ -1,4 +1,4 @@
-"""A torch model object, used again after training: scored with torch and saved by itself."""
+"""A torch model object, used after training: scored with torch and saved by its own method."""
 
 import sys
 

@@ -9,7 +9,7 @@ import pytest
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.tasks.task import calibration_error, histogram, report
+from trl_jax.tasks.eval_report import calibration_error, histogram, report
 
 
 def test_an_evaluation_reports_its_subsets_and_draws_its_margins(checkpoint, tmp_path):
@@ -35,11 +35,11 @@ def test_without_a_column_there_are_no_subsets(tmp_path):
 
 
 def test_calibration():
-    """As sure as it is right: no error. Sure and wrong: all of it."""
+    """Confidence equal to accuracy: no error. Certain and wrong: an error of 1."""
     even = np.log(3.0)  # sigmoid is 0.75
     assert calibration_error(np.array([even, even, even, -even])) == pytest.approx(0)
     assert calibration_error(np.array([-50.0, -50.0])) == pytest.approx(1)
-    assert calibration_error(np.zeros(4)) == pytest.approx(0.5)  # not sure at all, and never right
+    assert calibration_error(np.zeros(4)) == pytest.approx(0.5)  # confidence 0.5, accuracy 0
 
 
 def test_margins_that_are_no_numbers(tmp_path):

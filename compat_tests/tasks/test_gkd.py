@@ -1,4 +1,4 @@
-"""GKD: rows as TRL's DataCollatorForChatML makes them, and the divergence of whole logits."""
+"""GKD: rows as in TRL's DataCollatorForChatML, and the divergence of full logits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_it_is_trls(options):
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_training_computes_the_same_in_chunks(beta):
-    """Logits that are hidden states, under a head that is the identity."""
+    """The hidden states are the logits, and the head is the identity."""
 
     def in_chunks(hidden):
         heads = (HeadInputs(logits.reshape(-1, 7), jnp.eye(7)) for logits in (hidden, TEACHER))
@@ -65,14 +65,14 @@ TALKS.append([
     {"role": "assistant", "content": "\U0001f680 Eine Rakete – größer als ein Ei."},
 ])  # fmt: skip
 TALKS.append([*TALKS[0], {"role": "user", "content": "and"}, {"role": "assistant", "content": ""}])
-# In this template the prompt's text is no beginning of the conversation's.
+# With this template, the prompt's text is not a prefix of the conversation's.
 OTHER = CHAT_TEMPLATE.replace("assistant:{% endif %}", "assistant: <think></think>{% endif %}")
 WORDS = tiny_tokenizer(chat_template=True)
 GIVEN = WORDS("How do I bake bread? first then warm")["input_ids"]
 
 
 def by_trl(rows, tokenizer, max_length):
-    """Of each row the ids of its prompt, all ids and the labels, without padding."""
+    """For each row the prompt's ids, all ids and the labels, without padding."""
     from trl.experimental.utils import DataCollatorForChatML
 
     collate, found = DataCollatorForChatML(tokenizer, max_length=max_length), []
@@ -103,7 +103,7 @@ def test_conversations_are_trls(template, max_length):
 
 
 def test_other_tokenizers_are_trls():
-    """Words without offsets of bytes."""
+    """A word-level tokenizer without byte offsets."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Objectives that are written with public names only, examples/custom_*_loss.py, get everything that a run has."""
+"""Tasks written only with public names, examples/custom_*_loss.py, support everything that a run offers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def logged(trainer, name="loss") -> list[float]:
     return [log[name] for log in trainer.state.log_history if name in log]
 
 
-# The examples: public names, a short objective, and something learned.
+# The examples: only public names, a short objective, and something is learned.
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,7 +125,7 @@ def test_the_policy_example_learns(tmp_path, capsys):
     assert last > 3 * first
 
 
-# The loss is the one that was written.
+# The loss equals the formula.
 
 
 def test_the_loss_of_one_pair_is_the_papers(folder, tmp_path):
@@ -147,7 +147,7 @@ def test_a_reference_is_compared_with_rollouts(folder, tmp_path):
     assert kl[0] == 0 and min(kl[1:]) > 1e-6
 
 
-# It resumes to the bit, and gives the same numbers in every layout.
+# It resumes bitwise, and gives the same results in every layout.
 
 
 class Stops(TrainerCallback):
@@ -212,12 +212,13 @@ def test_transformers_computes_the_same_logits(folder, tmp_path):
     assert np.asarray(trainer.model(input_ids=ids).logits) == pytest.approx(theirs, abs=1e-4)
 
 
-# The reference: a model, computed before training, or none.
+# The reference: a model, precomputed, or none.
 
 
 @only_thorough
 def test_precomputed_reference_logps_give_the_same_losses(folder, tmp_path):
-    """Without the penalty: its gradient jumps where policy and reference are equal, and rounding decides the side."""
+    """Without the penalty, whose gradient is discontinuous where policy and reference are equal, so that rounding
+    decides."""
     found = []
     for before in (False, True):
         config = {"precompute_ref_log_probs": before, "penalty": 0.0}
@@ -280,12 +281,12 @@ def test_a_config_without_the_fields_is_refused(folder, tmp_path):
         BareConfigTrainer(folder, args=args, train_dataset=Dataset.from_list(ROWS))
 
 
-# Single texts.
+# A task over single texts.
 
 
 @dataclass(frozen=True)
 class FocalTask(TextTask):
-    """Tokens that the model already predicts count less."""
+    """Tokens that the model already predicts well get less weight."""
 
     gamma: float = 2.0
 
@@ -338,7 +339,7 @@ def test_it_trains_on_two_devices(kind, folder, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     [shown] = re.findall(r"^losses (.+)$", done.stdout, flags=re.M)
     found = list(map(float, shown.split()))
-    # Each process of TRL samples with a seed of its own, so on two devices the completions are others.
+    # Each TRL process samples with its own seed, so completions differ on two devices.
     assert (
         found[:1] == pytest.approx(logged(ours)[:1], abs=1e-5)
         if kind == "online"

@@ -1,4 +1,4 @@
-"""The task of supervised fine-tuning: sums of texts, the loss of a step, and TRL's metrics of them."""
+"""The SFT task: sums over texts, the loss of a step, and TRL's metrics."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from trl_jax.core.outputs import TokenOutputs
 from trl_jax.data.batch import Batch, Extras, LossBatch
 from trl_jax.tasks.sft import SftTask
 
-# Five reads of two texts and a place that only fills the shape.
+# Five reads of two texts, and one padding position.
 OUTPUTS = TokenOutputs(
     logps=jnp.log(jnp.array([0.5, 0.25, 0.5, 0.1, 0.2, 1.0])),
     entropy=jnp.array([1.0, 2.0, 3.0, 4.0, 5.0, 0.0]),
     mean_logps=jnp.array([-2.0, -3.0, -2.0, -3.0, -2.0, 0.0]),
     correct=jnp.array([1.0, 0.0, 1.0, 0.0, 0.0, 0.0]),
 )
-TEXT = np.array([0, 0, 1, 1, 1, 3])  # the third example is not there
+TEXT = np.array([0, 0, 1, 1, 1, 3])  # no read belongs to the third example
 WEIGHT = np.array([0.2, 0.2, 0.0], np.float32)
 
 
 def batch(weight=WEIGHT, micro_batch=None):
     nothing = np.zeros(0, np.int32)
-    lengths = np.zeros(7, np.int32)  # of padded rows of documents there are more than examples
+    lengths = np.zeros(7, np.int32)  # padded rows of documents can be more than examples
     return Batch(nothing, nothing, nothing, lengths, weight, micro_batch, {}, None, nothing, TEXT)
 
 
@@ -68,7 +68,7 @@ def steps(targets, entropy, correct, examples):
 
 
 def test_metrics_of_training_are_means_over_micro_batches():
-    """The second has no target, which TRL counts as zeros; the third has no example and is none."""
+    """The second has no target, which TRL counts as zeros; the third has no example and does not count."""
     sums = steps([4, 0, 0], [2, 0, 0], [3, 0, 0], [2, 1, 0])
     assert SftTask().metrics(sums, "train") == {"entropy": 0.25, "mean_token_accuracy": 0.375}
 

@@ -1,4 +1,4 @@
-"""`assistant_only_loss` on rows with images: labels are those of transformers' processor, and losses TRL's."""
+"""`assistant_only_loss` on rows with images: labels match those of transformers' processor, and losses match TRL's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARKED = (
 
 
 def dialogues():
-    """Conversations of two turns with no image to two."""
+    """Conversations of two turns with zero to two images."""
     rows = [
         {
             "messages": user(f"bake the {word}?") + assistant(f"gladly {word}") + user("quit") + assistant("nobody"),
@@ -37,7 +37,7 @@ def dialogues():
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
-    """A tiny LLaVA whose chat template marks what the assistant says."""
+    """A tiny LLaVA whose chat template marks the assistant's text."""
     folder = tiny_llava(tmp_path_factory.mktemp("llava"))
     for path in folder.iterdir():
         if path.suffix == ".json" and "chat_template" in (values := json.loads(path.read_text())):
@@ -96,7 +96,7 @@ def test_a_template_without_markers_gets_them(llava, tmp_path):
     np.testing.assert_array_equal(own.texts[0], other.texts[0])
     newline = own.texts[0][-1]
     said, found = (example.labels[0][example.labels[0] != -100] for example in (own, other))
-    np.testing.assert_array_equal(found[found != newline], said)  # a derived template ends a turn after its newline
+    np.testing.assert_array_equal(found[found != newline], said)  # a derived template ends a turn after the newline
 
 
 def test_a_row_without_an_answer_is_named(llava, tmp_path):

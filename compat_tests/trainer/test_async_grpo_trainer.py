@@ -1,4 +1,4 @@
-"""AsyncGRPO: TRL's arguments, its loss and advantages, and runs with a stub of vLLM's server."""
+"""AsyncGRPO: TRL's arguments, its loss and advantages, and runs against a stub of a vLLM server."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from trl_jax.data.batch import Batch, Extras
 from trl_jax.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl_jax.losses.policy_gradient import PolicyLoss
 from trl_jax.rollout.completions_log import group_reward_metrics
-from trl_jax.rollout.server import Limits, Requirements, ServerError, VllmServers
+from trl_jax.rollout.server import Limits, Requirements, ServerError
 from trl_jax.tasks.policy import AsyncGrpoTask
+from trl_jax.training.server import connect
 
 OWN = {"batch_layout", "remat_policy", "mesh_shape", "coordinator_address", "num_processes", "process_id",
        "initialization_timeout", "max_minutes", "save_minutes", "log_json", "pad_to_multiple_of", "vllm_weights_dir",
@@ -99,11 +100,11 @@ def test_an_own_loss_is_refused():
         type("Own", (AsyncGRPOTrainer,), {"compute_loss": lambda self: None, "__module__": "script"})
 
 
-# Numbers
+# Losses, gradients and metrics
 
 
 def test_losses_gradients_and_metrics_are_trls():
-    """Two micro-batches of three completions, whose policy has moved far enough to be clipped on both sides."""
+    """Two micro-batches of three completions; the policy has moved so far that ratios are clipped on both sides."""
     torch = pytest.importorskip("torch")
     trainer = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer").AsyncGRPOTrainer
     draw = np.random.default_rng(0)
@@ -174,7 +175,7 @@ def test_a_token_that_the_sampler_has_no_number_for_has_the_ratio_one():
 
 def test_advantages_and_reward_metrics_are_trls(monkeypatch):
     worker = pytest.importorskip("trl.experimental.async_grpo.async_rollout_worker")
-    monkeypatch.setattr(worker, "logger", logging.getLogger("theirs"))  # accelerate's needs a process group
+    monkeypatch.setattr(worker, "logger", logging.getLogger("theirs"))  # accelerate's logger needs a process group
     rewards = [[1.0, None, 0.5, 3.0, 2.0, 2.0, 2.0, 2.0], [0.5, None, None, -1.0, 0.1, 0.1, 0.1, 0.1]]
     samples = []
     for part in (slice(4), slice(4, 8)):
@@ -199,10 +200,11 @@ def test_advantages_and_reward_metrics_are_trls(monkeypatch):
 
 
 def test_a_run_generates_ahead_counts_epochs_by_prompts_and_resumes(make, stub, tmp_path):
-    """Five prompts, two passes, two prompts a step: the third step has the last prompt of a pass and the first."""
+    """Five prompts, two epochs, two prompts per step: the third step has the last prompt of an epoch and the first of
+    the next."""
     asked, completed = [], []
 
-    def reward(prompts, completions, completion_ids, answer):  # no further arguments, as in TRL
+    def reward(prompts, completions, completion_ids, answer):  # no other arguments, as in TRL
         asked.append(prompts[0] != prompts[4] and [answer[0], answer[4]])
         completed.append(completion_ids)
         return length_reward(completions)
@@ -246,11 +248,11 @@ def test_weights_are_updated_every_few_steps_and_requests_are_limited(make, stub
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [log["sample/staleness_mean"] for log in logs] == [0, 0, 1, 0, 1]
-    assert stub.loads == 2 and peak == 1  # the generations of steps 0 to 2, and of 3 and 4
+    assert stub.loads == 2 and peak == 1  # one generation for steps 0 to 2, one for 3 and 4
 
 
 def test_a_step_without_whole_groups_and_what_is_not_generated_ahead(make):
-    """A generation of 4 trains for two steps of 2, during which the weights are updated once."""
+    """A generation of 4 completions is used for two steps of 2, during which the weights are updated once."""
     half = make(per_device_train_batch_size=2, max_staleness=3)
     assert half._setup.rollout.ahead and half.args.generation_batch_size == 4
     assert half._setup.task.cycle.parts == 2 and half._setup.length.max_steps == 10
@@ -265,19 +267,19 @@ def test_slow_servers_end_the_run_with_the_argument_that_allows_more(stub, folde
     given = {"group": 1, "seeds": [1]}
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 2,
                 "stop_token_ids": [0]}  # fmt: skip
+    limits = Limits(0.3, request=0.2), Limits(30.0, load=0.2)
+    impatient, servers = (connect([stub.url], needs, own) for own in limits)
     stub.before = lambda path: time.sleep(1.0)
-    servers = VllmServers([stub.url], needs, Limits(0.3, request=0.2))
     with pytest.raises(ServerError, match=r"did not answer for 0\.3 s .*no completions within request_timeout=0\.2 s"):
-        servers.begin([[1]], sampling, **given).result()
-    servers = VllmServers([stub.url], needs, Limits(30.0, load=0.2))
+        impatient.begin([[1]], sampling, **given).result()
     with pytest.raises(ServerError, match=r"did not load the weights in .* within 0\.2 s \(weight_sync_timeout\)"):
         servers.load(str(folder), "1")
 
 
 def test_a_server_may_start_later_than_a_generation_may_be_silent(folder):
-    """Only a generation is bounded by `alive`; without a server, the run ends after its own timeout."""
+    """`alive` limits only a generation; without a server, the run fails after vllm_server_timeout."""
     needs = Requirements(str(folder), vocab_size=16, max_tokens=8, processed_logps=True)
     began = time.monotonic()
     with pytest.raises(ServerError, match=r"did not answer for 0\.8 s \(vllm_server_timeout;"):
-        VllmServers(["http://127.0.0.1:9"], needs, Limits(0.8, alive=0.1)).check()
+        connect(["http://127.0.0.1:9"], needs, Limits(0.8, alive=0.1))
     assert time.monotonic() - began > 0.8

@@ -1,4 +1,4 @@
-"""No ladder of base classes: a trainer is at most three classes above BaseTrainer."""
+"""Trainers do not form a deep class hierarchy: each is at most three levels below BaseTrainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's callbacks: the moving average is that of the weights of each step, and prompts are completed on the way."""
+"""TRL's callbacks: the moving average of the weights over steps, completions during training, and others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make(checkpoint, tmp_path):
 
 
 def expected(folders) -> dict[str, np.ndarray]:
-    """By the paper's formula, in float64, of the weights after each step."""
+    """The average by the paper's formula, in float64, from the weights saved after each step."""
     steps = {step: read_weights(folder) for step, folder in folders.items()}
     begin = average = {name: array.astype(float) for name, array in steps[AVERAGE["update_after"]].items()}
     for step in (3, 5, 7):
@@ -97,7 +97,7 @@ def test_prompts_are_completed_and_given_to_trackers(make, monkeypatch):
 
 
 def test_a_run_stops_after_its_minutes_and_resumes(make, tmp_path, caplog, capsys):
-    """With metrics as lines of JSON, and completions in the terminal where there is no tracker."""
+    """Also logs metrics as JSON lines, and prints completions to the terminal if there is no tracker."""
     rows = [{"prompt": row["prompt"], "completion": " Yes."} for row in prompt_rows(8)]
     config = {"max_steps": 3, "save_strategy": "no", "log_json": str(tmp_path / "logs" / "run.jsonl"),
               "logging_steps": 1}  # fmt: skip
@@ -123,10 +123,32 @@ def test_a_run_stops_after_its_minutes_and_resumes(make, tmp_path, caplog, capsy
     assert len(shown) == 2 and f"{rows[0]['prompt']!r} -> " in shown[0]
 
 
-def test_minutes_are_refused_on_several_hosts(monkeypatch):
+def test_the_first_process_decides_for_all_and_is_asked_seldom(monkeypatch):
+    """Steps of a second each, on a process whose own clock is an hour ahead after the start."""
+    now, asked = [0.0], []
+
+    def from_first(data: bytes) -> bytes:
+        ending, _, number = np.frombuffer(data, np.int64).tolist()
+        assert ending  # by this process's own clock
+        asked.append(state.global_step)
+        return np.asarray([state.global_step > 70, state.global_step > 40, number], np.int64).tobytes()
+
     monkeypatch.setattr(metrics, "several", lambda: True)
-    with pytest.raises(ValueError, match="max_minutes and save_minutes do not work on several hosts"):
-        metrics.Clock(1.0, None).on_train_begin(None, None, None)
+    monkeypatch.setattr(metrics, "from_first", from_first)
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    clock, state = metrics.Clock(10.0, 5.0), SimpleNamespace(global_step=0)
+    clock.on_train_begin(None, state, None)
+    saves = []
+    for step in range(1, 100):
+        now[0], state.global_step = 3600.0 + step, step
+        control = SimpleNamespace(should_save=False, should_training_stop=False)
+        clock.on_step_end(None, state, control)
+        if control.should_save:
+            saves.append(step)
+            clock.on_save(None, state, control)
+        if control.should_training_stop:
+            break
+    assert asked == [1, 2, 12, 22, 32, 42, 52, 62, 72] and saves == [42, 52, 62, 72] and step == 72
 
 
 def test_a_number_that_json_lacks_is_null(tmp_path):

@@ -1,4 +1,4 @@
-"""Batches of texts beside those of TRL's collator."""
+"""Batches of texts against TRL's collator."""
 
 from __future__ import annotations
 

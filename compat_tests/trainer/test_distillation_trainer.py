@@ -1,4 +1,4 @@
-"""On-policy distillation: what students and teachers may be, what is refused, and that a student learns."""
+"""On-policy distillation: allowed students and teachers, errors, and that a student learns."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_teacher_is_held_in_few_bits(kwargs, make):
     whole = make(config={"max_steps": 1})
     few = make(config={"max_steps": 1, "teacher_model_init_kwargs": kwargs})
     sizes = [sum(array.nbytes for array in one.parts.setup.reference.arrays.values()) for one in (whole, few)]
-    assert sizes[1] < 0.7 * sizes[0]  # tables stay as they are in eight bits
+    assert sizes[1] < 0.7 * sizes[0]  # embeddings stay in float in 8 bits
     for trainer in (whole, few):
         trainer.train()
     [(exact,)], [(coarse,)] = (numbers(trainer, "loss") for trainer in (whole, few))
@@ -146,7 +146,7 @@ def test_torch_models_and_an_adapter(make, checkpoint):
     assert numbers(by_object, "loss", "grad_norm") == numbers(by_name, "loss", "grad_norm")
     assert (student.lm_head.weight - before).abs().max() > 1e-4
     head = make(peft_config=LoraConfig(r=2, target_modules=["q_proj", "lm_head"]), config={"max_steps": 1})
-    head.train()  # TRL refuses an adapter on the head, which it does not read
+    head.train()  # TRL refuses an adapter on the head, because it does not read it
     added = {path: array for path, array in head.model.params.items() if path.startswith("lm_head.")}
     assert len(added) == 2 and all(np.any(array) for array in added.values())
 

@@ -1,4 +1,4 @@
-"""DPOTrainer: its four references, what it prepares, evaluates, saves and resumes, and what it refuses."""
+"""DPOTrainer: its four kinds of references, how it prepares rows, evaluates, saves and resumes, and its errors."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def test_a_given_reference_is_trls(checkpoint, model, tmp_path):
 @only_thorough
 @pytest.mark.parametrize("config", [thorough({}), {"sync_ref_model": True, "ref_model_sync_steps": 2}])
 def test_a_reference_keeps_the_dtype_that_it_has(checkpoint, model, tmp_path, config):
-    """In sixteen bits it takes half of the memory, and is computed in them, by whichever door it came."""
+    """In 16 bits it needs half the memory, and computes in 16 bits, however it was passed."""
     trl = pytest.importorskip("trl")
     from transformers import AutoModelForCausalLM
 
-    other, mark = checkpoint(**SMALL, seed=5, dtype="bfloat16"), 4e-3  # of bfloat16's rounding; the shift is 0.06
+    other, mark = checkpoint(**SMALL, seed=5, dtype="bfloat16"), 4e-3  # bfloat16 rounding; the shift is 0.06
     theirs = trained(trl, model, tmp_path / "b", config, ref_model=AutoModelForCausalLM.from_pretrained(other))
     doors = [str(other), AutoModelForCausalLM.from_pretrained(other)]
     for door in [*doors, trl_jax.AutoModelForCausalLM.from_pretrained(str(other))]:
@@ -113,7 +113,8 @@ def test_a_reference_keeps_the_dtype_that_it_has(checkpoint, model, tmp_path, co
                     assert mine[name] == pytest.approx(wanted[name], abs=mark)
 
 
-@pytest.mark.parametrize("config", [{}, thorough({"precompute_ref_log_probs": True})])  # KTO's is the other one
+# KTO's test always runs the other case.
+@pytest.mark.parametrize("config", [{}, thorough({"precompute_ref_log_probs": True})])
 def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_path, config):
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
     lora = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
@@ -154,7 +155,7 @@ def test_trls_collator_says_to_which_length_rows_are_padded(model, tmp_path):
         make(trl_jax, model, tmp_path, data_collator=print)
 
 
-@only_thorough  # parity/test_dpo_curve.py has both beside TRL
+@only_thorough  # parity/test_dpo_curve.py compares both with TRL
 def test_a_precomputed_reference_is_the_live_one(model, tmp_path):
     live, before = (
         trained(trl_jax, model, tmp_path / str(flag), {"precompute_ref_log_probs": flag, "batch_layout": "padded"})
@@ -168,7 +169,7 @@ def test_a_precomputed_reference_is_the_live_one(model, tmp_path):
 
 
 def test_an_evaluation_is_trls_of_one_batch(model, tmp_path):
-    """Of several batches TRL logs the mean of their means, we the mean over the set."""
+    """With several batches, TRL logs the mean of the batch means; we log the mean over the set."""
     trl = pytest.importorskip("trl")
     pairs, one_batch = {"eval_dataset": table(8, seed=4)}, {"per_device_eval_batch_size": 8}
     ours, theirs = (
@@ -206,7 +207,7 @@ def test_the_reference_is_there_to_look_at(model, checkpoint, tmp_path):
     first = {name: np.asarray(values).copy() for name, values in trainer.ref_model.named_parameters()}
     trainer.train()
     policy = dict(trainer.model.named_parameters())
-    for name, values in trainer.ref_model.named_parameters():  # it was moved all the way after the third step
+    for name, values in trainer.ref_model.named_parameters():  # it became the policy after the third step (alpha is 1)
         np.testing.assert_array_equal(values, policy[name])
         assert not np.array_equal(values, first[name])
     other = checkpoint(**SMALL | {"intermediate_size": 64})
@@ -216,14 +217,14 @@ def test_the_reference_is_there_to_look_at(model, checkpoint, tmp_path):
     assert make(trl_jax, model, tmp_path, peft_config=lora).ref_model is None
     before = make(trl_jax, model, tmp_path, {"precompute_ref_log_probs": True})
     assert before.ref_model is None
-    before.state.global_step = 1  # as after a step
+    before.state.global_step = 1  # as if a step had been taken
     with pytest.raises(ValueError, match="Cannot compute reference log-probs for a dataset passed"):
         before.evaluate(table(4, seed=3))
 
 
 @only_thorough
 def test_a_reference_follows_the_iterates_of_a_schedule_free_optimizer(model, tmp_path):
-    """TRL's callback reads the parameters at the end of a step, which are y of schedulefree, not the averages x."""
+    """TRL's callback reads the parameters at the end of a step, which are schedulefree's y, not the averages x."""
     follows = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 1.0}
     trainer = make(trl_jax, model, tmp_path, follows | {"optim": "schedule_free_sgd", "learning_rate": 0.3})
     trainer.train()
@@ -277,7 +278,8 @@ def test_tokenized_rows_are_taken_as_they_are(model, tmp_path):
 
 @only_thorough
 def test_rows_of_early_releases_are_only_cut(model, tmp_path):
-    """Ids and labels of both texts, as those releases prepared them, and as a plan makes them up."""
+    """They have ids and labels of both texts, as those releases prepared them; the rows of a plan are made up like
+    this, too."""
     texts = {"chosen_input_ids": [5, 6, 7, 8], "rejected_input_ids": [5, 6, 9]}
     labels = {"chosen_labels": [-100, -100, 7, 8], "rejected_labels": [-100, -100, 9]}
     rows = Dataset.from_list([texts | labels] * 4)
@@ -304,7 +306,7 @@ def test_old_arguments_of_the_trainer(model, tmp_path):
 
 @pytest.mark.parametrize("config", [{}, {"truncation_mode": "keep_end"}, {"max_length": 12}])
 def test_max_prompt_length_keeps_the_end_of_a_prompt(model, tmp_path, config):
-    """As in the releases of TRL that had it: then prompt and answer are cut together."""
+    """As in the TRL releases that had it: then prompt and answer are truncated together."""
     whole = make(trl_jax, model, tmp_path, {"max_length": None}).train_dataset
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -356,16 +358,17 @@ def test_arguments_that_are_refused(tmp_path, config, words):
 
 
 def shares(found):
-    """As scripts write metrics of logits: over every place, of token ids."""
+    """Metrics as user scripts write them: from the logits of every position and the token ids."""
     logits, ids = found.predictions[:, :-1], found.label_ids[:, 1:]
     real = ids > 0
     return {"right": float((np.argmax(logits, -1) == ids)[real].mean()), "targets": int(real.sum())}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("config", [thorough({}), {"precompute_ref_log_probs": True}])  # KTO's is the other one
+# KTO's test always runs the other case.
+@pytest.mark.parametrize("config", [thorough({}), {"precompute_ref_log_probs": True}])
 def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoint, tmp_path):
-    """Beside a reference that is another model, so that no reward is 0 but for rounding."""
+    """The reference is another model, so that rewards are not just rounding errors around 0."""
     trl, found, folder = pytest.importorskip("trl"), {}, checkpoint(**SMALL | {"seed": 5})
     config = config | {"pad_to_multiple_of": None, "per_device_eval_batch_size": 8}
     for package, models in ((trl_jax, trl_jax), (trl, transformers)):
@@ -397,7 +400,7 @@ HARMLESS = {
 
 
 def test_arguments_of_earlier_years_pass_where_they_ask_for_nothing(model, tmp_path):
-    """In the config and in the trainer; a loss by its name, or several in a tuple, in both."""
+    """Both in the config and in the trainer; loss_type may be one name or a tuple of several."""
     with pytest.warns(FutureWarning, match="reference_free=False has no effect"):
         config = trl_jax.DPOConfig(str(tmp_path), loss_type=("sigmoid", "sft"), **BASE, **HARMLESS)
     assert config.loss_type == ["sigmoid", "sft"]
@@ -432,7 +435,7 @@ def test_robust_beyond_a_half_warns_as_trl_and_trains_on_its_number(model, tmp_p
 
 
 def test_the_chat_template_of_a_path_is_that_of_the_rows(model, tmp_path):
-    """Every config has it, as errors about conversations recommend it."""
+    """Every config has it, because errors about conversations recommend it."""
     template = tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}! {{ m.content }}{% endfor %}")
     config, rows = {"chat_template_path": str(template)}, table(4, "chat")

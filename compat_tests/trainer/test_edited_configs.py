@@ -1,5 +1,5 @@
-"""What a script writes into a model's config: it is in the config.json that is saved, as TRL's is, and changes nothing
-of how torch made the model."""
+"""Changes that a user makes to a model's config: they are saved in config.json, as in TRL, and do not change a model
+that torch has already built."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_pad_token_that_a_torch_model_got_later_trains_like_any_other(facts, n
     for package in (trl, trl_jax):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
         words = transformers.AutoTokenizer.from_pretrained(folder)
-        words.pad_token = words.eos_token  # which ends each turn
+        words.pad_token = words.eos_token  # EOS ends each turn
         model.config.pad_token_id = words.pad_token_id if named else None
         if adapter:
             peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""GKD: what students and teachers may be, what is refused, and what a script may set."""
+"""GKD: allowed students and teachers, errors, and what a user may set on the trainer."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_methods_that_are_never_called_cannot_be_overridden():
 
 
 def test_what_a_script_sets_counts_and_metrics_get_whole_logits(make, caplog):
-    """Student and teacher are equal: nothing is to be learned, whoever writes."""
+    """Student and teacher are equal, so the loss is 0 whichever of them generates."""
     shapes = []
 
     def metrics(evaluated):
@@ -124,7 +124,7 @@ def test_what_a_script_sets_counts_and_metrics_get_whole_logits(make, caplog):
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert len(losses) == 2 and max(map(abs, losses)) < 1e-5
     found = trainer.evaluate()
-    assert abs(found["eval_loss"]) < 1e-4  # two steps of Adam on rounding
+    assert abs(found["eval_loss"]) < 1e-4  # two steps of Adam on rounding errors
     assert shapes[-1][0][:2] == shapes[-1][1] and shapes[-1][0][2] == trainer.model.vocab_size
     counted = sum(len(row["input_ids"]) - row["labels"].count(-100) for row in trainer.eval_dataset)
     assert found["eval_labels"] == counted

@@ -1,4 +1,5 @@
-"""GRPOConfig and RLOOConfig: TRL's fields and their values, what is settled together, refused or warned of."""
+"""GRPOConfig and RLOOConfig: TRL's fields and defaults, how arguments are derived from each other, errors and
+warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coor
        "max_minutes": None, "save_minutes": None, "log_json": None, "max_prompt_length": None,
        "reward_timeout": None, "chat_template_path": None, "vllm_weights_dir": None,
        "max_completions_per_device": None}  # fmt: skip
-OLD = dict.fromkeys(("missing_eos_penalty", "total_episodes", "reward_model_path", "sft_model_path"))  # of RLOOConfig
+# Arguments of earlier RLOOConfigs, which ours keeps.
+OLD = dict.fromkeys(("missing_eos_penalty", "total_episodes", "reward_model_path", "sft_model_path"))
 OLD["sanity_check"] = False
 BOTH = pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
 NAMES = {*OWN, *OLD, "generate_ahead"}
@@ -266,11 +268,11 @@ def test_names_of_earlier_releases(kind, old, new, value):
 def test_how_generations_were_cut_and_ended(tmp_path):
     line = "--output_dir out --per_device_train_batch_size 4 --gradient_accumulation_steps 3 --num_mini_batches 2 "
     line += "--stop_token_id 7 --total_episodes 25 --num_ppo_epochs 4 --missing_eos_penalty 1.0 --sft_model_path mine "
-    # --no_remove_unused_columns is a flag of transformers' parser where the default is True, as it was.
+    # transformers' parser has the flag --no_remove_unused_columns only if the default is True, as it was then.
     line += "--sanity_check --no_remove_unused_columns"
     [args] = TrlParser((RLOOConfig,)).parse_args_and_config(line.split())
     assert (args.steps_per_generation, args.generation_batch_size) == (6, 24)
-    assert args.max_steps == 2 * 2 * 4  # 2 generations, each of 2 steps, taken 4 times
+    assert args.max_steps == 2 * 2 * 4  # 2 generations of 2 steps each, used 4 times
     assert args.generation_kwargs == {"eos_token_id": 7} and args.sft_model_path == "mine"
     assert args.sanity_check is True and RLOOConfig("out").sanity_check is False
 

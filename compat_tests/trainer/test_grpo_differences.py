@@ -1,4 +1,4 @@
-"""Rows of docs/pages/differences.md on rewards of a model's own completions that no other test checks."""
+"""Differences from TRL in online training that docs/pages/differences.md lists and no other test checks."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ def make(checkpoint, tmp_path):
 
 
 def rows_of(trainer):
-    """The completions of a run's last generation."""
+    """The completions of the last generation."""
     return trainer.parts.setup.rollout.buffer.rows
 
 
 @only_thorough
 def test_positions_begin_with_the_first_token(make):
-    """Each completion of two prompts, one far longer, is what its text alone has the model say."""
+    """With two prompts, one of them far longer, each completion equals what the model generates for its prompt
+    alone."""
     short, long = prompt_rows(2)
     long["prompt"] = 5 * long["prompt"]
     trainer = make(rows=[short, long], learning_rate=0.0, **GREEDY)
@@ -65,7 +66,7 @@ def test_positions_begin_with_the_first_token(make):
 @usual("noisy1")
 @pytest.mark.parametrize("noisy", [{"disable_dropout": False}, {"disable_dropout": True, "neftune_noise_alpha": 5.0}])
 def test_dropout_and_noise_act_in_the_step_alone(noisy, make, checkpoint):
-    model = None if "neftune_noise_alpha" not in noisy else str(checkpoint(**SMALL))  # which has no dropout
+    model = None if "neftune_noise_alpha" not in noisy else str(checkpoint(**SMALL))  # this model has no dropout
     plain, other = make(model, disable_dropout=True, batch_layout="padded"), make(model, batch_layout="padded", **noisy)
     for trainer in (plain, other):
         trainer.train()
@@ -97,7 +98,7 @@ def test_a_reference_that_equals_the_policy_stays_equal(alpha):
 
 
 def test_an_evaluation_drops_what_dataloader_drop_last_says(make, checkpoint):
-    """As TRL, whose later completions depend on it; an evaluation set of less than a batch is kept."""
+    """As in TRL, whose later completions depend on it; an evaluation set smaller than a batch is kept."""
     trainer = make(str(checkpoint(**SMALL)), dataloader_drop_last=True, per_device_eval_batch_size=8)
     for prompts, wanted in ((5, [8, 8]), (4, [8, 8]), (1, [4])):
         batches = trainer.parts.evaluator.batches(Dataset.from_list(prompt_rows(prompts)))
@@ -106,7 +107,7 @@ def test_an_evaluation_drops_what_dataloader_drop_last_says(make, checkpoint):
 
 @only_thorough
 def test_a_schedule_free_optimizer_generates_where_gradients_are_taken(make, checkpoint, monkeypatch):
-    """As in TRL. Evaluations and files have the averages, which are other weights from the second step on."""
+    """As in TRL. Evaluations and saved files use the averages, which differ from the second step on."""
     averages, wanted, written, complete = [], [], [], PolicyWriter.complete
 
     def recorded(writer, *given, **more):
@@ -135,7 +136,8 @@ def test_an_evaluations_loss_weighs_rows_alike(make, checkpoint, monkeypatch):
     config = {"beta": 0.5, "loss_type": "grpo", "num_iterations": 1, "per_device_eval_batch_size": 8} | GREEDY
     trainer = make(str(checkpoint(**SMALL)), **config)
     trainer.train()
-    trainer.model.params = {path: 1.05 * array for path, array in trainer.model.params.items()}  # off the reference
+    # Different from the reference.
+    trainer.model.params = {path: 1.05 * array for path, array in trainer.model.params.items()}
     of_batches, batch = [], CompletionEvaluator._batch
 
     def spied(self, rows):
@@ -145,18 +147,18 @@ def test_an_evaluations_loss_weighs_rows_alike(make, checkpoint, monkeypatch):
 
     monkeypatch.setattr(CompletionEvaluator, "_batch", spied)
     losses, rows = {}, Dataset.from_list(prompt_rows(5))
-    for size in (20, 8):  # of 20 completions: one batch, or two and a half
+    for size in (20, 8):  # of 20 completions: one batch, or two and a half batches
         of_batches.clear()
         trainer.args.per_device_eval_batch_size = size
         losses[size] = trainer.evaluate(rows)["eval_loss"]
     counts, found = zip(*of_batches, strict=True)
     assert counts == (8, 8, 4) and losses[8] == pytest.approx(losses[20], rel=1e-5)
-    assert abs(np.mean(found) - losses[8]) > 1e-5  # a plain mean would be another number
+    assert abs(np.mean(found) - losses[8]) > 1e-5  # an unweighted mean would differ
 
 
 @only_thorough
 def test_metrics_come_in_the_order_in_which_they_first_came_up(make, checkpoint):
-    """As in TRL: a log may begin with a step that uses older completions, or writes its own halfway."""
+    """As in TRL: a log may begin with a step that reuses completions, or one that generates halfway through."""
     config = {"max_steps": 6, "logging_steps": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 3}
     trainer = make(str(checkpoint(**SMALL)), num_iterations=1, per_device_train_batch_size=4, **config)
     trainer.train()
@@ -183,7 +185,7 @@ def equal_rewards(completions, **columns):
 @usual("True")
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_policy_that_has_learned_nothing_is_its_reference(make, checkpoint, adapter):
-    """Log-probabilities of two programs differ in their last digits, of which Adam would make whole steps."""
+    """Log-probabilities of two programs differ in their last digits, which Adam would turn into full-size steps."""
     options = {"peft_config": LoraConfig(task_type="CAUSAL_LM")} if adapter else {}
     config = {"beta": 0.1, "max_steps": 4, "steps_per_generation": 2}
     trainer = make(str(checkpoint(**SMALL)), reward=equal_rewards, options=options, **config)

@@ -1,4 +1,4 @@
-"""Tools and environments in whole runs beside TRL's: messages, tokens and each logged number."""
+"""Tools and environments in complete runs against TRL: messages, tokens and each logged number."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trl_jax.data.chat_templates import response_template
 from trl_jax.rollout.tools import Environments
 from trl_jax.training.rollout import PolicyWriter
 
-FIRST = [  # turns that a model of two layers would not write
+FIRST = [  # turns that a two-layer model would not generate
     CALLS["json"] + END,
     "No." + END,
     '<tool_call>{"name": "echo", "arguments": {"word": "so"}}</tool_call>'
     '<tool_call>{"name": "none", "arguments": {}}</tool_call>' + END,
-    "Well. " * 30 + CALLS["json"] + END,  # whose answer has no room
+    "Well. " * 30 + CALLS["json"] + END,  # leaves no room for the answer
 ]
 CONFIG = BASE | {
     "max_steps": 2, "learning_rate": 3e-3, "per_device_train_batch_size": 4, "num_generations": 4,
@@ -74,7 +74,7 @@ VISITS = [
 
 
 class Runs:
-    """A run of either package; the first turn of each completion is given, the others are drawn."""
+    """A run of either package; the first turn of each completion is scripted, later turns are sampled."""
 
     def __init__(self, folder, out, monkeypatch):
         self.folder, self.out, self.monkeypatch, self.seen = folder, out, monkeypatch, []
@@ -143,7 +143,7 @@ def test_a_run_is_trls(runs):
 
 @only_thorough
 def test_a_run_with_the_loss_of_trl_in_torch_is_trls(runs, monkeypatch, tmp_path):
-    """The answers of tools do not count in the script's masks."""
+    """Tool responses are masked out in the user's loss."""
     own = {"_compute_loss": trls_loss(trl.GRPOTrainer, tmp_path)}
     monkeypatch.setattr(trl_jax, "GRPOTrainer", type("Own", (trl_jax.GRPOTrainer,), own))
     (seen, logs), (wanted, numbers) = runs.ours(), runs.theirs()
@@ -154,7 +154,8 @@ def test_a_run_with_the_loss_of_trl_in_torch_is_trls(runs, monkeypatch, tmp_path
 
 
 def test_environments_are_trls(runs):
-    """Two kinds, of which one judges itself; a group of completions has one prompt, a generation may have two."""
+    """Two kinds, one of which computes its own reward; all completions of a group have one prompt, a generation may
+    have two."""
     kinds = {"shop": Shop, "library": Library}
     runs.rows = [row | {"environment": list(kinds)[number % 2]} for number, row in enumerate(ROWS)]
     runs.texts, runs.options = VISITS, {"tools": [add], "environment_factory": kinds}
@@ -168,7 +169,7 @@ def test_environments_are_trls(runs):
 
 
 def test_turns_by_a_server_are_those_of_this_process(runs, monkeypatch):
-    """Each turn is a request with the conversation so far; tools and environments act here."""
+    """Each turn is a request with the conversation so far; tools and environments run in this process."""
     kinds, turns, complete = {"shop": Shop, "library": Library}, {}, PolicyWriter.complete
     runs.rows = [row | {"environment": list(kinds)[number % 2]} for number, row in enumerate(ROWS)]
     runs.texts, runs.options = VISITS, {"tools": [add], "environment_factory": kinds}

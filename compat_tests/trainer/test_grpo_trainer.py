@@ -1,4 +1,4 @@
-"""GRPOTrainer and RLOOTrainer: rewards of all kinds, what they evaluate, write and save, and what they refuse."""
+"""GRPOTrainer and RLOOTrainer: all kinds of rewards, what they evaluate, log and save, and their errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trained(trainer):
     return trainer.state.log_history[0]
 
 
-# Refused
+# Errors
 
 
 @BOTH
@@ -111,7 +111,7 @@ REFUSED = {
     ],
 )
 def test_a_generation_config_that_completions_cannot_follow(name, value, text, make, checkpoint):
-    """At construction; what generation_kwargs override has no effect."""
+    """Raised at construction, unless generation_kwargs overrides the value."""
     model = trl_jax.AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL))
     setattr(model.generation_config, name, value)
     with pytest.raises(ValueError, match=text):
@@ -126,7 +126,8 @@ GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 @BOTH
 @pytest.mark.parametrize("column", GIVEN)
 def test_a_column_with_the_name_of_what_reward_functions_are_given(kind, column, make, monkeypatch):
-    """By name and before weights are read, also of a stream; columns that are dropped may have any name."""
+    """The error names the column and is raised before weights are read, also for a stream. Columns that are dropped may
+    have any name."""
     rows = table().add_column(column, ["theirs"] * 8)
     make(kind=kind, train=rows, config={"remove_unused_columns": True})
     monkeypatch.setattr("trl_jax.trainer.base_trainer.model_loading.load_policy", None)
@@ -140,7 +141,7 @@ def test_a_column_with_the_name_of_what_reward_functions_are_given(kind, column,
 
 @only_thorough
 def test_a_metric_of_the_scripts_does_not_mix_with_one_of_the_trainers(make):
-    """Whatever a run logs may also be the name of a script's metric: the trainer's numbers stay."""
+    """A user's metric with the name of a logged number does not change that number."""
     config = {"beta": 0.1, "max_steps": 2, "shuffle_dataset": False}
     first = make(config=config)
     first.train()
@@ -212,7 +213,7 @@ def test_rewards_of_all_kinds_in_one_run(make, checkpoint, tmp_path):
     async def slow(completions, **columns):
         running.append("begun")
         await asyncio.sleep(0.01)
-        assert running.count("begun") == 2  # both run together
+        assert running.count("begun") == 2  # both run concurrently
         return [0.5] * len(completions)
 
     async def slower(completions, **columns):
@@ -281,9 +282,11 @@ def test_a_rollout_func_writes_in_the_generators_place(make):
 
 
 def test_nothing_is_learned_from_tokens_that_are_not_the_models(make, tmp_path):
-    """Masked tokens at the beginning of a completion teach what they teach as the end of the prompt: nothing. With a
-    second epoch of the completions, whose old log-probabilities are kept. By SGD, as Adam makes much of the rounding of
-    gradients that are next to nothing, and rounding differs with the layout."""
+    """Masked tokens at the start of a completion train like the end of a prompt: not at all.
+
+    The completions are used for a second epoch, whose old log-probabilities are cached. Uses SGD, because rounding
+    differs between the layouts and Adam would amplify it where gradients are almost zero.
+    """
 
     def run(folder, moved):
         def rollout(prompts, trainer):
@@ -418,10 +421,10 @@ def test_long_prompts_are_cut_where_max_prompt_length_says_so(make, checkpoint):
     assert written[3] == 8 * 3 and written[None] >= 8 * shortest > 8 * 3
 
 
-# The model, and what a run leaves
+# The model, and what a run saves
 
 
-@only_thorough  # the curve of GRPO with an adapter has what is saved
+@only_thorough  # GRPO's curve with an adapter compares what is saved
 def test_lora_trains_the_adapter_alone(make, checkpoint, tmp_path):
     trainer = make(peft_config=trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), config={"beta": 0.1})
     assert trainer.ref_model is None
@@ -587,7 +590,7 @@ def test_prompts_of_a_stream_are_those_of_the_table(kind, make):
         one.train()
     wanted, found = ([timeless(log) for log in one.state.log_history[:-1]] for one in runs)
     for a, b in zip(wanted, found, strict=True):
-        assert {**a, "epoch": 0} == {**b, "epoch": 0}  # a stream's epochs are shares of max_steps
+        assert {**a, "epoch": 0} == {**b, "epoch": 0}  # the epoch of a stream is a fraction of max_steps
     stream = {"rows": table(2).to_iterable_dataset(), "others": table(2).to_iterable_dataset()}
     metrics = runs[1].evaluate(stream)
     assert {"eval_rows_reward", "eval_others_reward"} <= metrics.keys()

@@ -1,4 +1,4 @@
-"""cast_lm_head_to_fp32: layers in bfloat16 under a head in float32, in the step, its passes and its completions."""
+"""cast_lm_head_to_fp32: bfloat16 layers under a float32 head, in training steps, other passes and generation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(checkpoint, tmp_path):
 
 
 def in_bfloat16(logits):
-    """Whether all of them are numbers of bfloat16."""
+    """Whether all values are representable in bfloat16."""
     return bool(np.all(np.asarray(logits) == np.asarray(logits).astype(jnp.bfloat16).astype(np.float32)))
 
 

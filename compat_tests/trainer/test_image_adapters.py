@@ -1,4 +1,4 @@
-"""Adapters and rows with images: over a base in four bits, and of a folder that is trained further."""
+"""Adapters on rows with images: over a 4-bit base, and adapter folders that are trained further."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_a_base_in_four_bits_trains_as_in_trl(llava, tmp_path):
         theirs = logged(
             trainer(trl, "SFT", model, tmp_path / "trl", completions(4), LORA, processing_class=processor, **options)
         )
-    for own, their in zip(ours, theirs, strict=True):  # TRL makes the adapter's numbers bfloat16
+    for own, their in zip(ours, theirs, strict=True):  # TRL casts the adapter to bfloat16
         assert own["loss"] == pytest.approx(their["loss"], abs=1e-3)
         assert own["grad_norm"] == pytest.approx(their["grad_norm"], rel=2e-2)
 
 
 @pytest.mark.parametrize("name", vision_families())
 def test_what_is_in_four_bits_is_bitsandbytes_choice(name, tmp_path):
-    """All linear layers but the head: those of the tower and the connector, too."""
+    """All linear layers except the head, including those of the tower and the connector."""
     case = CASES[name]
     config = getattr(transformers, case.config_class)(**case.values)
     config.save_pretrained(tmp_path)
@@ -79,7 +79,7 @@ def test_what_is_in_four_bits_is_bitsandbytes_choice(name, tmp_path):
 
 
 def adapter(llava, folder, **options):
-    """An adapter that PEFT saved, with numbers in all places."""
+    """An adapter saved by PEFT without zero matrices."""
     base = transformers.AutoModelForImageTextToText.from_pretrained(llava)
     model, generator = peft.get_peft_model(base, peft.LoraConfig(**LORA | options)), torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -90,7 +90,7 @@ def adapter(llava, folder, **options):
 
 
 def test_an_adapter_in_a_folder_trains_on(llava, tmp_path, caplog):
-    """PEFT also adapts the last layer of the tower, which no feature comes from."""
+    """PEFT also adapts the tower's last layer, whose output is not used."""
     folder = adapter(llava, tmp_path / "adapter")
     options = {"save_strategy": "steps", "save_steps": 2}
     made = trainer(trl_jax, "SFT", folder, tmp_path / "ours", completions(), **options)

@@ -1,4 +1,4 @@
-"""TRL's collators of rows with images say how rows are read; other collators are refused."""
+"""TRL's collators for rows with images configure how rows are read; other collators are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_its_options_replace_those_of_the_arguments(kind, llava, processor, tmp_
     example = task.image_example(row, encoder, None)
     assert max(map(len, example.texts)) == 31 and made._setup.pad_to_multiple_of == 16
     assert made.data_collator is own and encoder.image_processor is processor.image_processor
-    if kind == "SFT":  # completion_only_loss is False unless set, as in TRL
+    if kind == "SFT":  # completion_only_loss is False by default, as in TRL
         np.testing.assert_array_equal(example.labels[0], example.texts[0])
         with pytest.raises(ValueError, match="only supported for conversational language modeling"):
             own = collator(kind)(processor, assistant_only_loss=True)
@@ -97,7 +97,7 @@ def test_what_is_refused(llava, processor, tmp_path):
             make(data_collator=own)
     with pytest.raises(ValueError, match="data_collator has another processor than processing_class"):
         make(data_collator=collator("SFT")(processor), processing_class=AutoProcessor.from_pretrained(llava))
-    with pytest.raises(ValueError, match="for rows with images, and train_dataset has none"):
+    with pytest.raises(ValueError, match="for rows with images, but train_dataset has no images"):
         texts = messages().remove_columns("images")
         trainer(trl_jax, "SFT", llava, tmp_path, texts, data_collator=collator("SFT")(processor))
     with pytest.raises(ValueError, match="calculate_kl=False, and loss_type='kto' needs calculate_kl=True"):

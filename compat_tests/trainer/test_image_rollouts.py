@@ -1,6 +1,8 @@
-"""Prompts with images: completions, losses and metrics are TRL's, and a run resumes in the middle of a generation.
+"""Prompts with images: completions, losses and metrics match TRL's, and a run resumes in the middle of a generation.
 
-As a program, a GRPO run that kills itself: python -m compat_tests.trainer.test_image_rollouts CHECKPOINT OUT WHERE."""
+Run as a program, it is a GRPO run that kills itself: python -m compat_tests.trainer.test_image_rollouts CHECKPOINT OUT
+WHERE.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ KINDS = {
 }
 
 
-TEACHER = []  # its folder
+TEACHER = []  # the folder of the teacher
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def qwen(tmp_path_factory):
 
 
 def prompts(count: int = 8) -> Dataset:
-    """Prompts with one image, and one prompt without."""
+    """Prompts with one image each, and one prompt without."""
     rows = zip(tiny.THINGS, pictures(count), strict=False)
     return Dataset.from_list([
         {"prompt": user(f"bake the {word}?"), "images": [] if number == 5 else [picture], "number": number}
@@ -73,7 +75,7 @@ def prompts(count: int = 8) -> Dataset:
 
 
 def reward(completions, images, **_):
-    """By the completion, and by the width of the image, as the dataset has it."""
+    """Depends on the completion and on the width of the image in the dataset."""
     widths = [image[0].size[0] if image else 0 for image in images]
     return [len(own[0]["content"]) % 7 + width / 10 for own, width in zip(completions, widths, strict=True)]
 
@@ -103,7 +105,7 @@ def test_completions_losses_and_metrics_are_trls(case, llava, tmp_path):
     trl = pytest.importorskip("trl")
     kind, options, adapter = KINDS[case]
     rows = prompts()
-    if kind == "Distillation":  # TRL ends where a row has no image
+    if kind == "Distillation":  # TRL fails if a row has no image
         rows = rows.filter(lambda row: row["images"])
     theirs = logged(trainer(trl, kind, llava, tmp_path / "trl", rows, adapter, **options))
     ours = logged(trainer(trl_jax, kind, llava, tmp_path / "ours", rows, adapter, **options))
@@ -149,7 +151,7 @@ def test_other_towers_are_trls(name, tmp_path, monkeypatch):
 @only_thorough
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
 def test_the_side_that_a_processor_pads_on_changes_nothing(name, tmp_path, monkeypatch):
-    """In TRL, gradients are the same where it pads on the left alone."""
+    """TRL's gradients are the same only if it pads on the left."""
     processor = tiny_tiled(tmp_path, name, monkeypatch)
     rows = prompts().filter(lambda row: row["images"])
     rows = rows.map(lambda row, at: {"prompt": user("bake" + " the" * (at % 4) + " cake?")}, with_indices=True)
@@ -169,7 +171,7 @@ def test_the_side_that_a_processor_pads_on_changes_nothing(name, tmp_path, monke
 
 @only_thorough
 def test_completions_by_a_server_train_as_those_of_this_process(llava, tmp_path):
-    """A prompt with an image and one without: the server gets the pixels and our tokens."""
+    """One prompt has an image and one does not: the server gets pixels and our token ids."""
     seen, options, rows = [], POLICY | {"max_steps": 1, "shuffle_dataset": False}, prompts().select(range(4, 8))
 
     def recorded(completion_ids, **columns):
@@ -189,8 +191,6 @@ def test_completions_by_a_server_train_as_those_of_this_process(llava, tmp_path)
             "vllm_importance_sampling_correction": False}  # fmt: skip
     try:
         [found] = logged(made(tmp_path / "server", **more))
-        with pytest.raises(ValueError, match="generate_ahead=True with images is not in this release"):
-            made(tmp_path, **more | {"vllm_importance_sampling_correction": True, "generate_ahead": True})
     finally:
         stub.stop()
     assert seen[1] == seen[0]
@@ -206,13 +206,41 @@ def test_completions_by_a_server_train_as_those_of_this_process(llava, tmp_path)
     assert body["sampling_params"]["logit_bias"] == {str(image): -100.0} and body["sampling_params"]["n"] == 2
 
 
+def test_servers_generate_ahead_of_a_frozen_tower_and_a_run_resumes(llava, tmp_path):
+    """The server replays the same completions at any time, so generating ahead changes no number."""
+    stub = StubServer(llava)
+    stub.replay, stub.image_tokens = (
+        lambda ids, n: [[5 + len(ids) % 7 + k, 9, 11 + k] for k in range(n)],
+        (SIZE // PATCH) ** 2,
+    )
+    options = POLICY | {"adapter": TEXT_ONLY, "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url,
+                        "max_steps": 3, "save_strategy": "steps", "save_steps": 1}  # fmt: skip
+
+    def run(name, resumed=None, **more):
+        made = trainer(trl_jax, "GRPO", llava, tmp_path / name, **options | more)
+        made.train(resume_from_checkpoint=resumed)
+        return made, [log for log in made.state.log_history if "loss" in log]
+
+    try:
+        _, wanted = run("in_turn")
+        whole, found = run("ahead", generate_ahead=True)
+        rest, _ = run("rest", str(tmp_path / "ahead" / "checkpoint-1"), generate_ahead=True)
+    finally:
+        stub.stop()
+    assert 1 in [log["sample/staleness_mean"] for log in found]
+    for name in ("loss", "grad_norm", "reward", "sampling/importance_sampling_ratio/mean"):
+        assert [log[name] for log in found] == pytest.approx([log[name] for log in wanted], rel=1e-6), name
+    for path, array in whole.model.params.items():
+        assert np.array_equal(array, rest.model.params[path]), path
+
+
 def test_a_run_resumes_within_a_generation(llava, tmp_path):
-    """With a frozen tower, whose features are computed once for all steps of a generation and are in no checkpoint."""
+    """With a frozen tower, whose features are computed once for all steps of a generation and are not checkpointed."""
     options = POLICY | {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "adapter": TEXT_ONLY}
     with counted_towers() as ran:
         whole = trainer(trl_jax, "GRPO", llava, tmp_path / "whole", **options)
         whole.train()
-    assert sum(ran) == 4  # two generations for two prompts each
+    assert sum(ran) == 4  # two generations with two prompts each
     for step in (1, 2):
         rest = trainer(trl_jax, "GRPO", llava, tmp_path / f"rest{step}", **options)
         rest.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
@@ -237,7 +265,7 @@ KILLED = POLICY | {"num_iterations": 2, "save_strategy": "steps", "save_steps": 
 
 
 def die(out: str, step: int) -> None:
-    """End this process as soon as the checkpoint of a step is there: it is written in the background."""
+    """Kill this process as soon as the checkpoint of a step exists; it is written in the background."""
     for _ in range(600):
         if (Path(out) / f"checkpoint-{step}").is_dir():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -246,7 +274,7 @@ def die(out: str, step: int) -> None:
 
 
 class Killing(TrainerCallback):
-    """Ends the process after the second step, before its checkpoint: the generation has been trained on once."""
+    """Kills the process after the second step, before its checkpoint: the generation has been trained on once."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2:
@@ -254,7 +282,7 @@ class Killing(TrainerCallback):
 
 
 def killing_prefill(generator, out):
-    """Replace the function that begins generations: the second generation is cut off before its first token."""
+    """Patch the function that starts generations: the process is killed before the second generation's first token."""
     calls, prefill = [], generator.prefill
 
     def killed(*given, **options):
@@ -308,7 +336,7 @@ def test_a_prompts_image_is_computed_once_for_its_completions(llava, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "prefill", watched)
         made.train()
-    assert seen == [(1, 16)]  # one prompt of four completions, and the 4 x 4 features of its image
+    assert seen == [(1, 16)]  # one prompt with four completions, and the 4 x 4 features of its image
 
 
 @only_thorough

@@ -1,4 +1,4 @@
-"""Rows with images train as in TRL, whatever the layout; they are saved, resumed and refused as rows of text are."""
+"""Rows with images train as in TRL in every layout; saving, resuming and errors work as for text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def llava(tmp_path_factory):
     return str(tiny_llava(tmp_path_factory.mktemp("llava")))
 
 
-# The others are recorded, for other models: parity/test_image_curve.py.
+# Others are compared with recordings, for other models: parity/test_image_curve.py.
 @pytest.mark.parametrize("case", usually("pairs".__eq__, KINDS))
 def test_losses_and_metrics_are_trls(case, llava, tmp_path):
     trl = pytest.importorskip("trl")
@@ -79,7 +79,7 @@ def test_losses_and_metrics_are_trls(case, llava, tmp_path):
             )
         ]
     still = {name for name, change in moved if change == 0}
-    unread = ("post_layernorm", "encoder.layers.2.")  # vision_feature_layer=-2 leaves the last layer out
+    unread = ("post_layernorm", "encoder.layers.2.")  # vision_feature_layer=-2 skips the last layer
     assert still and all(any(part in name for part in unread) for name in still)
 
 
@@ -305,7 +305,8 @@ def test_the_parameters_that_decay_are_transformers(name, tmp_path):
     for path, entries in decayed.items():
         assert bool(np.asarray(params[path]).all()) == entries and len(np.unique(np.asarray(params[path]))) == 1, path
     found = {float(value) for tensor in marks.values() for value in tensor.unique()}
-    assert found - {float("inf"), -float("inf")} == {0.0, 1.0}  # gemma4's clipped maps have no limits by default
+    # Gemma4's clipped projections have infinite limits by default.
+    assert found - {float("inf"), -float("inf")} == {0.0, 1.0}
 
 
 @only_thorough

@@ -1,4 +1,4 @@
-"""Predictions for rows with images are TRL's; a script's own loss gets the images with the rows."""
+"""Predictions for rows with images match TRL's; user-defined losses get images with the rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def llava(tmp_path_factory):
 
 
 def shares(found):
-    """As scripts write metrics of logits and token ids. TRL pads answers with the EOS where the pad id is 0."""
+    """Metrics as user scripts write them, from logits and token ids. TRL pads answers with EOS if the pad id is 0."""
     logits, ids = found.predictions[:, :-1], found.label_ids[:, 1:]
     real = ids > 1
     return {
@@ -68,7 +68,7 @@ def test_compute_metrics_and_predict_are_trls(case, llava, tmp_path):
 
 
 def mean_loss(outputs, labels, num_items_in_batch=None):
-    """The trainer's own loss, as scripts write it."""
+    """The trainer's built-in loss, as a user would write it."""
     labels = labels[:, 1:]
     losses = optax.softmax_cross_entropy_with_integer_labels(outputs.logits[:, :-1], labels.clip(0))
     count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
@@ -101,7 +101,7 @@ def untimed(metrics):
 
 
 def test_a_loss_of_a_script_gets_the_images(llava, tmp_path):
-    """A row at a time, with an image and without."""
+    """One row at a time, with and without an image."""
     rows = messages(6).select([0, 1, 3, 4])
     options = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 2,
@@ -125,7 +125,7 @@ class Counted(InJax):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_loss_of_a_script_is_averaged_over_micro_batches_where_transformers_averages(tmp_path):
-    """Of a Qwen2.5-VL: no number of targets is passed, but to a `compute_loss_func`."""
+    """For example Qwen2.5-VL: `compute_loss` gets no number of targets, only a `compute_loss_func` does."""
     folder, rows, counts = str(tiny_qwen(tmp_path / "qwen")), messages(4), []
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 1}
 
@@ -144,7 +144,7 @@ def test_a_loss_of_a_script_is_averaged_over_micro_batches_where_transformers_av
 
 
 def test_features_that_are_kept_change_nothing_that_a_script_sees(llava, tmp_path):
-    """The tower does not train, and rows come twice."""
+    """The tower is frozen, and every row is used twice."""
     rows, found = messages(6), []
     for kind in (trl_jax.SFTTrainer, InJax):
         adapter = trl_jax.LoraConfig(**TEXT_ONLY)
@@ -159,9 +159,9 @@ def test_features_that_are_kept_change_nothing_that_a_script_sees(llava, tmp_pat
         assert names and [own[name] for name in names] == pytest.approx([wanted[name] for name in names], rel=2e-4)
     plain = trl_jax.SFTTrainer(llava, args=args, train_dataset=rows, eval_dataset=rows, peft_config=adapter)
     predicted = plain.predict(rows)
-    [batch] = plain.get_eval_dataloader()  # with patches
+    [batch] = plain.get_eval_dataloader()  # with image patches
     assert batch["pixel_values"].shape[0] >= 6 * 16 and predicted.predictions.shape[:2] == batch["input_ids"].shape
-    whole = trl_jax.SFTTrainer(llava, args=args, train_dataset=rows).predict(rows)  # the tower trains
+    whole = trl_jax.SFTTrainer(llava, args=args, train_dataset=rows).predict(rows)  # here the tower trains
     np.testing.assert_allclose(predicted.predictions, whole.predictions, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""KTO on rows with images is TRL's, whatever the layout; it is resumed and refused as on rows of text."""
+"""KTO on rows with images matches TRL in every layout; resuming and errors work as for text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_losses_and_metrics_are_trls(case, llava, tmp_path):
             assert own[name] == pytest.approx(their[name], rel=2e-4, abs=1e-5 if name == "loss" else 2e-4), name
 
 
-@only_thorough  # each is usually tested with another trainer
+@only_thorough  # each of these is covered by default with another trainer
 def test_layouts_streams_and_resumed_runs_have_the_same_numbers(llava, tmp_path):
     rows = unpaired()
     stream = IterableDataset.from_generator(lambda: iter(list(rows)))

@@ -1,4 +1,4 @@
-"""KTOTrainer: what it prepares, its references, evaluations and resumes, and what it warns of and refuses."""
+"""KTOTrainer: how it prepares rows, its references, evaluation and resuming, warnings and errors."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_the_collator_of_a_trainer_is_trls(model, tmp_path):
         assert found[name].tolist() == values.tolist()
 
 
-@pytest.mark.parametrize("config", [thorough({}), {"precompute_ref_log_probs": True}])  # DPO's is the other one
+# DPO's test always runs the other case.
+@pytest.mark.parametrize("config", [thorough({}), {"precompute_ref_log_probs": True}])
 def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_path, config):
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
     lora = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
@@ -160,7 +161,7 @@ def test_a_copy_of_the_model_is_the_reference_that_there_is_without_one(model, t
 
 @only_thorough
 def test_an_evaluation_is_of_the_set_and_not_of_its_batches(model, tmp_path):
-    """TRL's margins are a mean over batches that have both kinds, and so no difference of its rewards."""
+    """TRL's margins average only batches that have both kinds, so they are not the difference of its mean rewards."""
     held_out = table(11, seed=3)
     small, large = (
         trained(trl_jax, model, tmp_path, {"per_device_eval_batch_size": size}).evaluate(held_out) for size in (2, 16)
@@ -188,7 +189,7 @@ def test_tokens_of_other_rows_answers_are_not_counted(model, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "config", "words"),
     [
-        ({"n": 5}, {"desirable_weight": 0.7}, ["The last row of train_dataset is alone in its block"]),
+        ({"n": 5}, {"desirable_weight": 0.7}, ["The last row of train_dataset is the only row in its batch"]),
         ({"n": 4, "paired": True}, {}, ["a micro-batch holds only one kind"]),
         ({"n": 8, "share": 1.0}, {}, ["EITHER desirable_weight in [0.12, 0.17] or undesirable_weight in [6.02, 8.0]"]),
         ({"n": 4, "share": 1.0}, {"desirable_weight": 0.3}, []),
@@ -198,7 +199,8 @@ def test_what_it_warns_of(model, tmp_path, caplog, rows, config, words):
     make(trl_jax, model, tmp_path, config, train_dataset=table(**rows), eval_dataset=table(8))
     warned = (record for record in caplog.records if record.levelno >= logging.WARNING)
     told = [record.getMessage() for record in warned if record.name.startswith("trl_jax")]
-    told = [text for text in told if not text.startswith("The tokenized prompt is not a prefix")]  # told once
+    # Logged only once per process.
+    told = [text for text in told if not text.startswith("The tokenized prompt is not a prefix")]
     assert len(told) == len(words) and all(part in text for part, text in zip(words, told, strict=True))
 
 
@@ -252,16 +254,17 @@ def test_arguments_of_earlier_releases(model, tmp_path):
 
 
 def shares(found):
-    """As scripts write metrics of logits: over every place, of token ids."""
+    """Metrics as user scripts write them: from the logits of every position and the token ids."""
     logits, ids = found.predictions[:, :-1], found.label_ids[:, 1:]
     real = ids > 0
     return {"right": float((np.argmax(logits, -1) == ids)[real].mean()), "targets": int(real.sum())}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("config", [{}, thorough({"precompute_ref_log_probs": True})])  # DPO's is the other one
+# DPO's test always runs the other case.
+@pytest.mark.parametrize("config", [{}, thorough({"precompute_ref_log_probs": True})])
 def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoint, tmp_path):
-    """Beside a reference that is another model, so that no reward is 0 but for rounding."""
+    """The reference is another model, so that rewards are not just rounding errors around 0."""
     trl, found, folder = pytest.importorskip("trl"), {}, checkpoint(**SMALL | {"seed": 5})
     config = config | {"pad_to_multiple_of": None, "per_device_eval_batch_size": 8}
     for package, models in ((trl_jax, trl_jax), (trl, transformers)):
@@ -279,7 +282,7 @@ def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoi
 
 
 def test_max_prompt_length_keeps_the_end_of_prompts_of_long_texts(model, tmp_path):
-    """As in the releases of TRL that had it, whose truncation_mode was "keep_end"."""
+    """As in the TRL releases that had it, whose truncation_mode was "keep_end"."""
     whole = make(trl_jax, model, tmp_path, {"max_length": None}).train_dataset
     lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in whole]
     middle = sorted(lengths)[len(lengths) // 2]

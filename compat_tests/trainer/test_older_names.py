@@ -1,4 +1,4 @@
-"""Names of early TRL that scripts still import: what they did is done."""
+"""Names of early TRL releases that scripts still import: they still do what they did."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NOT = -100
 QUESTION, ANSWER = (7, 8), (5, 6)
 IDS = [
     ([1, 5, 6, 2, 3], [NOT, NOT, NOT, 2, 3], None),
-    ([5, 6, 2, 5, 6, 3, 4], [NOT] * 5 + [3, 4], None),  # behind the last mark
+    ([5, 6, 2, 5, 6, 3, 4], [NOT] * 5 + [3, 4], None),  # after the last marker
     ([1, 2, 5, 3], [NOT] * 4, None),
-    ([5, 6, 0, 3, 0], [NOT, NOT, NOT, 3, NOT], None),  # the pad token is no target
+    ([5, 6, 0, 3, 0], [NOT, NOT, NOT, 3, NOT], None),  # the pad token is not a target
     ([7, 8, 1, 5, 6, 2, 7, 8, 3, 5, 6, 4], [NOT] * 5 + [2] + [NOT] * 5 + [4], QUESTION),
     ([9, 7, 8, 1, 5, 6, 2, 7, 8, 3], [NOT] * 6 + [2] + [NOT] * 3, QUESTION),  # a question without an answer
-    ([1, 5, 6, 2, 7, 8, 3, 5, 6, 4], [NOT] * 3 + [2] + [NOT] * 5 + [4], QUESTION),  # text in front of an answer
+    ([1, 5, 6, 2, 7, 8, 3, 5, 6, 4], [NOT] * 3 + [2] + [NOT] * 5 + [4], QUESTION),  # text before an answer
     ([1, 5, 6, 2], [NOT] * 4, QUESTION),
     ([7, 8, 2], [NOT] * 3, QUESTION),
     ([5], [NOT], None),
@@ -41,7 +41,7 @@ def test_labels_of_answers(ids, wanted, question):
 
 
 class Masking:
-    """What TRL's collator made of a batch, written for torch beside TRL's trainer of today."""
+    """What TRL's collator did with a batch, written in torch for today's TRL trainer."""
 
     def __init__(self, tokenizer, mark):
         self.tokenizer, self.mark = tokenizer, mark
@@ -140,6 +140,7 @@ def test_texts_of_one_length():
         num_of_sequences=1,
     )  # fmt: skip
     assert len(list(itertools.islice(endless, 40))) == 40
+    assert not list(trl_jax.ConstantLengthDataset(tokenizer, Dataset.from_dict({"text": []}), "text", infinite=True))
     with pytest.raises(ValueError, match="needs dataset_text_field=, such as 'text'"):
         trl_jax.ConstantLengthDataset(tokenizer, [])
 

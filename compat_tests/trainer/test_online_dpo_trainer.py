@@ -1,4 +1,4 @@
-"""Online DPO: what is refused, what reward functions and judges get, and which completion is chosen."""
+"""Online DPO: errors, the arguments of reward functions and judges, and which completion is chosen."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_judge_chooses_between_two_texts(make):
     assert len(prompts) == len(pairs) == 4
     assert all(prompt.startswith("User: How do I") and prompt.endswith("?\n\n") for prompt in prompts)
     assert all(len(pair) == 2 and pair[0].startswith("Assistant: ") for pair in pairs)
-    [log] = trainer.state.log_history  # the closing one, which has no metrics in TRL
+    [log] = trainer.state.log_history  # the final log entry, which has no metrics in TRL
     assert "train_loss" in log
     assert "rewards/margins" in log and not [
         key for key in log if "score" in key and key != "objective/non_score_reward"

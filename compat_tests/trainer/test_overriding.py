@@ -1,4 +1,4 @@
-"""Methods that a script's subclass overrides: those that TRL's trainers call on themselves are called, or refused."""
+"""Overridden methods of a user's subclass: those that TRL's trainers call on themselves are called, or refused."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import pytest
 import trl_jax
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.cli.transformers_patches import answer_by_name
+from trl_jax.cli.transformers_patches import redirect_trainer_methods
 
 KINDS = (
     "RewardTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer",
 )  # fmt: skip
 WRITERS = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
-REFUSED = dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"prediction_step", "_prepare_inputs"})  # that others call
+# Called in the other trainers.
+REFUSED = dict.fromkeys(("DPOTrainer", "KTOTrainer"), {"prediction_step", "_prepare_inputs"})
 OF_ROWS = {"get_train_dataloader", "prediction_step", "training_step", "_get_train_sampler", "_prepare_dataset"}
 REFUSED |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "DistillationTrainer"), {*OF_ROWS, "_prepare_inputs"})
-OF_POLICIES = {  # that are called in some trainers
+OF_POLICIES = {  # called in some trainers
     "_compute_loss", "_calculate_rewards", "_generate", "_generate_and_score_completions", "_tokenize_prompts",
 }  # fmt: skip
 HONORED = dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), OF_POLICIES)
@@ -34,7 +35,7 @@ CALLED = frozenset(
 
 
 def called_on_self(cls: type) -> set[str]:
-    """The methods that a trainer of TRL's calls on itself, by its source and that of its bases."""
+    """The methods that a TRL trainer calls on itself, found in its source and that of its bases."""
     names = set()
     for kind in cls.__mro__[:-1]:
         for node in ast.walk(ast.parse(inspect.getsource(kind))):
@@ -54,7 +55,7 @@ def test_every_method_of_trls_trainers_is_called_or_refused(kind):
     assert wanted <= CALLED | refused | honored and honored <= wanted and not honored & refused
     assert CALLED & refused == REFUSED.get(kind, set())
     everywhere = {name for kind in KINDS for name in dir(getattr(trl, kind))}
-    assert refused <= everywhere  # of which a script may not use one for another purpose
+    assert refused <= everywhere  # so refusing them does not hit a name that a script uses for something else
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
@@ -120,7 +121,7 @@ def test_a_name_that_trl_does_not_know_is_the_scripts():
 
 
 def overridden(kind, names, seen):
-    """A subclass of a trainer whose methods note that they are called."""
+    """A subclass whose methods record that they are called."""
 
     def noting(name):
         def method(self, *given, **options):
@@ -141,7 +142,7 @@ def test_what_may_be_overridden_is_called(checkpoint, tmp_path, monkeypatch):
     trainer = kind(str(folder), args=args, train_dataset=table(8), eval_dataset=table(4))
     trainer.train()
     trainer.predict(table(4))
-    assert CALLED - seen == {"init_hf_repo", "push_to_hub"}  # the Hub's
+    assert CALLED - seen == {"init_hf_repo", "push_to_hub"}  # these need the Hub
     hub = SimpleNamespace(opened=False, **dict.fromkeys(("open", "write_card", "push"), lambda *given, **options: None))
     monkeypatch.setattr(trainer, "_publisher", hub)
     args.push_to_hub = True
@@ -157,9 +158,9 @@ def test_a_checkpoint_out_of_turn_is_refused(checkpoint, tmp_path):
 
 @pytest.fixture(scope="module")
 def by_name(checkpoint, tmp_path_factory):
-    """(a trainer whose class calls methods of transformers' by name, transformers' Trainer)"""
+    """(a trainer whose class has transformers' methods by name, transformers' Trainer)"""
     transformers = pytest.importorskip("transformers.trainer")
-    answer_by_name(transformers.Trainer)  # as under python -m trl_jax
+    redirect_trainer_methods(transformers.Trainer)  # as under python -m trl_jax
 
     class Own(trl_jax.RewardTrainer):
         def evaluate(self, *args, **kwargs):
@@ -204,8 +205,8 @@ def test_of_other_trainers_nothing_changes():
             return self, args, kwargs
 
     plain = Trainer.evaluate
-    answer_by_name(Trainer)
-    answer_by_name(Trainer)
+    redirect_trainer_methods(Trainer)
+    redirect_trainer_methods(Trainer)
     assert Trainer.evaluate.__wrapped__ is plain and inspect.signature(Trainer.evaluate) == inspect.signature(plain)
     own = Trainer()
     assert own.evaluate(1, a=2) == (own, (1,), {"a": 2})

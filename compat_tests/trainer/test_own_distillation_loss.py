@@ -1,4 +1,4 @@
-"""A loss of the script's own in distillation: `_compute_loss` and `compute_loss` of subclasses."""
+"""User-defined distillation losses: `_compute_loss` and `compute_loss` of subclasses."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def trained(checkpoint, tmp_path):
 
 
 class Own(DistillationTrainer):
-    """The divergence of the arguments: half of it from numbers of tokens, half of it from super()."""
+    """The configured divergence: half of it summed from per-token values, half of it from super()."""
 
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         mask = inputs["completion_mask"]
         found = self._get_per_token_divergences(unwrapped_student)
         if num_items_in_batch is None:
             num_items_in_batch = mask.sum()
-        # The mean of this over completions of the student estimates the reverse KL.
+        # The mean of this over the student's completions estimates the reverse KL.
         ratio = (found.student_logps - found.teacher_logps) * mask
         self._metrics["train" if self.model.training else "eval"]["ratio"].append(ratio.sum() / mask.sum())
         loss, entropy, tokens = super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
@@ -51,7 +51,7 @@ class Own(DistillationTrainer):
 
 
 class Half(DistillationTrainer):
-    """Half of the loss of super(), on all but the last two tokens."""
+    """Half of super()'s loss, without the last two tokens."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         mask = inputs["completion_mask"]
@@ -60,7 +60,7 @@ class Half(DistillationTrainer):
 
 
 class HalfOfOwn(DistillationTrainer):
-    """The same, written out."""
+    """The same loss for beta 0.3, computed from per-token divergences."""
 
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         mask = jnp.where(jnp.arange(inputs["completion_mask"].shape[1]) < 4, inputs["completion_mask"], 0)
@@ -106,8 +106,10 @@ def test_what_a_compiled_loss_cannot_do_is_said(checkpoint, tmp_path):
     args = DistillationConfig(str(tmp_path), **BASE | CONFIG | {"max_steps": 1})
     trainer = Bad(str(checkpoint(**SMALL)), str(checkpoint(**SMALL)), args, Dataset.from_list(prompt_rows(4)))
     refused = {
-        "another model than the one the loss is given": lambda self, *_: self._get_per_token_divergences(self.model),
-        r"in a distillation of self._get_per_token_divergences\(model\)": lambda self, model, inputs: model(inputs),
+        "must be called with the model that the loss receives": lambda self, *_: self._get_per_token_divergences(
+            self.model
+        ),
+        r"in distillation, self._get_per_token_divergences\(model\)": lambda self, model, inputs: model(inputs),
         "got another prompt_ids than the inputs have": lambda self, model, inputs: super(Bad, self)._compute_loss(
             model, inputs | {"prompt_ids": 0}, None
         ),

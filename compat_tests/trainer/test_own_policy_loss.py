@@ -1,4 +1,4 @@
-"""A loss of the script's own on completions: `_compute_loss` of subclasses of GRPOTrainer and RLOOTrainer."""
+"""User-defined policy losses: `_compute_loss` of subclasses of GRPOTrainer and RLOOTrainer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def logps_of(trainer, model, inputs):
 
 
 class Dapo(GRPOTrainer):
-    """TRL's GRPOTrainer._compute_loss with loss_type="dapo", torch replaced by jax.numpy."""
+    """TRL's GRPOTrainer._compute_loss with loss_type="dapo", with jax.numpy instead of torch."""
 
     def _compute_loss(self, model, inputs):
         mask = inputs["completion_mask"]
@@ -84,7 +84,7 @@ class Dapo(GRPOTrainer):
 
 
 class Quarter(GRPOTrainer):
-    """Half of the loss of half of the advantages, which replace those of the step, as an equal mask does."""
+    """Half of super()'s loss with halved advantages. Replaces two of the inputs, one of them by an equal mask."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = inputs | {"advantages": inputs["advantages"] * 0.5, "completion_mask": inputs["completion_mask"] * 1}
@@ -92,7 +92,7 @@ class Quarter(GRPOTrainer):
 
 
 class Gmpo(GRPOTrainer):
-    """The geometric mean of the clipped ratios of a completion (https://huggingface.co/papers/2507.20673)."""
+    """The geometric mean of a completion's clipped ratios (https://huggingface.co/papers/2507.20673)."""
 
     def _compute_loss(self, model, inputs):
         mask, advantages = inputs["completion_mask"], inputs["advantages"]
@@ -106,7 +106,7 @@ class Gmpo(GRPOTrainer):
 
 
 class Rloo(RLOOTrainer):
-    """TRL's RLOOTrainer._compute_loss, torch replaced by jax.numpy."""
+    """TRL's RLOOTrainer._compute_loss, with jax.numpy instead of torch."""
 
     def _compute_loss(self, model, inputs):
         per_token_logps, _, _ = logps_of(self, model, inputs)
@@ -160,19 +160,19 @@ def test_a_geometric_mean_trains_an_adapter_and_resumes_bit_for_bit(trained, tmp
 
 
 REFUSED = {
-    "another model": (lambda self, model, inputs: logps_of(self, self.model, inputs)[0].sum(), "another model"),
+    "another model": (lambda self, model, inputs: logps_of(self, self.model, inputs)[0].sum(), "not with self.model"),
     "a call": (
         lambda self, model, inputs: model(inputs["prompt_ids"]).logits.sum(),
-        "which never computes whole logits",
+        "full logits are never materialized",
     ),
     "no scalar": (lambda self, model, inputs: logps_of(self, model, inputs)[0], r"an array \[4, 32\]; expected a JAX"),
     "a number": (
         lambda self, model, inputs: float(inputs["advantages"].sum()),
-        r"arrays have no values when it is called.*self\._metrics",
+        r"arrays have no concrete values.*self\._metrics",
     ),
     "torch": (
         lambda self, model, inputs: inputs["advantages"].sum(dim=0),
-        "torch does not accept and whose methods are NumPy's",
+        "torch functions do not accept them, and their methods follow NumPy",
     ),
     "other ids": (
         lambda self, model, inputs: GRPOTrainer._compute_loss(self, model, inputs | {"prompt_ids": 0}),
@@ -195,12 +195,12 @@ def test_what_a_compiled_loss_cannot_do_is_said(checkpoint, tmp_path):
     with pytest.raises(RuntimeError, match="_compute_loss of Own can be called within its own _compute_loss only"):
         GRPOTrainer._compute_loss(trainer, None, {})
     trainer._compute_loss = None
-    with pytest.raises(TypeError, match="_compute_loss was set on the trainer itself"):
+    with pytest.raises(TypeError, match="_compute_loss was set on the trainer instance"):
         trainer.train()
 
 
 class Shorter(GRPOTrainer):
-    """The last two tokens of completions do not count, in the mask that super() gets."""
+    """Removes the last two tokens of completions from the mask that super() gets."""
 
     def _compute_loss(self, model, inputs):
         mask = inputs["completion_mask"]
@@ -221,15 +221,15 @@ class ShorterByHand(GRPOTrainer):
 
 @only_thorough
 def test_a_mask_of_the_script_is_taken_by_super(trained):
-    config = {"loss_type": "grpo", "rows": 6}  # the last step of the epoch is a short one
+    config = {"loss_type": "grpo", "rows": 6}  # the last step of the epoch is short
     same(trained(ShorterByHand, "by-hand", **config, max_steps=3), trained(Shorter, "super", **config, max_steps=3))
 
 
-# In torch.
+# Losses in torch
 
 
 def trls_loss(kind, folder):
-    """The `_compute_loss` of TRL's trainer, from a file of its own, as in a script that copied it."""
+    """The `_compute_loss` of TRL's trainer, from its own file, as in a script that copied it."""
     module = inspect.getmodule(kind)
     file = folder / f"{kind.__name__}_loss.py"
     file.write_text(textwrap.dedent(inspect.getsource(kind._compute_loss)))
@@ -259,7 +259,7 @@ def test_the_loss_of_trl_in_torch_is_the_built_in_one(trained, tmp_path, name):
 
 def test_the_loss_of_rloo_in_torch_is_the_built_in_one(trained, tmp_path):
     kind = type("Own", (RLOOTrainer,), {"_compute_loss": trls_loss(trl.RLOOTrainer, tmp_path)})
-    # Sums over rows of another width round otherwise, and Adam divides by the smallest gradients.
+    # Sums over rows padded to another width round differently, and Adam divides by tiny gradients.
     same(trained(kind, "own", max_steps=1), trained(RLOOTrainer, "built-in", max_steps=1), atol=1e-4)
 
 
@@ -294,7 +294,7 @@ class Own(Trainer):
 
 
 def test_a_script_in_torch_is_the_run_of_trl(checkpoint, tmp_path):
-    """Its means go over padding, too; its flags are of bool; and it writes into what it is given."""
+    """Its means include padding, its masks are bool, and it writes into its inputs."""
     (tmp_path / "script.py").write_text(SCRIPT)
     runs = []
     for package in (trl, trl_jax):
@@ -327,7 +327,7 @@ def test_a_method_that_arrays_have_with_another_meaning_makes_a_loss_one_in_torc
 
 
 class Penalized(GRPOTrainer):
-    """The built-in loss and a penalty on confident tokens, for which there is no word in jax.numpy."""
+    """The built-in loss plus a penalty on confident tokens, using torch operations that jax.numpy does not have."""
 
     weights, steps = {"penalty": 0.01}, ()
 
@@ -356,12 +356,13 @@ def test_torch_may_add_to_the_built_in_loss(trained, caplog):
     for one, other in zip(logs, others, strict=True):
         assert one["own/entropy"] == pytest.approx(other["entropy"], rel=1e-5)
         assert one.keys() - {"own/entropy"} == other.keys()
-    assert found[0].steps == (0, 0, 1, 1)  # of each micro-batch
+    assert found[0].steps == (0, 0, 1, 1)  # one per micro-batch
     assert sum("is written in torch" in record.getMessage() for record in caplog.records) == 1
 
 
 class Clamped(GRPOTrainer):
-    """Old log-probabilities so far away that the built-in loss has no finite gradient; the script's ratio has."""
+    """With old log-probabilities so far away that the built-in loss has no finite gradient; this clamped ratio has
+    one."""
 
     def _generate_and_score_completions(self, inputs):
         outputs = super()._generate_and_score_completions(inputs)

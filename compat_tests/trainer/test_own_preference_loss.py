@@ -1,4 +1,4 @@
-"""A loss of the script's own on preferences: `_compute_loss` of subclasses of DPOTrainer and KTOTrainer."""
+"""User-defined preference losses: `_compute_loss` of subclasses of DPOTrainer and KTOTrainer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def trained(checkpoint, tmp_path):
 
 
 def log_probs(model, inputs, prefix=""):
-    """TRL's call of the model, and the sums over the completions' tokens."""
+    """Calls the model as TRL does and sums log-probabilities over completion tokens."""
     ids, mask = inputs[f"{prefix}input_ids"], inputs[f"{prefix}completion_mask"]
     labels = jnp.where(mask == 0, -100, ids)
     outputs = model(
@@ -61,7 +61,7 @@ def log_probs(model, inputs, prefix=""):
 
 
 class Sigmoid(DPOTrainer):
-    """The loss of DPO, from log-probabilities of tokens."""
+    """The DPO loss, from per-token log-probabilities."""
 
     def _compute_loss(self, model, inputs, return_outputs):
         logps, outputs = log_probs(model, inputs)
@@ -86,7 +86,7 @@ class Same(DPOTrainer):
 
 
 class Kto(KTOTrainer):
-    """The loss of KTO; masks stand in for the choice of rows."""
+    """The KTO loss; `jnp.where` replaces TRL's selection of rows."""
 
     def _compute_loss(self, model, inputs, return_outputs):
         ratio = log_probs(model, inputs)[0] - inputs["ref_logps"]
@@ -124,7 +124,8 @@ def test_the_load_balancing_loss_counts_once_whatever_the_micro_batches(trained)
     experts = {"model_type": "mixtral", "head": "causal", "num_hidden_layers": 1, "hidden_size": 32}
     config = {"router_aux_loss_coef": 0.5, "max_steps": 1, "eval_strategy": "no", "model": experts}
     [logged] = trained(Same, **config)[0].state.log_history[:1]
-    assert logged["loss"] == pytest.approx(np.log(2) + 0.5 * logged["aux_loss"], rel=1e-5)  # of equal models
+    # Policy and reference are equal.
+    assert logged["loss"] == pytest.approx(np.log(2) + 0.5 * logged["aux_loss"], rel=1e-5)
     assert logged["aux_loss"] > 1
 
 
@@ -172,11 +173,11 @@ def test_what_a_loss_of_preferences_cannot_do_is_said(checkpoint, tmp_path):
         Own(str(checkpoint(**SMALL)), args=args, train_dataset=train, compute_metrics=dict)
 
 
-# In torch.
+# Losses in torch
 
 
 def trls_loss(kind, folder):
-    """The `_compute_loss` of TRL's trainer, from a file of its own, as in a script that copied it."""
+    """The `_compute_loss` of TRL's trainer, from its own file, as in a script that copied it."""
     file = folder / f"{kind.__name__}_loss.py"
     file.write_text(textwrap.dedent(inspect.getsource(kind._compute_loss)))
     names = {name: value for name, value in vars(inspect.getmodule(kind)).items() if not name.startswith("__")}
@@ -185,7 +186,8 @@ def trls_loss(kind, folder):
 
 
 def steps_alike(found, wanted):
-    """The logs of steps; those of an evaluation are means over batches, as in TRL. Rounding decides between equals."""
+    """The logs of training steps agree; logs of evaluations are means over batches, as in TRL. Accuracies are left out,
+    because rounding decides between equal rewards."""
     for one, other in zip(found[0].state.log_history[:2], wanted[0].state.log_history[:2], strict=True):
         one, other = (
             {name: log[name] for name in timeless(log) if name != "rewards/accuracies"} for log in (one, other)
@@ -212,7 +214,7 @@ def test_the_loss_of_trls_kto_in_torch_is_the_built_in_one(trained, tmp_path):
     kind = type("Own", (KTOTrainer,), {"_compute_loss": trls_loss(trl.KTOTrainer, tmp_path)})
     found, wanted = trained(kind), trained(KTOTrainer)
     compared(found, wanted)
-    steps_alike(found, wanted)  # with numbers that only some micro-batches log
+    steps_alike(found, wanted)  # including numbers that only some micro-batches log
     evaluated = found[0].state.log_history[2]
     assert evaluated["eval_logps/rejected"] == pytest.approx(wanted[0].state.log_history[2]["eval_logps/rejected"])
 
@@ -253,7 +255,7 @@ def test_a_loss_in_torch_gets_no_other_inputs_from_super(checkpoint, tmp_path):
             same = inputs | {"attention_mask": inputs["attention_mask"] * 1}
             loss, outputs = super()._compute_loss(model, same, return_outputs=True)
             assert outputs.logits.shape[:2] == inputs["input_ids"].shape and not outputs.logits.requires_grad
-            inputs["completion_mask"][:] = 0  # in place
+            inputs["completion_mask"][:] = 0  # modifies its input in place
             return loss + super()._compute_loss(model, inputs, return_outputs)
 
     args = trl_jax.DPOConfig(str(tmp_path), **BASE | CONFIG | {"eval_strategy": "no"})

@@ -1,4 +1,4 @@
-"""A loss of the script's own on preferences with images has TRL's inputs and numbers."""
+"""User-defined preference losses on rows with images get TRL's inputs and yield its numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAME = ("loss", "grad_norm", "eval_loss")
 
 
 def log_probs(model, inputs, prefix=""):
-    """TRL's call of the model, with all of a batch that is not named in the loss."""
+    """Calls the model as TRL does, with every entry of the batch that the loss does not read itself."""
     names = {name for name in inputs if name not in NOT_READ and not name.startswith("KL_")}
     tokens = {name: inputs[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
     read = {name: inputs[name] for name in names} | tokens
@@ -32,7 +32,7 @@ class Sigmoid(trl_jax.DPOTrainer):
 
 
 class ByHalves(Sigmoid):
-    """Calls the model for the chosen texts and the rejected ones separately."""
+    """Calls the model separately for chosen and rejected texts."""
 
     def _compute_loss(self, model, inputs, return_outputs):
         named = ("input_ids", "attention_mask", "completion_mask")
@@ -43,7 +43,7 @@ class ByHalves(Sigmoid):
 
 
 class Backwards(Sigmoid):
-    """Passes rows that the batch does not have."""
+    """Calls the model with rows that are not in the batch."""
 
     def _compute_loss(self, model, inputs, return_outputs):
         named = ("input_ids", "attention_mask", "completion_mask")
@@ -74,7 +74,7 @@ def llava(tmp_path_factory):
 
 
 def run(package, kind, model, folder, own=None, adapter=None, **options):
-    """The logged entries of two steps on rows with one image, two or none, and for pairs of their evaluation."""
+    """The log entries of two steps on rows with zero to two images, and for pairs of their evaluation."""
     rows = ROWS[kind]()
     options = {"learning_rate": 1e-2, "eval_dataset": rows, "per_device_eval_batch_size": 4, "max_steps": 2, **options}
     if own is not None:
@@ -107,7 +107,7 @@ TILED = [(kind, frozen) for kind in ROWS for frozen in (False, True)]
 
 @pytest.mark.parametrize(("kind", "frozen"), usually(lambda *case: False, TILED))
 def test_positions_on_three_axes_and_a_frozen_tower_are_trls(kind, frozen, tmp_path, monkeypatch):
-    """The features of a tower that does not train are kept for the built-in loss."""
+    """For the built-in loss, the features of a frozen tower are cached."""
     processor = tiny_tiled(tmp_path / "model", "qwen2_5_vl", monkeypatch)
     options = {"adapter": TEXT_ONLY if frozen else None, "processing_class": processor, "num_train_epochs": 2}
     theirs = run(pytest.importorskip("trl"), kind, str(tmp_path / "model"), tmp_path / "trl", **options)

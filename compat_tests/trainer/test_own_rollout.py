@@ -1,4 +1,4 @@
-"""Methods that completions go through, overridden by subclasses of GRPOTrainer and RLOOTrainer that call super()."""
+"""Overridden rollout methods: subclasses of GRPOTrainer and RLOOTrainer that call super()."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(checkpoint, tmp_path):
 
 
 class Looking(GRPOTrainer):
-    """Each method keeps what super() returns; rewards are doubled, and advantages halved again."""
+    """Each method records the result of super(); rewards are doubled, and advantages halved in turn."""
 
     def __init__(self, *given, **options):
         self.seen = {}
@@ -66,13 +66,14 @@ def same(found, wanted):
 
 
 def test_methods_that_call_super_see_trls_results_and_change_what_is_trained_on(trained):
-    config = {"beta": 0.1, "rewards": [length_reward, vowels]}  # and scale_rewards="none"
+    config = {"beta": 0.1, "rewards": [length_reward, vowels]}  # scale_rewards is "none"
     wanted, looked = trained(GRPOTrainer, **config), trained(Looking, **config)
     same(looked, wanted)
     logged, reference = looked[0].state.log_history[0], wanted[0].state.log_history[0]
     assert logged["reward"] == pytest.approx(2 * reference["reward"])
     seen = looked[0].seen
-    assert wanted[0]._tokenize_prompts(seen["prompts"]) == (seen["tokenized"][0], None, {})  # as in a rollout_func
+    # The result that a rollout_func gets.
+    assert wanted[0]._tokenize_prompts(seen["prompts"]) == (seen["tokenized"][0], None, {})
     assert seen["prompts"][0] == seen["prompts"][1] and len(seen["prompts"]) == 4
     ids, images, fields = seen["tokenized"]
     assert images is None and fields == {} and ids == looked[0].processing_class(text=seen["prompts"])["input_ids"]
@@ -93,7 +94,7 @@ def test_methods_that_call_super_see_trls_results_and_change_what_is_trained_on(
 
 
 class Weighted(GRPOTrainer):
-    """Weights of tokens from the outputs reach the loss, also after a checkpoint in the middle of a generation."""
+    """The weights of tokens in the outputs reach the loss, also after resuming in the middle of a generation."""
 
     def _generate_and_score_completions(self, inputs):
         outputs = super()._generate_and_score_completions(inputs)
@@ -115,7 +116,7 @@ class Weighted(GRPOTrainer):
 
 def test_further_outputs_reach_the_loss_and_a_checkpoint(trained, tmp_path):
     whole = trained(Weighted)
-    expected = 4 * sum(range(1, 7)) / 10  # six tokens each
+    expected = 4 * sum(range(1, 7)) / 10  # 4 completions of six tokens each
     assert whole[0].state.log_history[0]["own/weight"] == pytest.approx(expected)
     same(trained(Weighted, resume=str(tmp_path / "Weighted" / "checkpoint-1")), whole)
 

@@ -1,5 +1,5 @@
-"""Methods that scripts override around a step, run under TRL, too: training_step, _prepare_inputs, _prepare_dataset,
-samplers, weight decay, numbers to log, and prediction steps in torch."""
+"""Methods around a step that user scripts override, also run under TRL: training_step, _prepare_inputs,
+_prepare_dataset, samplers, weight decay, logged numbers, and prediction steps in torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def logged(trainer, name="loss"):
 
 
 def both(make, tmp_path):
-    """Trainers of TRL and of trl_jax, trained."""
+    """Yields a trained trainer of TRL, then one of trl_jax."""
     for package in (trl, trl_jax):
         trainer = make(package, tmp_path / package.__name__)
         trainer.train()
@@ -37,7 +37,7 @@ def both(make, tmp_path):
 
 
 class Backwards:
-    """A sampler; its epochs begin elsewhere."""
+    """A sampler in reverse order, which starts at another row in each epoch."""
 
     def __init__(self, rows):
         self.rows, self.epochs = rows, 0
@@ -215,7 +215,7 @@ def test_a_step_of_ones_own_gets_no_virtual_tokens(checkpoint, tmp_path):
 
     folder, rows = checkpoint(**CAUSAL), Dataset.from_list(text_rows(4))
     adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(TypeError, match="The trainer's own training_step would get logits of the texts only"):
+    with pytest.raises(TypeError, match="An overridden training_step would receive logits for the text tokens only"):
         Own(str(folder), trl_jax.SFTConfig(str(tmp_path), **CONFIG), train_dataset=rows, peft_config=adapter)
 
 
@@ -253,7 +253,7 @@ def test_what_callbacks_read_and_set_on_the_model(checkpoint, tmp_path):
     trainer = Own(str(checkpoint(**FACTS)), args, train_dataset=table(8), callbacks=[watching])
     with pytest.raises(AttributeError, match="embed_tokens.weight has no grad: gradients stay within the compiled"):
         trainer.train()
-    assert watching.seen and set(watching.seen) == {None}  # as in torch after a step
+    assert watching.seen and set(watching.seen) == {None}  # gradients are None, as in torch after a step
     plain, found = logged(trainer, "plain"), logged(trainer)
     assert found == pytest.approx([plain[0], 2 * plain[1]], rel=1e-5)
 
@@ -300,7 +300,9 @@ def test_rates_of_groups_are_optaxs(checkpoint, tmp_path):
     args = trl_jax.RewardConfig(str(tmp_path), **CONFIG)
     trainer = Own(str(checkpoint(**FACTS)), args, train_dataset=table(8))
     trainer.in_torch = True
-    with pytest.raises(TypeError, match="Own.create_optimizer: An optimizer of torch's cannot take.*multi_transform"):
+    with pytest.raises(
+        TypeError, match="Own.create_optimizer: A torch optimizer cannot update JAX arrays.*multi_transform"
+    ):
         trainer.train()
     trainer.in_torch, before = False, {name: values.numpy() for name, values in trainer.model.named_parameters()}
     trainer.train()

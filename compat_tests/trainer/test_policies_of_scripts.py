@@ -1,4 +1,4 @@
-"""What scripts ask of GRPOTrainer and RLOOTrainer beside the recorded cases, by TRL and by us; and what is refused."""
+"""Uses of GRPOTrainer and RLOOTrainer that the recorded cases lack, against TRL; and their errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.prompts import check_prompts, completion_texts, prompt_ids
 
 STEPS = grpo_cases.STEPS | {"num_generations": 4, "max_steps": 2}
-BOTH = pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])  # the same code, and RLOO's steps a program more
+# Both share the code, and RLOO would compile another program.
+BOTH = pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])
 
 
 @pytest.fixture
@@ -33,27 +34,27 @@ def make(checkpoint, tmp_path):
     return made
 
 
-# Beside TRL
+# Compared with TRL
 
 RUNS = {
-    # None is what the model's generation_config has, or transformers' own default: top_k is 50 then.
+    # None means the value of the model's generation_config, or transformers' default: top_k is 50 then.
     "unset": {"top_k": None, "top_p": None, "repetition_penalty": None},
     "the likeliest": {"top_p": 0.0},
     "idle": {"generation_kwargs": {"num_return_sequences": 1, "num_beams": 1, "use_cache": True, "top_k": 9}},
     "beams": {"generation_kwargs": {"do_sample": True, "top_k": 50, "num_beams": 2, "length_penalty": -0.1}},
     "renormalized": {"generation_kwargs": {"renormalize_logits": True}, "top_p": 0.7},
-    # Where the bonus' coefficient comes among the keys, and that an evaluation's loss has the bonus.
+    # Checks where the bonus' coefficient comes among the keys, and that an evaluation's loss includes the bonus.
     "bonus": EVALUATED | {"entropy_coef": 0.01, "beta": 0.1, "per_device_eval_batch_size": 16},
     "adaptive bonus": EVALUATED | {
         "entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 5.7, "eval_steps": 1, "max_steps": 3,
         "per_device_eval_batch_size": 16,
     },
-    # Two generations in a step, of which the first decides the order of the keys.
+    # Two generations per step; the first one determines the order of the keys.
     "twice a step": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
 }  # fmt: skip
 
 
-# The curve of `entropy_bonus` is usually the one whose bonus adapts.
+# By default, the curve of `entropy_bonus` is covered by the one with the adaptive bonus.
 @usual("the likeliest", "idle", "beams", "bonus")
 @pytest.mark.parametrize("name", usually("adaptive bonus".__ne__, RUNS))
 def test_runs_are_trls(name, checkpoint, tmp_path):
@@ -73,7 +74,7 @@ def test_runs_are_trls(name, checkpoint, tmp_path):
 
 
 class Shaped:
-    """Mixed into TRL's trainer or ours: methods written for tensors, in a script that imports torch."""
+    """A mixin for TRL's trainer or ours: methods written for tensors, in a script that imports torch."""
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         import torch
@@ -89,12 +90,12 @@ class Shaped:
         lengths = outputs["completion_mask"].sum(dim=1).float()
         groups = lengths.view(-1, self.num_generations)
         shaped = (groups - groups.mean(dim=1, keepdim=True)).view(-1).to(outputs["advantages"])
-        if "num_items_in_batch" in outputs:  # GRPO's, which divides by the tokens that there were, or that are said
+        if "num_items_in_batch" in outputs:  # only GRPO's loss divides by a number of tokens, which outputs may change
             ends = torch.zeros_like(outputs["completion_ids"]).scatter_(1, (lengths.long() - 1).unsqueeze(1), 1)
             outputs["completion_mask"] = outputs["completion_mask"] * (1 - ends)
             outputs["num_items_in_batch"] = outputs["num_items_in_batch"] + self.state.global_step
         outputs["advantages"] = outputs["advantages"] + 0.1 * shaped + 0.01 * outputs["completion_ids"][:, 0] / 300
-        self._logs["advantages"][-1] = 7.0  # without log_completions, too
+        self._logs["advantages"][-1] = 7.0  # even without log_completions
         return outputs
 
     def log(self, logs, start_time=None):
@@ -117,12 +118,12 @@ def test_methods_written_in_torch_are_given_tensors_as_in_trl(kind, checkpoint, 
     assert_same_runs(*runs, same_order=True)
 
 
-# What ends a completion
+# Ends of completions
 
 
 @pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])
 def test_a_completion_ends_where_generation_kwargs_say_so(kind, make):
-    """TRL goes on behind it: the pads up to the longest completion count as tokens of this one."""
+    """TRL keeps generating afterwards: the padding up to the longest completion counts as this one's tokens."""
     seen = []
 
     def look(completion_ids, **columns):
@@ -140,7 +141,8 @@ def test_a_completion_ends_where_generation_kwargs_say_so(kind, make):
 
 @pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])
 def test_a_completion_ends_with_a_stop_string(kind, make, checkpoint, tmp_path):
-    """As TRL's would, if it passed transformers the tokenizer. It counts as complete, and its pads do not count."""
+    """As TRL would if it passed transformers the tokenizer. The completion counts as finished, and its padding does not
+    count."""
     trl = pytest.importorskip("trl")
     strings, seen = ["e", "ing"], {trl: [], trl_jax: []}
     config = {"max_completion_length": 8, "max_steps": 1, "generation_kwargs": {"stop_strings": strings}}
@@ -190,7 +192,7 @@ def test_a_script_reads_the_arguments_on_the_trainer(kind, checkpoint, tmp_path)
         rewards, rows = [length_reward, grpo_cases.vowels], Dataset.from_list(prompt_rows(8))
         found.append(getattr(package, f"{kind}Trainer")(str(checkpoint(**SMALL)), rewards, args, rows))
     theirs, ours = found
-    # Except for what belongs to vLLM and to torch.
+    # Except for those of vLLM and torch.
     names = {name for name, value in vars(theirs).items() if value is vars(theirs.args).get(name, ...)}
     names = {name for name in names if not name.startswith("vllm_")} - {
         "use_transformers_continuous_batching", "_train_batch_size", "deepspeed",
@@ -200,7 +202,7 @@ def test_a_script_reads_the_arguments_on_the_trainer(kind, checkpoint, tmp_path)
     assert len(names) > 15
     assert {name: getattr(ours, name) for name in names} == {name: vars(theirs)[name] for name in names}
     np.testing.assert_array_equal(ours.reward_weights, theirs.reward_weights.numpy())
-    ours.beta = 0.1  # nothing new
+    ours.beta = 0.1  # no change
     for name in ("beta", "temperature", "epsilon_low"):
         with pytest.raises(AttributeError, match=f"was set on the trainer.* in {kind}Config"):
             setattr(ours, name, 0.5)
@@ -300,7 +302,7 @@ def test_the_config_of_a_mixture_of_experts_stays_as_it_was(make, tmp_path):
     assert (config.output_router_logits, config.router_aux_loss_coef) == (False, 0.001)
 
 
-# Refused before the first step
+# Errors before the first step
 
 
 def test_a_model_that_writes_no_completions(make):

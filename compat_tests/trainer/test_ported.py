@@ -1,4 +1,4 @@
-"""What scripts do to a trainer beside constructing it: honored as TRL does, or refused by name."""
+"""What user scripts do with a trainer after constructing it: honored as in TRL, or refused by name."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_value_that_a_compiled_loss_has_not_is_explained(folder, tmp_path, lin
     exec(compile(source + line, str(tmp_path / "script.py"), "exec"), scope)
     kind = type("Mine", (trl_jax.RewardTrainer,), {"compute_loss": scope["compute_loss"]})
     trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(16))
-    with pytest.raises(TypeError, match=r"compute_loss is compiled, so.*jnp\.where.*self\.state"):
+    with pytest.raises(TypeError, match=r"compute_loss is traced and compiled, so.*jnp\.where.*self\.state"):
         trainer.train()
 
 
@@ -119,7 +119,8 @@ def first_layer_still(model):
 
 
 def test_parameters_cast_to_float32(checkpoint):
-    """As scripts do with adapters before they train in 16 bits: nothing changes, and other values are refused."""
+    """Scripts do this with adapters before training in 16 bits: values do not change, and assigning others is
+    refused."""
     torch = pytest.importorskip("torch")
     model = trl_jax.AutoModelForSequenceClassification.from_pretrained(checkpoint())
     before = {name: parameter.numpy() for name, parameter in model.named_parameters()}
@@ -318,7 +319,7 @@ def ids(*lengths):
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_predictions_are_of_every_pair_however_long(tmp_path, family):
-    """A window that max_length makes idle is not, where a text is longer."""
+    """A sliding window that max_length makes irrelevant matters again for a longer text."""
     from compat_tests.tiny import tiny_model
 
     trl = pytest.importorskip("trl")
@@ -343,7 +344,7 @@ def test_predictions_may_be_made_into_several(folder, tmp_path):
 
 
 def test_lengths_are_planned_for_the_order_of_grouped_rows(folder, tmp_path, caplog):
-    """The longest rows lie in one step there, which no other order has."""
+    """Its steps have the longest rows together, which no other order does."""
     dice = np.random.default_rng(0)
     rows = ids(*dice.lognormal(3.5, 0.8, 160).astype(int).clip(3, 300))
     config = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2}
@@ -358,7 +359,8 @@ def test_lengths_are_planned_for_the_order_of_grouped_rows(folder, tmp_path, cap
 
 
 def test_values_of_the_trainers_own_are_told_from_a_scripts(folder, tmp_path):
-    """Of its own some change from step to step, and each change would compile a script's loss again."""
+    """Some of the trainer's own attributes change from step to step, and each change would recompile a user-defined
+    loss."""
     trainer = make(trl_jax, folder, tmp_path, config={"eval_strategy": "steps", "eval_steps": 2}, eval_dataset=table(4))
     trainer.train()
     assert script_values(trainer) == ()
@@ -368,7 +370,7 @@ def test_values_of_the_trainers_own_are_told_from_a_scripts(folder, tmp_path):
 
 @only_thorough
 def test_where_tokens_after_a_resume_and_a_prefix_differ_from_trl(folder, tmp_path):
-    """Two rows of README's table, of both sides."""
+    """Two rows of README's table, checked on both sides."""
     trl = pytest.importorskip("trl")
     tokens, names = {}, {}
     for package in (trl, trl_jax):

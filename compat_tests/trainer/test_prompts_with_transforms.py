@@ -1,4 +1,4 @@
-"""Online trainers on tables whose prompts a transform makes as they are read."""
+"""Online trainers on datasets with a transform that creates the prompts on each read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = {
 
 
 def asked(batch):
-    """Rows as a script makes them: a template drawn at each read."""
+    """Rows as a script's transform makes them: the template is drawn on each read."""
     return {"prompt": [random.choice(("{}?", "{}!")).format(text) for text in batch["question"]], "row": batch["row"]}
 
 
@@ -46,7 +46,7 @@ def trainer_of(package, folder, out, name="GRPO", data=None, **config):
 @usual("GRPO")
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_prompts_are_those_of_trl(name, checkpoint, tmp_path):
-    """Which rows, in which order; texts of a row differ by what was drawn."""
+    """The same rows in the same order; their texts may differ in the drawn template."""
     trl, found = pytest.importorskip("trl"), {}
     for package in (trl_jax, trl):
         trainer, found[package] = trainer_of(package, checkpoint(**SMALL), tmp_path / package.__name__, name)

@@ -1,4 +1,4 @@
-"""ORPOTrainer and CPOTrainer: rows, arguments, names and adapters, against TRL's where it has them."""
+"""ORPOTrainer and CPOTrainer: rows, arguments, old names and adapters, against TRL where TRL has them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from trl_jax.trainer.orpo_trainer import ORPOTrainer
 SMALL = {"head": "causal", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
 RUN = {"max_steps": 2, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "bf16": False,
        "save_strategy": "no", "per_device_train_batch_size": 4, "max_length": 64}  # fmt: skip
-MOST = 40  # tokens of a text, which cuts answers of some rows, and no prompt
+MOST = 40  # max_length: truncates answers of some rows, but no prompt
 COLUMNS = [*preference.TEXTS, *preference.LABELS, "prompt_input_ids"]
 EDGES = [
     {"prompt": "Say", "chosen": " yes", "rejected": " no"},
-    {"prompt": "un", "chosen": "do it", "rejected": "it"},  # the last token of a prompt becomes one with an answer
+    # The last character of the prompt merges with the answer into one token.
+    {"prompt": "un", "chosen": "do it", "rejected": "it"},
     {"prompt": "", "chosen": "a b", "rejected": "c"},
     {"chosen": "Tell me: yes, of course", "rejected": "Tell me: never"},
     {"prompt": "ends", "chosen": " here</s>", "rejected": ""},
@@ -51,7 +52,7 @@ def test_rows_are_trls(kind, bos):
     from accelerate import PartialState
     from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
 
-    PartialState()  # for TRL's log
+    PartialState()  # required by TRL's logger
     tokenizer = tiny_tokenizer(bos=bos, chat_template=True)
     rows = EDGES if kind == "edges" else preference_rows(8, kind)
     theirs = trl.ORPOTrainer.__new__(trl.ORPOTrainer)
@@ -127,7 +128,7 @@ def test_what_a_script_may_set_counts(folder, tmp_path):
     trainer.beta = 0.0001
     trainer.train()
     assert steps(trainer)[0]["loss"] == pytest.approx(steps(trainer)[0]["nll_loss"], abs=1e-3)
-    assert "nll_loss" in trainer.state.log_history[-1]  # of the second step; TRL logs it nowhere
+    assert "nll_loss" in trainer.state.log_history[-1]  # from the second step; TRL never logs it
     assert trainer.evaluate(rows)["eval_loss"] > 0
     for refused in ({"compute_metrics": len}, {"model_init": len}, {"data_collator": len}):
         with pytest.raises(ValueError, match=f"{next(iter(refused))}=.* is not in this release"):
@@ -179,7 +180,7 @@ assert "log_odds_ratio" in trainer.state.log_history[0]
 
 @only_thorough
 def test_a_script_of_any_year_runs(folder, tmp_path):
-    """By the places where TRL has had them: at the top, in trl.trainer, and in trl.experimental."""
+    """With the imports that TRL has had: from the top level, trl.trainer and trl.experimental."""
     pytest.importorskip("torch")
     rows = preference_rows(8, "prompt")
     (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(folder), out=str(tmp_path / "out"), rows=rows))

@@ -57,7 +57,7 @@ def test_the_same_values_as_trl_after_construction():
                  model_init_kwargs='{"dtype": "float32"}', pad_to_multiple_of="64", report_to="none",
                  lr_scheduler_type="cosine", lr_scheduler_kwargs='{"num_cycles": 1}')  # fmt: skip
     ours, theirs = RewardConfig("out", **given).to_dict(), trl.RewardConfig("out", **given).to_dict()
-    # accelerate takes use_configured_state out of its own when torch picks a device; ours never picks one.
+    # accelerate removes use_configured_state from its own config when torch picks a device; ours never picks one.
     assert ours.pop("accelerator_config").items() >= theirs.pop("accelerator_config").items()
     assert {name: ours.pop(name) for name in OWN} == OWN
     assert ours == theirs

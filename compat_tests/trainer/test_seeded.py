@@ -1,4 +1,4 @@
-"""What a script's own functions draw is seeded by the trainer, as in TRL; what a run draws is its own."""
+"""The trainer seeds random numbers for the user's functions, as TRL does; the run's own random streams are separate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draws():
 def test_a_script_draws_what_it_draws_beside_trls_trainer(kind, checkpoint, tmp_path):
     trl, found = pytest.importorskip("trl"), []
     for package in (trl, trl_jax):
-        draws()  # other states
+        draws()  # put the generators into other states
         args = getattr(package, f"{kind}Config")(str(tmp_path), seed=7, **BASE)
         model = str(checkpoint(**FACTS if kind == "Reward" else SMALL))
         getattr(package, f"{kind}Trainer")(model, args=args, train_dataset=Dataset.from_list(rows_of(kind, 4)))

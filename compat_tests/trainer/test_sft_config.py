@@ -1,4 +1,4 @@
-"""SFTConfig: TRL's fields and their values, those of earlier releases, and what is refused or warned of."""
+"""SFTConfig: TRL's fields and defaults, names of earlier releases, errors and warnings."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_names_of_earlier_releases_are_read_and_set():
     with pytest.warns(FutureWarning, match="^max_seq_length is an old name: use max_length") as seen:
         args.max_seq_length = 9
     assert args.max_length == 9 and seen[0].filename == __file__ and "max_seq_length" not in vars(args)
-    for name in ("response_length", "warmup_ratio", "max_sequence"):  # another trainer's, no same value, nobody's
+    # Another trainer's, one without an equal value, an unknown one.
+    for name in ("response_length", "warmup_ratio", "max_sequence"):
         with pytest.raises(AttributeError, match=f"'SFTConfig' object has no attribute '{name}'"):
             getattr(args, name)
 

@@ -1,4 +1,4 @@
-"""SFTTrainer: TRL's constructor, its errors in TRL's words, a script's own loss and metrics, and what is saved."""
+"""SFTTrainer: TRL's constructor, TRL's error messages, user-defined losses and metrics, and what is saved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(checkpoint):
 
 
 def make(package, model, out, *, rows=None, config=None, **arguments):
-    """An SFTTrainer of trl or trl_jax on 16 rows, 4 steps; `config` over the parity tests' BASE."""
+    """An SFTTrainer of trl or trl_jax on 16 rows, 4 steps; `config` overrides the parity tests' BASE."""
     args = package.SFTConfig(str(out), **(BASE | (config or {})))
     rows = text_rows(16, "prompt") if rows is None else rows
     model = str(model) if isinstance(model, Path) else model
@@ -109,7 +109,7 @@ def jax_loss(outputs, labels, num_items_in_batch=None):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_loss_that_is_passed(folder, tmp_path):
-    """The likelihood, written once more: the curve is the trainer's own, to rounding, in steps of unequal batches."""
+    """A user's copy of the built-in loss: the curves agree up to rounding, in steps of unequal batches."""
     config = {"gradient_accumulation_steps": 2, "max_steps": 3}
     own = make(trl_jax, folder, tmp_path / "own", config=config)
     passed = make(trl_jax, folder, tmp_path / "passed", config=config, compute_loss_func=jax_loss)
@@ -137,7 +137,7 @@ def test_a_loss_of_a_subclass_finds_the_task_s_behind_super(folder, tmp_path):
 
 
 def accuracy(found):
-    """As scripts write it: of unshifted logits and the collator's labels."""
+    """As user scripts write it: from unshifted logits and the collator's labels."""
     logits, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
     real = labels != -100
     return {"right": float((np.argmax(logits, -1) == labels)[real].mean()), "targets": int(real.sum())}
@@ -182,7 +182,7 @@ def test_compute_metrics_and_predict_give_what_trl_gives(name, folder, tmp_path)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("end_to_end", [False, True])
 def test_metrics_by_batch_see_what_trl_shows(end_to_end, folder, tmp_path):
-    """Labels, the arguments of preprocess_logits_for_metrics, and the losses of rows."""
+    """Labels, the arguments of preprocess_logits_for_metrics, and losses per row."""
     trl = pytest.importorskip("trl")
     rows, seen = [{"text": row["prompt"]} for row in text_rows(6, "prompt", seed=4)], {}
     config = {"per_device_eval_batch_size": 4, "pad_to_multiple_of": None, "batch_eval_metrics": True}
@@ -243,7 +243,7 @@ def test_a_torch_model_gets_the_trained_weights(folder, tmp_path):
 
 def test_what_is_saved_is_a_language_model(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, config={"max_steps": 1, "eos_token": "<pad>"})
-    trainer.model.generation_config.max_length = 77  # as scripts do before they save
+    trainer.model.generation_config.max_length = 77  # scripts do this before they save
     trainer.train()
     trainer.save_model()
     trainer.create_model_card(dataset_name="mine", tags=["own"])
@@ -257,7 +257,7 @@ def test_what_is_saved_is_a_language_model(folder, tmp_path):
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_broken_off(folder, tmp_path):
-    """Packed rows and accumulation: every logged number of the later steps, num_tokens among them, is the same."""
+    """With packed rows and accumulation, every logged number of the later steps is the same, including num_tokens."""
     config = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "packing": True, "max_length": 48,
               "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}  # fmt: skip
     rows = text_rows(40, "prompt")
@@ -269,13 +269,13 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_broken_off(folder, tmp_path)
 
 
 def test_four_bit_weights_with_an_adapter_train_as_the_floats_that_they_stand_for(folder, tmp_path):
-    """QLoRA, written as for TRL: the same losses as of a checkpoint that holds what the four bits say."""
+    """QLoRA, written as for TRL: losses equal those of a float checkpoint with the dequantized weights."""
     bits = trl_jax.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     lora = trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     config = {"model_init_kwargs": {"quantization_config": bits}, "learning_rate": 1e-2}
     few = make(trl_jax, folder, tmp_path / "few", config=config, peft_config=lora)
     assert few.model.frozen["decoder.layers.mlp.up.weight.codes"].dtype == np.uint8
-    few.model.merge_and_unload().save_pretrained(tmp_path / "floats")  # the adapter is 0 yet
+    few.model.merge_and_unload().save_pretrained(tmp_path / "floats")  # the adapter is still zero
     few.processing_class.save_pretrained(tmp_path / "floats")
     plain = make(trl_jax, tmp_path / "floats", tmp_path / "plain", config={"learning_rate": 1e-2}, peft_config=lora)
     for trainer in (few, plain):
@@ -309,8 +309,8 @@ def test_a_pad_token_that_is_the_eos_token_says_nothing_of_scores(folder, tmp_pa
 @only_thorough
 @pytest.mark.parametrize("kind", ["name", "torch", "ours"])
 def test_tokens_that_a_chat_template_brings_train_beside_an_adapter_as_in_trl(kind, checkpoint, tmp_path):
-    """Rows of the table and the head, one step of plain descent. The adapter's first values are not TRL's: where
-    transformers resizes, it draws more numbers."""
+    """Compares rows of the embedding and the head after one step of SGD. The adapter's initial values differ from
+    TRL's, because transformers draws more random numbers when it resizes."""
     trl, peft, transformers = map(pytest.importorskip, ("trl", "peft", "transformers"))
     base, other = checkpoint(**CAUSAL | {"tokenizer": {"chat_template": True}}), tmp_path / "other"
     words = tiny_tokenizer(chat_template="{% for m in messages %}<turn>{{ m['content'] }}<end>{% endfor %}")
@@ -331,18 +331,18 @@ def test_tokens_that_a_chat_template_brings_train_beside_an_adapter_as_in_trl(ki
     (theirs, wanted), (ours, weights) = found
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=5e-5)
     assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=1e-2)
-    assert weights.keys() == wanted.keys()  # with the resized tables, as PEFT saves them
+    assert weights.keys() == wanted.keys()  # with the resized embedding and head, as PEFT saves them
     for name in ("lm_head.weight", "model.embed_tokens.token_adapter.trainable_tokens_delta"):
         mine, trls = weights[f"base_model.model.{name}"], wanted[f"base_model.model.{name}"]
         np.testing.assert_allclose(mine, trls, atol=2e-4, err_msg=name)
         assert np.abs(mine[-1] - mine).max() > 1e-2
     ids = np.asarray([[3, 512, 9, 513]])
-    for package in ("trl_jax", "trl"):  # upon the base of its name, which is resized, too
+    for package in ("trl_jax", "trl"):  # on the base model that the adapter names, which is resized, too
         again = trl_jax.AutoModelForCausalLM.from_pretrained(tmp_path / package)
         logits = np.asarray(trainer.model(ids).logits) if package == "trl_jax" else None
         assert again.vocab_size == 576
         assert logits is None or np.abs(np.asarray(again(ids).logits) - logits).max() < 1e-4
-    trainer.train()  # the last one is ours: what it trained goes into torch's model again
+    trainer.train()  # copies the trained weights back into the torch model
     assert kind != "torch" or model.lm_head.out_features == trainer.model.vocab_size == 576
 
 

@@ -1,4 +1,5 @@
-"""Images in the answers of tools, and in what `reset()` of environments returns: tokens, rewards, losses are TRL's."""
+"""Images in tool responses and in the return value of an environment's `reset()`: tokens, rewards and losses match
+TRL's."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def qwen(tmp_path_factory):
 
 
 def run(package, qwen, out, monkeypatch, alone=False, **options):
-    """What reward functions saw, and the logs; the first turn of each completion is given, the others are drawn."""
+    """What reward functions got, and the logs; the first turn of each completion is scripted, later turns are
+    sampled."""
     pytest.importorskip("torch").set_num_threads(1)
     folder, processor = qwen
     tokenizer, seen, turns = processor.tokenizer, [], []

@@ -1,4 +1,4 @@
-"""evaluate and predict: every form of dataset, TRL's keys in TRL's order and TRL's shapes."""
+"""evaluate() and predict(): every form of dataset, with TRL's keys in TRL's order and TRL's shapes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def own(metrics, prefix):
 
 
 def test_a_dict_of_sets(trainer, trls):
-    """TRL logs its own metrics of every set under the same names, so that all but the last set's are lost."""
+    """TRL logs its own metrics of all sets under the same names, so that only those of the last set remain."""
     ours, theirs = trainer.evaluate(), trls.evaluate()
     assert_same_entry(by_one_name(ours, "eval_b"), by_one_name(theirs, "eval_b"))
     logged, first = trainer.state.log_history[-2], trls.state.log_history[-2]
@@ -57,7 +57,7 @@ def test_an_evaluation_after_a_prediction_counts_its_own_pairs(trainer):
 
 
 def by_one_name(metrics, prefix):
-    """One set's metrics, as if it were the only one."""
+    """One set's metrics, renamed as if it were the only set."""
     mine = {key: value for key, value in metrics.items() if not key.startswith(("eval_a_", "eval_b_"))}
     return {
         f"eval_{key.removeprefix(f'{prefix}_')}": metrics[key] for key in metrics if key.startswith(f"{prefix}_")
@@ -83,7 +83,7 @@ def test_a_prefix(trainer, trls, folder):
     rows = tokenised(folder, preference_rows(4, seed=1))
     ours, theirs = (t.evaluate(rows, metric_key_prefix="held") for t in (trainer, trls))
     assert abs(ours["held_loss"] - theirs["held_loss"]) < 1e-5
-    assert abs(ours["held_margin"] - theirs["eval_margin"]) < 1e-5  # TRL's own keep the usual prefix
+    assert abs(ours["held_margin"] - theirs["eval_margin"]) < 1e-5  # TRL's own metrics keep the default prefix
     ours, theirs = (list(timeless(t.predict(rows, metric_key_prefix="x").metrics)) for t in (trainer, trls))
     assert ours == theirs == ["x_loss"]
 
@@ -115,7 +115,7 @@ def test_predict_takes_raw_and_prepared_rows(trainer, trls, folder):
 
 
 def test_predict_scores_what_the_model_scores(trainer, folder):
-    """Batch by batch: 4 chosen, 4 rejected; then the pair that is left over."""
+    """Batch by batch: 4 chosen, 4 rejected scores; then the remaining pair."""
     rows = tokenised(folder, preference_rows(5, seed=3))
     found = trainer.predict(rows).predictions[:, 0]
     sides = [[float(trainer.model([ids]).logits[0, 0]) for ids in rows[f"{s}_ids"]] for s in ("chosen", "rejected")]
@@ -124,7 +124,8 @@ def test_predict_scores_what_the_model_scores(trainer, folder):
 
 
 class NonFiniteGuard:
-    """What compute_metrics and preprocess_logits_for_metrics are given, and a metric of each kind of name."""
+    """Records the arguments of compute_metrics and preprocess_logits_for_metrics, and returns a metric of each kind of
+    name."""
 
     def __init__(self):
         self.seen = []
@@ -144,7 +145,7 @@ class NonFiniteGuard:
 
 @pytest.fixture(scope="module")
 def watched(folder, tmp_path_factory):
-    """(what TRL's functions saw and returned, the same of ours), on sizes that TRL does not cut."""
+    """(what TRL's functions got and returned, the same for ours), for set sizes where TRL does not drop rows."""
     trl = pytest.importorskip("trl")
     found = []
     for package in (trl_jax, trl):
@@ -198,7 +199,7 @@ def test_bf16_full_eval_computes_in_bfloat16_and_leaves_the_weights(folder, tmp_
 
 
 def test_drop_last_costs_an_evaluation_no_pair(folder, tmp_path):
-    """TRL drops the rows of a ragged last batch; the loss it reports is that of the rest."""
+    """TRL drops the rows of a ragged last batch and reports the loss of the others."""
     trl = pytest.importorskip("trl")
     rows = {"eval_dataset": table(10)}
     ours = make(trl_jax, folder, tmp_path, config={"dataloader_drop_last": True}, **rows)
@@ -209,7 +210,7 @@ def test_drop_last_costs_an_evaluation_no_pair(folder, tmp_path):
 
 
 def test_what_is_added_to_a_log_is_returned_too_as_in_trl(folder, tmp_path):
-    """By the trainer, which counts tokens, and by callbacks; the one that prints takes total_flos out."""
+    """Added by the trainer, which counts tokens, and by callbacks; the progress callback removes total_flos."""
 
     class Adds(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **rest):

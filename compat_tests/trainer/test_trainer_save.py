@@ -1,4 +1,4 @@
-"""What is written: folders that transformers loads, that we load, and that keep no secret."""
+"""What is saved: folders that transformers and we can load, and that contain no secrets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(checkpoint):
 
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
-    """A trained trainer with checkpoint-2 and checkpoint-4."""
+    """A trained trainer whose folder has checkpoint-2 and checkpoint-4, and that folder."""
     out = tmp_path_factory.mktemp("out")
     trainer = make(trl_jax, folder, out, config=SAVES)
     trainer.train()
@@ -48,7 +48,7 @@ def test_a_saved_model_is_complete(run, tmp_path):
 
 
 def test_trls_files_are_all_there(run, folder, tmp_path):
-    """Its pickle of the arguments has become JSON."""
+    """Except that the pickled arguments are JSON here."""
     trl = pytest.importorskip("trl")
     run[0].save_model(str(tmp_path / "ours"))
     make(trl, folder, tmp_path).save_model(str(tmp_path / "theirs"))

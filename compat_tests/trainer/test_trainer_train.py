@@ -1,4 +1,4 @@
-"""train beside TRL's, where the parity tests do not look: streams, a second run, callbacks, the best."""
+"""train() against TRL for what the parity tests lack: streams, a second run, callbacks, the best checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weights(trainer, out):
 
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
-    """(ours, TRL's): trainer, recorded events, what train returned, for a run with everything in it."""
+    """(ours, TRL's): trainer, recorded events and the result of train(), for a run that uses most features."""
     trl = pytest.importorskip("trl")
     found = []
     for package in (trl_jax, trl):
@@ -65,13 +65,14 @@ def test_every_event_of_a_run_is_trls(whole):
 
 
 def test_the_logs_of_a_run_with_everything_are_trls(whole):
-    """The closing line has no metrics of the step that an evaluation followed."""
+    """The final entry lacks the metrics of a step that was followed by an evaluation."""
     (ours, *_), (theirs, *_) = whole
     assert_same_curve(ours.state.log_history, theirs.state.log_history)
 
 
 def test_an_epochs_log_after_an_evaluation_has_its_metrics(folder, tmp_path):
-    """TRL's has the loss alone, as the model is left in evaluation, and adds the rest to the next epoch's."""
+    """TRL logs only the loss, because the model is still in evaluation mode, and adds the metrics to the next epoch's
+    entry."""
     config = {"logging_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 2}
     trainer = make(trl_jax, folder, tmp_path, config=config, train=table(8), eval_dataset=table(4, seed=1))
     trainer.train()
@@ -80,7 +81,7 @@ def test_an_epochs_log_after_an_evaluation_has_its_metrics(folder, tmp_path):
 
 @only_thorough
 def test_a_schedule_free_optimizer_warms_up_over_a_share_of_the_steps(folder, tmp_path):
-    """transformers gives it 0.5 as a number of steps: its first step is twice as long."""
+    """transformers passes 0.5 to it as a number of steps: its first step is twice as large."""
     how = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "max_steps": 4}
     share, steps = (make(trl_jax, folder, tmp_path / str(n), config=how | {"warmup_steps": n}) for n in (0.5, 2))
     share.train(), steps.train()
@@ -116,7 +117,7 @@ def test_the_state_after_a_run_is_trls(whole):
 
 
 def test_a_second_run_goes_on_as_trls_does(folder, tmp_path):
-    """From the trained weights, with Adam's state and the count of tokens; the rest begins anew."""
+    """It starts from the trained weights, with Adam's state and the token count; everything else is reset."""
     trl = pytest.importorskip("trl")
     ours, theirs = (make(package, folder, tmp_path / package.__name__) for package in (trl_jax, trl))
     for trainer in (ours, theirs):
@@ -129,7 +130,7 @@ def test_a_second_run_goes_on_as_trls_does(folder, tmp_path):
 @usual("True")
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_stream_shorter_than_max_steps_begins_again(folder, tmp_path, drop_last):
-    """5 batches, the last of 2 pairs, which TRL never drops of a stream; epochs count in max_steps."""
+    """5 batches, the last of 2 pairs, which TRL never drops from a stream; epochs are fractions of max_steps."""
     trl = pytest.importorskip("trl")
     config = {"max_steps": 7, "dataloader_drop_last": drop_last}
     ours, theirs = (make(package, folder, tmp_path, train=stream(18), config=config) for package in (trl_jax, trl))
@@ -141,7 +142,8 @@ def test_a_stream_shorter_than_max_steps_begins_again(folder, tmp_path, drop_las
 
 
 def test_the_ragged_end_of_a_stream_is_a_step_of_its_own(folder, tmp_path):
-    """TRL makes none of it: its gradient joins the first step of the next epoch, which then has three."""
+    """In TRL it is not a step: its gradient is added to the first step of the next epoch, which then has three
+    batches."""
     config = {"max_steps": 4, "gradient_accumulation_steps": 2}
     trainer = make(trl_jax, folder, tmp_path, train=stream(18), config=config)
     trainer.train()
@@ -151,7 +153,7 @@ def test_the_ragged_end_of_a_stream_is_a_step_of_its_own(folder, tmp_path):
 
 
 def test_weights_that_are_no_numbers_are_logged_as_such(folder, tmp_path):
-    """TRL's filter turns them into a loss of 0."""
+    """TRL's filter would log a loss of 0."""
     model = trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
     model.params["score.weight"] = model.params["score.weight"] * float("nan")
     trainer = make(trl_jax, model, tmp_path, train=table(8), processing_class=tokenizer(folder))
@@ -192,7 +194,7 @@ def test_a_model_that_was_loaded_before_is_the_one_that_is_trained(folder, tmp_p
 
 
 class Seen(TrainerCallback):
-    """The keyword arguments of each event, by its name."""
+    """Records the keyword arguments of each event, by name."""
 
     def __init__(self):
         self.given = {}
@@ -226,7 +228,7 @@ def test_callbacks_are_given_what_they_look_for(folder, tmp_path):
 
 
 def test_the_best_model_is_loaded_and_kept_alone(folder, tmp_path):
-    values = iter([0.0, 1.0, 5.0, 2.0, 3.0])  # the first is of the trial before training
+    values = iter([0.0, 1.0, 5.0, 2.0, 3.0])  # the first value is for the trial of metrics before training
     config = {
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -269,7 +271,7 @@ def test_an_unknown_metric_for_the_best_is_named(folder, tmp_path):
 
 
 def test_one_program_a_shape(folder, tmp_path, caplog):
-    """A ragged last step and a short last micro-batch are filled up to the shape of the others."""
+    """A ragged last step and a short last micro-batch are padded to the shape of the others."""
     config = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "remat_policy": "nothing_saveable"}
     trainer = make(trl_jax, folder, tmp_path, train=table(18), config=config)
     with caplog.at_level(logging.INFO, "trl_jax"):
@@ -278,11 +280,11 @@ def test_one_program_a_shape(folder, tmp_path, caplog):
     assert len([text for text in caplog.messages if text.startswith("The step compiles for shape")]) == 1
 
 
-@only_thorough  # the next one has them where they take longer, too
+@only_thorough  # the next test covers it
 def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path, monkeypatch):
-    """As on a TPU, whose host has the time: the same numbers, whoever made a program, from a checkpoint on, too."""
+    """As on a TPU, whose host is idle: the results are bitwise the same, also after resuming."""
     found, asked, rows, real = {}, set(), table(24), step.Programs.program_for
-    monkeypatch.setattr(layout, "_ON_CPUS", 0.0)  # many lengths
+    monkeypatch.setattr(layout, "_ON_CPUS", 0.0)  # many different lengths
 
     def program_for(self, *given):
         asked.add((threading.current_thread() is threading.main_thread(), given[2].tokens.shape))
@@ -303,12 +305,12 @@ def test_programs_made_beside_the_steps_are_those_of_the_steps(folder, tmp_path,
 
 
 def dearly(plan_layout, *given, **how):
-    """A plan where a program costs as much as 2,000 tokens."""
+    """Plan with compile costs equal to 2,000 tokens per program."""
     return plan_layout(*given, **how | {"bucket_cost": 2000})
 
 
 def test_a_longer_program_serves_until_one_is_made(folder, tmp_path, monkeypatch):
-    """The same numbers but for rounding, and from a checkpoint on the same to the bit."""
+    """The results are the same up to rounding, and bitwise the same when resumed."""
     monkeypatch.setattr(layout, "plan_layout", partial(dearly, layout.plan_layout))
     monkeypatch.setattr(layout, "PROGRAMS_AT_ONCE", 1)
     rows = Dataset.from_list([
@@ -330,17 +332,17 @@ def test_a_longer_program_serves_until_one_is_made(folder, tmp_path, monkeypatch
 
 
 def test_gradient_checkpointing_changes_nothing(folder, tmp_path, monkeypatch, caplog):
-    """Whichever it is: where nothing would fit, the default keeps nothing, and says so."""
+    """Under every policy; if nothing fits, the default recomputes whole layers and logs it."""
     losses, ways = [], [({"gradient_checkpointing": False}, 1), ({}, 1)]
     if THOROUGH:
         ways += [({"remat_policy": "nothing_saveable"}, 1), ({}, 1 << 40)]
     for config, room in ways:
-        monkeypatch.setattr(step, "room_of", lambda device, room=room: room)
+        monkeypatch.setattr(step, "device_memory_limit", lambda device, room=room: room)
         trainer = make(trl_jax, folder, tmp_path, config=config)
         caplog.clear()
         with caplog.at_level(logging.INFO, "trl_jax"):
             trainer.train()
-        assert ("whole layers are computed twice" in caplog.text) == (config == {} and room == 1)
+        assert ("recomputes whole layers" in caplog.text) == (config == {} and room == 1)
         losses.append([entry["loss"] for entry in steps_of(trainer.state.log_history)])
     for other in losses[1:]:
         assert losses[0] == pytest.approx(other, rel=0, abs=1e-6)

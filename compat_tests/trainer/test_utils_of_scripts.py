@@ -1,4 +1,4 @@
-"""What scripts import from `trl.trainer.utils`: TRL's values, on JAX and NumPy arrays."""
+"""Functions that user scripts import from `trl.trainer.utils`: TRL's values, on JAX and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ON_TENSORS = ("selective_log_softmax", "entropy_from_logits", "nanstd", "nanmin"
 
 
 def both(name, *arrays, **options):
-    """Ours and TRL's results on the same arrays, as lists of NumPy arrays."""
+    """The results of our function and TRL's on the same arrays, as lists of NumPy arrays."""
 
     def plain(found):
         return [np.asarray(one) for one in (found if isinstance(found, tuple) else (found,))]
@@ -127,5 +127,5 @@ def test_generate_model_card(tmp_path):
         None, "mine", "me/mine", None, [], None, None, "Reward", template_file="rm_model_card.md"
     )
     assert "text-classification" in str(reward) and "fine-tuned" not in str(reward)
-    with pytest.raises(ValueError, match="template_file='own.md' is none of lm_model_card.md, rm_model_card.md"):
+    with pytest.raises(ValueError, match="template_file='own.md' is not one of lm_model_card.md, rm_model_card.md"):
         utils.generate_model_card(**given, template_file="own.md")

@@ -1,4 +1,4 @@
-"""Small trainers of either package, and the rows they are given."""
+"""Small trainers of either package, and rows for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import preference_rows
 
-# One layer: what is tested here is the trainer, and a small model compiles soon.
+# One layer: these tests are about the trainer, and a small model compiles quickly.
 FACTS = {
     "num_hidden_layers": 1,
     "hidden_size": 32,
@@ -21,7 +21,7 @@ FACTS = {
 
 
 def checkpoints(folder) -> list[str]:
-    """The names of the checkpoints in a run's folder, beside which the model's card lies."""
+    """The names in a run's folder except for the model card and its plot, i.e. the checkpoints."""
     return sorted(name for name in os.listdir(folder) if name not in ("README.md", "training_loss.svg"))
 
 
@@ -35,7 +35,7 @@ def stream(n: int) -> IterableDataset:
 
 
 def make(package, model, out, *, train=None, config=None, **arguments):
-    """A RewardTrainer of trl or trl_jax on 16 pairs, 4 steps; `config` over the parity tests' BASE."""
+    """A RewardTrainer of trl or trl_jax on 16 pairs, 4 steps; `config` overrides the parity tests' BASE."""
     args = package.RewardConfig(str(out), **(BASE | (config or {})))
     model = str(model) if isinstance(model, Path) else model
     rows = table(16) if train is None else train
@@ -43,7 +43,7 @@ def make(package, model, out, *, train=None, config=None, **arguments):
 
 
 class Uncompiled:
-    """A function where a jitted one is wanted."""
+    """An uncompiled function with the interface of a jitted one."""
 
     def __init__(self, function):
         self.function = function

@@ -1,4 +1,4 @@
-"""A tiny LLaVA with its processor, and rows with pictures."""
+"""Tiny vision-language models (LLaVA, Qwen2.5-VL and others) with processors, and rows with images."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tiny_llava(folder: Path, seed: int = 0, **sizes: int) -> Path:
     """Write a LLaVA of two layers, whose CLIP tower has three, with its processor.
 
     Args:
-        sizes: of both parts, such as `hidden_size`.
+        sizes: config fields of both parts, such as `hidden_size`.
     """
     import torch
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
@@ -62,7 +62,7 @@ def tiny_llava(folder: Path, seed: int = 0, **sizes: int) -> Path:
 
 
 def pictures(count: int) -> list[Image.Image]:
-    """Pictures of random pixels, in four shapes of about the same area, so that few programs are compiled."""
+    """Images of random pixels, in four shapes of about the same area, so that few programs are compiled."""
     generator, shapes = np.random.default_rng(0), ((26, 34), (30, 30), (22, 38), (34, 26))
     return [
         Image.fromarray(generator.integers(0, 255, (*shapes[number % 4], 3), dtype=np.uint8)) for number in range(count)
@@ -78,7 +78,7 @@ def assistant(text: str) -> list[dict]:
 
 
 def messages(count: int = 8) -> Dataset:
-    """Conversations with one image, two or none."""
+    """Conversations with zero to two images."""
     rows = [
         {"messages": user(f"bake the {word}?") + assistant(f"gladly {word}"), "images": [picture] * (number % 3)}
         for number, (word, picture) in enumerate(zip(tiny.THINGS, pictures(count), strict=False))
@@ -95,7 +95,7 @@ def completions(count: int = 8) -> Dataset:
 
 
 def pairs(count: int = 8) -> Dataset:
-    """Pairs with one image, and one pair without."""
+    """Pairs with one image each, and one pair without."""
     rows = [
         {
             "prompt": user(f"bake the {word}?"), "chosen": assistant(f"gladly {word}"),
@@ -118,12 +118,12 @@ def unpaired(count: int = 6) -> Dataset:
     return Dataset.from_list(rows)
 
 
-TEXT_ONLY = {"r": 4, "target_modules": r".*language_model.*(q|v)_proj"}  # an adapter that leaves the tower frozen
+TEXT_ONLY = {"r": 4, "target_modules": r".*language_model.*(q|v)_proj"}  # LoRA options that leave the tower frozen
 
 
 @contextlib.contextmanager
 def counted_towers() -> Iterator[list[int]]:
-    """Collects the number of images of each forward pass of a vision tower, whatever program it is part of."""
+    """Yields a list that gets the number of images of each forward pass of a vision tower, in whatever program."""
     ran, forward = [], Vision.__call__
 
     def counted(self, images, **options):
@@ -132,7 +132,7 @@ def counted_towers() -> Iterator[list[int]]:
         jax.debug.callback(lambda begins: ran.append(int(begins.sum())), begins)
         return forward(self, images, **options)
 
-    jax.clear_caches()  # programs without the callback
+    jax.clear_caches()  # drop programs without the callback
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Vision, "__call__", counted)
         yield ran
@@ -176,11 +176,13 @@ def tiny_qwen(folder: Path) -> Path:
 
 
 def tiny_tiled(folder: Path, name: str, monkeypatch: Any, template: str = TEMPLATE) -> Any:
-    """Write a tiny model of a type in `processors.MADE_BY` with its tokenizer and image processor; returns
-    transformers' processor.
+    """Write a tiny model of a type in `processors.MADE_BY` with its tokenizer and image processor.
 
     Args:
         template: a chat template with `<image>` where the model's placeholder goes.
+
+    Returns:
+        transformers' processor.
     """
     import torch
     from transformers import AutoModelForImageTextToText
@@ -199,7 +201,7 @@ def tiny_tiled(folder: Path, name: str, monkeypatch: Any, template: str = TEMPLA
                 buffer.fill_(value)
     with torch.no_grad():
         for path, weight in model.named_parameters():
-            if path.endswith("mm_input_projection_weight"):  # of zeros, where gradients explode
+            if path.endswith("mm_input_projection_weight"):  # initialized to zeros, where gradients explode
                 weight.normal_(std=0.02)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -213,7 +215,7 @@ PASSED = (
     "compute_metrics",
     "eval_dataset",
     "quantization_config",
-)  # to the trainer, not its config
+)  # arguments of the trainer, not of its config
 SAME = {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_length": None, "logging_steps": 1}
 
 

@@ -1,5 +1,7 @@
-"""A task of a few lines whose loss asks for numbers of reads: branches of prompts, each token with a number of its own,
-compared with a reference; a trainer around it, rows, and the same loss in plain jnp on logits in float64."""
+"""A minimal task for tests: a per-token loss over branches (completions) of shared prompts, against a reference.
+
+Also a trainer for it, rows, and the same loss in plain jnp from float64 logits.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ from trl_jax.training.reference import given
 TEMPERATURE, KL, ENTROPY = 0.7, 0.1, 0.05
 MODEL = {"head": "causal", "num_hidden_layers": 2}
 BRANCHES = 3
-MOST = 12  # tokens of a branch
+MOST = 12  # maximum number of tokens of a branch
 
 
 @dataclass(frozen=True)
 class BranchesTask(TokenTask):
-    """The clipped ratio to `old_logps` times the advantage, less a bonus of entropy, and a divergence from the
-    reference; an example has one text and a weight of its own."""
+    """The clipped ratio to `old_logps` times the advantage, minus an entropy bonus, plus the KL divergence from the
+    reference; an example has one text and its own weight."""
 
     head: ClassVar[Literal["lm"]] = "lm"
     axis: ClassVar[Literal["read"]] = "read"
@@ -72,7 +74,7 @@ class BranchesTask(TokenTask):
 
 
 def of_tokens(logps, entropy, ref_logps, old_logps, advantages):
-    """The loss of each token, and its divergence."""
+    """The loss of each token, and its KL divergence."""
     ratio, apart = jnp.exp(logps - old_logps), ref_logps - logps
     kl = jnp.exp(apart) - apart - 1
     clipped = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
@@ -94,7 +96,7 @@ class BranchesTrainer(BaseTrainer):
 
 
 def trainer(policy, reference, folder, train: list[dict], kind=BranchesTrainer, **config) -> BranchesTrainer:
-    """Of two checkpoints; it evaluates on the rows that it trains on."""
+    """A trainer from two checkpoints; it evaluates on the training rows."""
 
     def compared(args, task, policy):
         return given(AutoModelForCausalLM.from_pretrained(reference), policy.vocab_size, as_bits=False)
@@ -108,8 +110,8 @@ def trainer(policy, reference, folder, train: list[dict], kind=BranchesTrainer, 
 
 
 def rows(prompts: tuple[int, ...] = (9, 1, 14, 30)) -> list[dict]:
-    """Three branches of prompts of these lengths, of 1 to 12 tokens, the prompt's last token among the places that are
-    read of each."""
+    """Three branches per prompt, of 1 to 12 tokens, for prompts of these lengths. The positions read for a branch
+    include the last token of its prompt."""
     dice = np.random.default_rng(0)
     made = []
     for group, length in enumerate(prompts):
@@ -125,8 +127,8 @@ def rows(prompts: tuple[int, ...] = (9, 1, 14, 30)) -> list[dict]:
 
 
 def exact(policy, reference, rows: list[dict], weights: list[float]) -> tuple[float, float, dict[str, np.ndarray]]:
-    """(loss, divergence a token, gradients by transformers' names) of the rows, each alone, in float64: the model in
-    torch, the loss in plain jnp."""
+    """(loss, KL divergence per token, gradients by transformers' names), computed in float64 one row at a time: the
+    model in torch, the loss in plain jnp."""
     import torch
     from transformers import AutoModelForCausalLM as Torch
 
@@ -148,7 +150,7 @@ def exact(policy, reference, rows: list[dict], weights: list[float]) -> tuple[fl
 
 
 def _filled(values: Any) -> jax.Array:
-    """Rows up to `MOST`, so that one program computes all texts."""
+    """Pads the rows to `MOST`, so that all texts use the same program."""
     values = np.asarray(values)
     return jnp.asarray(np.pad(values, [(0, MOST - len(values)), *[(0, 0)] * (values.ndim - 1)], mode="edge"))
 

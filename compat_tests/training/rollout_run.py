@@ -1,5 +1,5 @@
-"""A small GRPO run that tests break off and take up again; as a program, one that kills itself while it is judging:
-python -m compat_tests.training.rollout_run CHECKPOINT OUT GENERATION."""
+"""A small GRPO run that tests interrupt and resume. Run as a program, it kills itself while computing rewards: python
+-m compat_tests.training.rollout_run CHECKPOINT OUT GENERATION."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
 from compat_tests.parity.reference import BASE
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 
-# Four steps to a generation, which is trained on twice in four parts; two generations an epoch, and the tenth step is
-# in the second one. The reference moves, and so does the entropy bonus.
+# Each generation lasts four steps: it has four parts and is trained on twice. There are two generations per epoch, and
+# step ten is in the second epoch. The reference is synchronized, and the entropy coefficient adapts.
 CONFIG = {
     "max_steps": 10, "learning_rate": 3e-3, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3,
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4,
@@ -29,9 +29,9 @@ CONFIG = {
 
 
 def trainer_of(checkpoint, out, *, kind=GRPOTrainer, judged=lambda number: None, rows=5, eval_rows=0, **config):
-    """The trainer, and a list that gets the ids of each generation.
+    """A trainer, and a list that gets the completion ids of each generation.
 
-    judged: called with the number of each generation, from 1 on, while its rewards are asked for.
+    judged: called with the number of each generation, from 1, while its rewards are computed.
     """
     seen = []
 
@@ -50,7 +50,7 @@ def trainer_of(checkpoint, out, *, kind=GRPOTrainer, judged=lambda number: None,
 
 
 def kill(number: int) -> Callable[[int], None]:
-    """End this process at its `number`-th generation, as a machine does that loses power."""
+    """Kill this process during its `number`-th generation, as a power failure would."""
 
     def judged(generation: int) -> None:
         if generation == number:

@@ -1,4 +1,5 @@
-"""One run twice: our Loop over callables that compute nothing, and transformers' Trainer over one number."""
+"""The same run twice: our Loop over callables that compute nothing, and transformers' Trainer over a single
+parameter."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ EVAL_ROWS = 3
 
 
 class Recorder(TrainerCallback):
-    """Writes down every event, with the step and epoch at which it came."""
+    """Records every event with its step and epoch."""
 
     def __init__(self):
         self.events = []
@@ -50,7 +51,7 @@ for _name in EVENTS:
 
 @dataclass
 class Outcome:
-    """What a run shows from outside."""
+    """What can be observed of a run."""
 
     events: list[tuple[str, int, float]]
     state: TrainerState
@@ -71,9 +72,9 @@ class Outcome:
 
 
 def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, empty_from=sys.maxsize, **config) -> Outcome:
-    """Train on `rows` rows that are never looked at; the k-th evaluation reports `metrics[k]` as eval_m.
+    """Train on `rows` rows that are never read; the k-th evaluation reports `metrics[k]` as eval_m.
 
-    From the epoch `empty_from` on there is no batch.
+    From epoch `empty_from` on there are no batches.
     """
     args = RewardConfig(str(out), **(QUIET | {"per_device_train_batch_size": BATCH, "logging_steps": 2} | config))
     run = run_length(
@@ -147,7 +148,7 @@ class _Batches:
 
 
 def run_transformers(out, *, rows=10, metrics=(), callbacks=(), **config) -> Outcome:
-    """The same with transformers' Trainer; its closing log and on_train_end, left out."""
+    """The same with transformers' Trainer, without its final log and on_train_end."""
     import torch
     from transformers import Trainer, TrainingArguments
 
@@ -175,7 +176,7 @@ def run_transformers(out, *, rows=10, metrics=(), callbacks=(), **config) -> Out
 
 
 def _next(name, values):
-    """The next value under this name, or nothing once they are used up."""
+    """The next value under this name; empty once the values are used up."""
     value = next(values, None)
     return {} if value is None else {name: value}
 

@@ -1,4 +1,4 @@
-"""A loss of numbers of reads, three branches of a prompt, and a reference: in each layout the numbers of plain jnp in
+"""A per-token loss over three branches of a prompt and a reference: every layout gives the numbers of plain jnp in
 float64."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ OURS = {
 }  # fmt: skip
 
 
-# Windows that are shorter than the longer prompts; convolutions that begin with a prompt's last tokens, and states that
-# begin with the one behind it.
+# Windows shorter than the longer prompts; convolutions that start with a prompt's last tokens; recurrences that start
+# with a prompt's final state.
 FACTS = {
     "llama": {}, "mistral": {"sliding_window": 8}, "lfm2": {"layer_types": ["conv", "full_attention"]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0},
@@ -42,7 +42,7 @@ def wanted(models):
 
 
 def of_step(trainer):
-    """Loss and gradients of the first step, in all of its passes."""
+    """Loss and gradients of the first step, over all of its passes."""
     run, batch = trainer.parts.setup, next(iter(trainer.loader(trainer.train_dataset, training=True)))
 
     def loss(params, arrays):
@@ -71,13 +71,13 @@ def test_loss_and_gradients_are_those_of_the_formula(layout, models, wanted, tmp
     assert filled == (once if layout == "shared" else tokens)
     np.testing.assert_allclose(loss, wanted[0], rtol=2e-6)
     for ours, theirs in OURS.items():
-        theirs = theirs if theirs in wanted[2] else "model.embedding_norm.weight"  # lfm2's last norm
+        theirs = theirs if theirs in wanted[2] else "model.embedding_norm.weight"  # the name of lfm2's final norm
         np.testing.assert_allclose(gradients[ours], wanted[2][theirs], atol=2e-6, rtol=1e-4, err_msg=ours)
 
 
 @usual("llama", "mistral")
 def test_a_run_lays_out_examples_that_come_from_no_dataset(models, wanted, tmp_path):
-    """As those of a rollout do; log-probabilities of a pass go back to them."""
+    """Like those of a rollout; log-probabilities of a pass are mapped back to the examples."""
     config = {"batch_layout": "shared", "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
     trainer = branches.trainer(*models, tmp_path, branches.rows(), **config)
     run, forward = trainer.parts.setup, trainer.parts.forward
@@ -116,5 +116,5 @@ def test_a_scripts_own_loss_is_refused(models, tmp_path):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return 0.0
 
-    with pytest.raises(TypeError, match="own compute_loss would be given whole logits.*BranchesTask"):
+    with pytest.raises(TypeError, match="overridden compute_loss would receive logits.*BranchesTask"):
         branches.trainer(*models, tmp_path, branches.rows(), kind=Own)

@@ -1,4 +1,4 @@
-"""The model card tells the run: its arguments, its last metrics, its curve; no secrets, no broken sentences."""
+"""The model card describes the run (arguments, last metrics, curve) without secrets or broken sentences."""
 
 from __future__ import annotations
 

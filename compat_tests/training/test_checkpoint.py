@@ -1,4 +1,4 @@
-"""Folders under their name only when complete; the best remembered; errors that say what was reported."""
+"""Checkpoint folders get their final name only when complete; the best one is kept; errors name the cause."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_all_but_the_best_are_forgotten(tmp_path):
     for name, run in whose.items():
         (tmp_path / name).mkdir()
         write_manifest(tmp_path / name, {"step": 0, "run": run})
-    (tmp_path / "checkpoint-8").mkdir()  # nobody knows whose
+    (tmp_path / "checkpoint-8").mkdir()  # of an unknown run
     forget_all_but_best(str(tmp_path), str(tmp_path / "checkpoint-4"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-6", "checkpoint-8", "final"]
     forget_all_but_best(str(tmp_path), str(tmp_path / "checkpoint-8"))

@@ -1,4 +1,4 @@
-"""What is compiled is kept on disk unless the user says otherwise, and counted."""
+"""Compiled programs are cached on disk unless the user says otherwise, and compilations are counted."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ assert held() < found[0] - 50e6, (held(), found)
 
 @pytest.mark.skipif(devices._malloc_trim() is None, reason="glibc alone can be asked for it")
 def test_what_the_compiler_freed_goes_back_to_the_system():
-    """In a process of its own: in one that has run many tests, what is freed leaves holes elsewhere."""
+    """In a separate process: after many tests, freed memory is fragmented."""
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -152,7 +152,7 @@ def test_nothing_more_is_begun_once_the_run_has_ended():
 
 
 def test_xla_for_a_cpu_is_told_what_it_knows_and_nothing_else(monkeypatch):
-    """A name it does not know would end the run."""
+    """An unknown option would fail the run."""
     assert jax.jit(lambda x: x + 1, compiler_options=compiler_options("cpu", several=False))(1) == 2
     monkeypatch.setattr(devices, "_YNN", "xla_cpu_that_never_was")
     devices._takes_dots_alone.cache_clear()

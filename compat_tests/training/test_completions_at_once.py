@@ -1,4 +1,5 @@
-"""Online trainers generate a few completions at a time where an argument or the memory asks for it: the same rows."""
+"""Online trainers generate fewer completions at a time if an argument or the memory requires it: the rows are the
+same."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ CONFIG = {"max_completion_length": 8, "per_device_train_batch_size": 8, "generat
 
 @pytest.fixture
 def make(checkpoint, tmp_path):
-    """Returns a trainer, and a function for the completions of its first generation."""
+    """make(kind, **config) -> a trainer on 20 prompts."""
     folder = str(checkpoint(**SMALL))
 
     def made(kind="GRPO", **config):
@@ -34,7 +35,7 @@ def make(checkpoint, tmp_path):
 
 @pytest.fixture
 def queues(monkeypatch):
-    """The number of slots of each generation that was not of all completions at once."""
+    """The number of slots of each generation that did not generate all completions at once."""
     slots, queue = [], generator.generate_queue
 
     def generate_queue(*given, **options):
@@ -61,7 +62,7 @@ def test_an_argument_bounds_them(kind, sizes, make, queues):
 
 
 def test_memory_bounds_them(make, queues, monkeypatch):
-    """By what the run holds, the optimizer's state included, not by what happens to be free."""
+    """The limit depends on what the run keeps, including the optimizer state, not on what happens to be free."""
     complete, free = rollout.complete, []
 
     def completed(*given, **options):
@@ -69,16 +70,16 @@ def test_memory_bounds_them(make, queues, monkeypatch):
         return complete(*given, **options)
 
     monkeypatch.setattr(rollout, "complete", completed)
-    monkeypatch.setattr(rollout, "room_of", lambda device: 10**9)
+    monkeypatch.setattr(rollout, "device_memory_limit", lambda device: 10**9)
     trainer = make(num_generations=4, beta=0.1)
     params, of_run = trainer.model.params, trainer.parts.setup.arrays
     held = sum(array.nbytes for array in of_run.values())
-    assert held == 2 * sum(array.nbytes for array in params.values())  # the reference, too
+    assert held == 2 * sum(array.nbytes for array in params.values())  # including the reference
     wanted = completions(trainer)
     trainer.parts.setup.progress.optimizer_state = [params, np.zeros(10)]
     completions(trainer)
     assert free == [10**9 - held, 10**9 - 3 * held // 2] and queues == []
-    monkeypatch.setattr(rollout, "room_of", lambda device: held + 1)
+    monkeypatch.setattr(rollout, "device_memory_limit", lambda device: held + 1)
     assert completions(make(num_generations=4, beta=0.1)) == wanted and queues == [1]
-    monkeypatch.setattr(rollout, "room_of", lambda device: 0)  # unknown
+    monkeypatch.setattr(rollout, "device_memory_limit", lambda device: 0)  # unknown
     assert completions(make(num_generations=4, beta=0.1)) == wanted and len(queues) == 1 and free[-1] is None

@@ -1,4 +1,5 @@
-"""Batches from a thread: the same ones in order, errors where they are asked for, and no thread left behind."""
+"""Batches from a background thread: the same ones in order, errors raised when their batch is requested, no thread
+left."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from trl_jax.training.data import Prefetched
 
 
 class Source:
-    """Counts what is asked of it; `fails` at that number."""
+    """Records what is requested; raises at number `fails`."""
 
     def __init__(self, fails=None):
         self.made, self.fails, self.epochs = [], fails, []
@@ -69,7 +70,7 @@ def test_the_epoch_is_passed_on():
 
 
 class Stalled(Source):
-    """Three batches; the fourth comes when it is let."""
+    """Three batches; the fourth waits until it is released."""
 
     def __init__(self):
         super().__init__()

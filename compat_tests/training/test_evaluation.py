@@ -1,4 +1,4 @@
-"""One pass over an evaluation set: a mean over examples, and nothing asked of the device too early."""
+"""One pass over an evaluation set: a mean over examples, and no early waiting for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl_jax.training.evaluate import run_batches, run_evaluation
 
 
 class EvalChunk:
-    """A chunk of one pass, whose outputs are its number for every example of its one batch."""
+    """A chunk of a single pass with one batch; the outputs of all its examples are the chunk's number."""
 
     def __init__(self, number, examples):
         self.passes = [(np.float32(number), None)]
@@ -46,7 +46,7 @@ def test_the_loss_is_a_mean_over_examples():
 
 
 def test_a_scripts_own_batches_are_averaged_alike():
-    """Batch by batch, whose outputs may be of any form."""
+    """Batch by batch; outputs may have any structure."""
 
     def evaluate(number):
         return {"loss": jnp.float32(number)}, {"logits": jnp.full(2, number)}

@@ -1,4 +1,4 @@
-"""Features of images under a frozen tower are computed once, and losses are those of a run that keeps none."""
+"""Image features of a frozen tower are computed once, and losses equal those of a run that does not cache them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compat_tests.trainer.vision_models import (
     trainer,
     unpaired,
 )
-from trl_jax.core.outputs import KeptFeatures
+from trl_jax.core.outputs import PrecomputedFeatures
 from trl_jax.data.images import Features, ImagePatches, digest_of, join_images, spans_of
 from trl_jax.training import features, setup
 from trl_jax.training.features import FeatureStore
@@ -33,7 +33,7 @@ def llava(tmp_path_factory):
 
 
 def frozen(made):
-    """Freeze the tower and its connector, as scripts do."""
+    """Freeze the tower and its projector, as user scripts do."""
     for name, parameter in made.model.named_parameters():
         if "vision_tower" in name or "multi_modal_projector" in name:
             parameter.requires_grad_(False)
@@ -50,7 +50,7 @@ def run(kind, freeze, llava, out):
     return logged(made if adapter else frozen(made))
 
 
-# With an adapter, the reference has the policy's tower; without, a copy of it, or a teacher its own.
+# With an adapter, the reference shares the policy's tower; without one, it has a copy. A teacher has its own.
 CASES = {
     ("SFT", "adapter"): 4,
     ("SFT", "flags"): 4,
@@ -90,14 +90,14 @@ def image(number, count, separators=1, deep=2):
 def test_features_are_joined_with_separators():
     at = np.array([[-1, 0, 5, -2, 6, 8]], np.int32)
     joined = join_images([[image(1, 6), image(2, 3)]], at)
-    assert isinstance(joined, KeptFeatures) and joined.of_reference is None
+    assert isinstance(joined, PrecomputedFeatures) and joined.of_reference is None
     values, places = joined.values[0], joined.at[0]
     assert places[0] == -1 and values[places[1:], 0].tolist() == [1, 1, 100, 2, 2]
     assert joined.deep.shape == (1, 2, 16, 3) and joined.deep[0, :, places[[1, 5]], 0].T.tolist() == [[-1, -2]] * 2
 
 
 class Tower:
-    """Stands for a tower, and counts its images."""
+    """A stand-in for a tower that counts its images."""
 
     def __init__(self, value):
         self.graph = self.dtype = None
@@ -114,7 +114,7 @@ class Tower:
 @pytest.mark.parametrize("room", [0, 2**20])
 def test_features_are_kept_within_the_memory_and_forgotten_with_their_tower(room, monkeypatch):
     policy = type("Policy", (), {"params": {}})()
-    monkeypatch.setattr(features, "available", lambda: 4 * room)
+    monkeypatch.setattr(features, "available_host_memory", lambda: 4 * room)
     store, tower = FeatureStore(trl_jax.SFTConfig("out", use_cpu=True, bf16=False)), Tower(1)
     monkeypatch.setattr(features, "_towers", lambda *_: [tower])
     images = [image(number, 6)._replace(features=()) for number in (1, 2)]

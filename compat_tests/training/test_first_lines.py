@@ -1,4 +1,4 @@
-"""What a run says by itself: three lines before its first step, one at its end, one when it has saved."""
+"""What a run logs by default: three lines before its first step, one at the end, one after saving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(checkpoint):
 
 @pytest.fixture
 def told(caplog):
-    """told() -> the lines that this module showed so far."""
+    """told() -> the lines that this module logged so far."""
     return lambda: [record.getMessage() for record in caplog.records if record.name == first_lines.__name__]
 
 
@@ -47,7 +47,7 @@ def test_three_lines_come_before_the_first_step_and_one_after_the_last(folder, t
     assert compilation.startswith(f"Compiling the step for shape 1 of {shapes}, tokens ")
     assert compilation.endswith(f"programs are kept in {first_lines.jax.config.jax_compilation_cache_dir}.")
     assert first_lines._from_home(str(Path("~/a/b").expanduser())) == "~/a/b"
-    left = r"the model is in memory alone\. Next: trainer\.save_model\(\)\."
+    left = r"the model is only in memory\. Next: trainer\.save_model\(\)\."
     assert re.fullmatch(r"Trained 2 steps in [\d.]+ s; " + left, end)
     assert steps.before == [3, 3]
     trainer.train()
@@ -73,17 +73,17 @@ class Own(trl_jax.RewardTrainer):
 
 def test_a_loss_of_ones_own_has_its_layout_told(folder, tmp_path, told):
     Own(str(folder), make(trl_jax, folder, tmp_path, config={"max_steps": 1}).args, train_dataset=table(8)).train()
-    assert told()[1] == "Layout padded: the script's own loss gets whole rows."
+    assert told()[1] == "Layout padded: a user-defined loss receives whole rows."
     assert told()[2].startswith("Compiling the step for shape 1, tokens ")
 
 
 def test_rows_that_a_run_writes_have_their_layout_told_with_its_reason(monkeypatch):
     said = []
     monkeypatch.setattr(first_lines, "tell", lambda told, kind, text: said.append(text))
-    for layout, reason in (("padded", "attention along packed rows knows no dropout"), ("shared", "")):
+    for layout, reason in (("padded", "packed attention does not support dropout"), ("shared", "")):
         first_lines.tell_layout(set(), layout, reason, own_loss=False)
     assert said == [
-        "Layout padded: attention along packed rows knows no dropout.",
+        "Layout padded: packed attention does not support dropout.",
         "Layout shared: texts end to end, without padding; a prompt that several texts share is computed once.",
     ]
 
@@ -92,13 +92,13 @@ def test_a_first_evaluation_says_that_it_compiles(folder, tmp_path, told):
     trainer = make(trl_jax, folder, tmp_path, config={"max_steps": 1})
     for _ in range(2):
         trainer.evaluate(table(4))
-    assert told() == ["Compiling the evaluation; the first one takes longer than the others."]
+    assert told() == ["Compiling the evaluation: the first one takes longer than the others."]
 
 
 def test_a_quieter_log_level_is_heard(folder, tmp_path, told):
     make(trl_jax, folder, tmp_path, config={"max_steps": 1, "log_level": "warning"}).train()
     assert told() == []
-    first_lines.show_lines(logging.ERROR, asked=False)  # transformers' own verbosity
+    first_lines.show_lines(logging.ERROR, asked=False)  # transformers' verbosity
     assert not first_lines.logger.isEnabledFor(logging.INFO)
     first_lines.show_lines(logging.WARNING, asked=False)
     assert first_lines.logger.isEnabledFor(logging.INFO)
@@ -116,7 +116,7 @@ def test_the_bar_expects_no_compilation_of_the_steps_to_come(folder, tmp_path):
     trainer.callback_handler.pop_callback(ProgressCallback)
     trainer.add_callback(bar)
     bar.on_train_begin(trainer.args, trainer.state, trainer.control)
-    bar.training_bar._time = lambda: bar.training_bar.last_print_t + 100.0  # the compiler's
+    bar.training_bar._time = lambda: bar.training_bar.last_print_t + 100.0  # pretend that compiling took 100 seconds
     began = bar.training_bar.start_t
     compilation = CompilationUntimed(trainer._setup.events)
     compilation.done((1, 8))

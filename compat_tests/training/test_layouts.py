@@ -1,4 +1,4 @@
-"""Which layout a run takes, what the log says of it, and that its numbers do not depend on it."""
+"""Which layout a run uses, what it logs about it, and that results do not depend on it."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def asked(layout="auto", device="cpu", **more):
         (asked("packed"), CAUSAL, "packed", ""),
         (asked("padded"), CAUSAL, "padded", ""),
         (asked(), ENCODER, "packed", ""),
-        (asked("shared"), ENCODER, "packed", "see what comes after them"),
-        (asked(), WHOLE, "padded", "reads whole rows"),
-        (asked("shared"), WHOLE, "padded", "reads whole rows"),
+        (asked("shared"), ENCODER, "packed", "attention is bidirectional"),
+        (asked(), WHOLE, "padded", "does not support several texts in one row"),
+        (asked("shared"), WHOLE, "padded", "does not support several texts in one row"),
         (asked(disable_dropout=False), CAUSAL, "shared", ""),
-        (asked(disable_dropout=False), DROPS, "padded", "knows no dropout"),
+        (asked(disable_dropout=False), DROPS, "padded", "does not support dropout"),
         (asked(neftune_noise_alpha=5.0), CAUSAL, "padded", "neftune_noise_alpha"),
         (asked(), DROPS, "shared", ""),
         (asked(device="cuda"), CAUSAL, "shared", ""),
@@ -68,7 +68,7 @@ def asked(layout="auto", device="cpu", **more):
         (asked(), DRAWS, "packed", ""),
         (asked("packed"), DRAWS, "packed", ""),
         (asked("padded"), DRAWS, "padded", ""),
-        (asked("shared"), DRAWS, "packed", "draw experts for each text"),
+        (asked("shared"), DRAWS, "packed", "sample experts for each text"),
     ],
 )
 def test_what_is_exact_and_why_not(args, backend, layout, reason):
@@ -83,9 +83,9 @@ def test_what_is_exact_and_why_not(args, backend, layout, reason):
         (asked("padded"), WHOLE, None),
         (asked("shared"), CAUSAL, None),
         (asked("packed"), ENCODER, None),
-        (asked("shared"), DRAWS, "so rows are packed: routers of this model draw experts for each text"),
-        (asked("shared"), WHOLE, "so rows are padded: this model reads whole rows"),
-        (asked("shared"), ENCODER, "so rows are packed: the tokens of this model see what comes after them"),
+        (asked("shared"), DRAWS, "so rows are packed: this model's routers sample experts for each text"),
+        (asked("shared"), WHOLE, "so rows are padded: this model does not support several texts in one row"),
+        (asked("shared"), ENCODER, "so rows are packed: this model's attention is bidirectional"),
     ],
 )
 def test_only_what_was_asked_for_and_cannot_be_had_is_warned_of(args, backend, said, caplog):
@@ -104,7 +104,7 @@ def test_the_line_at_the_start(caplog):
     data = ids(900, *[(100, 150)] * 8)
     with caplog.at_level(logging.INFO, "trl_jax"):
         plan = layout_choice.plan(asked(), CAUSAL, data, COLUMNS, parameters=10**6, batch_size=2, steps=2)
-    # Four pairs in two streams: 2 x (900 + 100 + 150) tokens each, of 2 micro-batches of 4 rows of 1,050.
+    # Four pairs in two packed rows of 2 x (900 + 100 + 150) tokens, against 2 micro-batches of 4 rows of 1,050.
     assert plan.buckets.lengths == (2304,)
     text = "Layout shared: 4.6k of 8.4k padded tokens a step (45% less), for 8.2k tokens of text; packed rows of 2,304 "
     assert caplog.messages == [text + "tokens."]
@@ -130,7 +130,7 @@ def test_the_line_of_a_padded_run_and_of_a_stream(caplog):
             == "shared"
         )
     assert caplog.messages == [
-        "Layout padded: this model reads whole rows, not texts laid end to end.",
+        "Layout padded: this model does not support several texts in one row.",
         "Layout shared: how much it saves on a stream of rows is not known beforehand.",
     ]
 
@@ -141,14 +141,15 @@ def test_a_layout_that_is_not_is_refused():
 
 
 def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path, monkeypatch):
-    """With margins, centring, ragged accumulation, evaluation on a size the batch does not divide, and predict; the
-    last with attention text by text, as on GPUs."""
+    """With margins, centering, ragged accumulation, predict(), and an evaluation set that the batch size does not
+    divide. The last layout computes attention per text, as on GPUs."""
     config = {
         "gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.1, "eval_strategy": "epoch", "bf16": False,
         "learning_rate": 1e-3,
     }  # fmt: skip
     found = {}
-    layouts = ("packed", "shared", "rows") if THOROUGH else ("shared", "rows")  # packed rows: parity/test_sft_curve.py
+    # `packed` is covered by parity/test_sft_curve.py.
+    layouts = ("packed", "shared", "rows") if THOROUGH else ("shared", "rows")
     for layout in ("padded", *layouts):
         if layout == "rows":
             monkeypatch.setattr(layout_choice, "by_rows", lambda args, **_: True)
@@ -170,7 +171,9 @@ def test_a_run_gives_the_same_numbers_in_every_layout(checkpoint, tmp_path, monk
 
 def test_texts_that_are_divided_over_gpus_are_padded_unless_asked_otherwise():
     found, why = layout_choice.exact_layout(asked(device="cuda"), CAUSAL, striped=True)
-    assert found == "padded" and "have no kernel along packed rows; batch_layout='shared' uses XLA" in why
+    assert (
+        found == "padded" and "no GPU kernel for packed rows split over devices; batch_layout='shared' uses XLA" in why
+    )
     assert layout_choice.exact_layout(asked("shared", device="cuda"), CAUSAL, striped=True)[0] == "shared"
 
 
@@ -187,7 +190,7 @@ def test_completions_of_a_prompt_are_read_by_text_on_tpus():
 @only_thorough
 @pytest.mark.parametrize("model", [thorough(SMALL), WINDOWS])
 def test_completions_give_the_same_numbers_by_text(model, checkpoint, tmp_path, monkeypatch):
-    """Keys in the order of texts, as on TPUs, with and without a window, a reference beside."""
+    """Keys ordered by text, as on TPUs, with and without a sliding window, with a reference."""
     found, calls = {}, []
 
     def by_text(*qkv, **options):
@@ -245,7 +248,7 @@ def test_gradients_beside_a_reference_are_the_same_in_every_layout(kind, checkpo
         config = {"bf16": False, "batch_layout": layout, "max_steps": 1, "per_device_train_batch_size": 4}
         args = getattr(trl_jax, f"{kind}Config")(str(tmp_path), **(BASE | config))
         rows = Dataset.from_list(rows_of(kind, 4))
-        reference = str(checkpoint(**SMALL, seed=5))  # another model, or a DPO's gradient would not depend on it
+        reference = str(checkpoint(**SMALL, seed=5))  # another model; otherwise DPO's loss would not depend on it
         trainer = getattr(trl_jax, f"{kind}Trainer")(model, reference, args, train_dataset=rows)
         [step, *_] = trainer.get_train_dataloader().steps
         assert (step.arrays.packed is None) == (layout == "padded")

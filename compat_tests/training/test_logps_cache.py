@@ -1,4 +1,4 @@
-"""Log-probabilities of a reference that were computed once are found again, as long as they are the same numbers."""
+"""Precomputed reference log-probabilities are reused, but only if everything they depend on is unchanged."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from compat_tests.tiny import preference_rows
 from trl_jax.tasks.language import REFERENCE_COLUMNS
 from trl_jax.training import reference_logps
 
-ROWS = 140  # three windows of one pair a batch
+ROWS = 140  # three windows with a batch size of one pair
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The folder of all datasets' caches, with nothing in it."""
+    """The (empty) cache folder of all datasets."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     return tmp_path / "datasets"
 
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The numbers of the rows that are computed, as they are; each batch is a part of its own."""
+    """The indices of rows as they are computed; each batch is stored as a separate part."""
     rows, put = [], reference_logps.LogpsCache.put
 
     def counting(self, start, values):
@@ -97,7 +97,7 @@ CHANGES = {
     "rows": ({"max_length": 20}, {}),
     "weighting": ({"ld_alpha": 0.5}, {}),
     "dtype": ({"bf16": True}, {}),
-    "batch": ({"precompute_ref_batch_size": 2}, {}),  # which ropes of some models depend on
+    "batch": ({"precompute_ref_batch_size": 2}, {}),  # the scaling of some RoPE types depends on it
 }
 
 
@@ -107,7 +107,7 @@ def test_what_changes_the_numbers_computes_them_anew(model, checkpoint, cache, c
     for name, (config, arguments) in CHANGES.items():
         before = len(computed)
         make(model, tmp_path, rows, config=config, **arguments)
-        # Under a new adapter the reference is the model without it.
+        # With a new adapter, the reference is the model without it.
         assert len(computed) - before == (0 if name == "adapter" else 4), name
     ours, theirs = (numbers(make(model, tmp_path, rows, ref_model=ref)) for ref in (model, other))
     assert np.abs(ours - theirs).max() > 0.1
@@ -117,7 +117,7 @@ def test_what_changes_the_numbers_computes_them_anew(model, checkpoint, cache, c
 
 
 def test_an_activation_of_the_config_is_part_of_the_model(model, checkpoint, cache, computed, tmp_path):
-    """Two whose weights are the same."""
+    """The models have the same weights."""
     for act in ("silu", "gelu", "gelu_new"):
         make(str(checkpoint(**SMALL, hidden_act=act)), tmp_path, table(4))
     assert len(computed) == 12
@@ -151,7 +151,7 @@ def test_a_run_that_ended_early_is_gone_on_with(model, cache, computed, tmp_path
     assert computed == [*range(ROWS)]
     np.testing.assert_array_equal(numbers(again), whole)
 
-    lost = parts(cache)[5:8]  # as of a kill in the middle of other parts
+    lost = parts(cache)[5:8]  # as if killed while other parts were being written
     for path in lost:
         path.unlink()
     computed.clear()
@@ -161,8 +161,8 @@ def test_a_run_that_ended_early_is_gone_on_with(model, cache, computed, tmp_path
 
 @pytest.mark.parametrize("layout", [thorough("padded"), "shared"])
 def test_what_is_gone_on_with_is_what_was_never_broken_off(layout, model, cache, computed, tmp_path):
-    """To the bit, whichever rows were there: texts of other lengths made other shapes. Batches of another size change
-    the rounding alone."""
+    """Bitwise, whichever parts were cached, although the remaining rows are batched in other shapes. Another batch size
+    changes only the rounding."""
     config = {"batch_layout": layout, "precompute_ref_batch_size": 2}
     whole = numbers(make(model, tmp_path, config=config))
     other = numbers(make(model, tmp_path, config=config | {"precompute_ref_batch_size": 5}))

@@ -1,4 +1,4 @@
-"""The loop beside transformers' Trainer: the same events at the same steps, the same folders left."""
+"""The training loop against transformers' Trainer: the same events at the same steps, and the same folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEST = {"load_best_model_at_end": True, "metric_for_best_model": "m"}
 
 
 class Ask(TrainerCallback):
-    """At the end of one step, asks for what `control` can be asked for."""
+    """Sets flags of `control` at the end of one step."""
 
     def __init__(self, step, *flags):
         self.step, self.flags = step, flags
@@ -139,7 +139,8 @@ RUNS = {
 
 
 def callbacks_of(run):
-    """A tuple asks, a number is the patience of EarlyStoppingCallback; new ones for every run."""
+    """Callbacks from a case: a tuple is an Ask, a number an EarlyStoppingCallback's patience. New ones for every
+    run."""
     made = [Ask(*ask) if isinstance(ask, tuple) else EarlyStoppingCallback(ask) for ask in run.get("callbacks", [])]
     return {"num_train_epochs": 2} | run | {"callbacks": made}
 
@@ -203,5 +204,5 @@ def test_batches_that_run_out_end_the_run_with_a_warning(tmp_path, caplog):
 
 
 def test_a_run_without_a_batch_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="gave no batch, so there is nothing to train on"):
+    with pytest.raises(ValueError, match="yielded no batch, so there is nothing to train on"):
         run_loop(tmp_path, rows=10, max_steps=4, empty_from=0)

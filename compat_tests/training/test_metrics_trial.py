@@ -1,4 +1,4 @@
-"""compute_metrics is tried on two rows before training."""
+"""Before training, compute_metrics is called on two rows to find errors early."""
 
 from __future__ import annotations
 

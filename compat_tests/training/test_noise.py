@@ -1,4 +1,4 @@
-"""What is drawn in a run: `neftune_noise_alpha`, and experts that routers draw."""
+"""Randomness in training: `neftune_noise_alpha`, and routers that sample experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(checkpoint):
 
 
 def test_training_has_noise_and_evaluation_has_none(folder, tmp_path):
-    """One batch is the whole set: without noise both losses are the same."""
+    """The set is a single batch: without noise both losses would be equal."""
     rows, config = table(4), {"max_steps": 1, "logging_steps": 1}
     trainer = make(trl_jax, folder, tmp_path, train=rows, config=config | {"neftune_noise_alpha": 20.0})
     calm = make(trl_jax, folder, tmp_path, config=config).evaluate(rows)["eval_loss"]
@@ -35,7 +35,7 @@ def test_training_has_noise_and_evaluation_has_none(folder, tmp_path):
 @only_thorough
 @pytest.mark.parametrize("layout", ["auto", thorough("padded")])
 def test_routers_draw_in_training_and_not_in_evaluation(layout, checkpoint, tmp_path):
-    """Though `disable_dropout` is True: the default of this trainer."""
+    """Even though `disable_dropout` is True, the default of this trainer."""
     folder, rows = checkpoint("phimoe", router_jitter_noise=0.4, **FACTS), table(4)
     config = {"max_steps": 1, "logging_steps": 1, "batch_layout": layout}
     trainer = make(trl_jax, folder, tmp_path, train=rows, config=config)
@@ -89,7 +89,7 @@ def test_what_is_left_to_chance():
 
 
 def test_routers_draw_without_dropout_too():
-    """transformers' do whenever the model is in train mode."""
+    """transformers' routers do so whenever the model is in training mode."""
     key = run_key(asked(), DRAWS)
     assert list(options(DRAWS, key)) == ["router_key"]
     every = options(DRAWS, key, disable_dropout=False, neftune_noise_alpha=5.0)

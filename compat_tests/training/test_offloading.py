@@ -1,4 +1,4 @@
-"""`activation_offloading` in a run."""
+"""`activation_offloading`: a warning on CPUs, and an error for exported models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every optimizer beside torch's, transformers' or its paper, step by step; adaptive schedules beside theirs."""
+"""Every optimizer against torch's, transformers' or its paper, step by step; adaptive schedules against
+transformers'."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_every_step_is_theirs(name, optim_args, make, decay):
 
 
 def test_centered_rmsprop_is_torchs_where_it_is_well_conditioned():
-    """The spread is a difference of nearly equal numbers while a gradient repeats; eps bounds what that costs."""
+    """While a gradient repeats, the variance is a difference of almost equal numbers; a large eps limits the effect."""
     make = torch_class("RMSprop", centered=True, eps=1e-2)
     same(ours("rmsprop", "centered=true,eps=1e-2"), theirs(make))
 

@@ -1,4 +1,4 @@
-"""Checkpoints of TRL's trainers that write completions, taken up here: the next completions and steps are TRL's."""
+"""Resuming from checkpoints of TRL's online trainers: the next completions and steps match TRL's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_students_next_steps_are_trls_in_the_second_epoch_too(checkpoint, tmp_
     models, rows = (str(checkpoint(**shape)) for shape in (SMALL, TEACHER)), Dataset.from_list(prompt_rows(20))
     student, teacher = models
     for package, name, resume in ((trl, "theirs", None), (trl_jax, "ours", str(tmp_path / "theirs" / "checkpoint-3"))):
-        config = BASE | STEPS | {"max_steps": 5, "save_strategy": "steps", "save_steps": 3}  # two steps an epoch
+        config = BASE | STEPS | {"max_steps": 5, "save_strategy": "steps", "save_steps": 3}  # two steps per epoch
         args = package.DistillationConfig(str(tmp_path / name), **config)
         trainer = package.DistillationTrainer(student, teacher, args, rows)
         trainer.train(resume_from_checkpoint=resume)

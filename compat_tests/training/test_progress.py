@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights goes to the disk, and comes back, piece by piece."""
+"""Optimizer state and other progress in a checkpoint are written and read in pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_pieces_are_no_larger_than_asked_for(most, sizes):
     found = list(pieces(array, most))
     assert [piece.nbytes for piece in found] == sizes
     np.testing.assert_array_equal(np.concatenate(found), array)
-    assert array._npy_value is None  # nothing of it stayed on the host
+    assert array._npy_value is None  # no host copy was cached
 
 
 def test_a_saved_tree_is_the_same_however_small_its_pieces(tmp_path, monkeypatch):

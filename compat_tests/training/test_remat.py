@@ -1,4 +1,4 @@
-"""A step keeps what fits, shape by shape."""
+"""The remat policy of a step: the first one that fits, separately for each shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trl_jax.training import devices
-from trl_jax.training.devices import Programs, RematFallback, room_of
+from trl_jax.training.devices import Programs, RematFallback, device_memory_limit
 
 ROW = 1 << 10
 
@@ -21,7 +21,7 @@ def fits(steps, room):
 
 
 def large(params, state, batch, rate):
-    """Two products that have to exist at once: 2 n^2 numbers."""
+    """Needs two products at the same time: 2 n^2 numbers."""
     rows = batch["tokens"]
     return jnp.linalg.norm(jnp.sort(rows @ rows.T) + jnp.sort(rows @ rows.T, axis=0)) + rate
 
@@ -41,12 +41,12 @@ def test_the_first_that_fits_is_taken_for_each_shape(caplog):
     wanted = float(large(None, None, batch(16), 0.5))
     assert found == pytest.approx([wanted, 4 * ROW + 0.5] * 2)
     (line,) = [record.getMessage() for record in caplog.records if "gradient_checkpointing" in record.getMessage()]
-    assert line.startswith("gradient_checkpointing: whole layers are computed twice; to keep their matrix products")
-    assert line.endswith("of the 0.00 GB there are.") and "would take 0.0" in line
+    assert line.startswith("gradient_checkpointing recomputes whole layers: saving matrix products")
+    assert line.endswith("of 0.00 GB.") and "would take 0.0" in line
 
 
 class Refused:
-    """A step that a compiler for an accelerator does not take."""
+    """A step that an accelerator's compiler refuses."""
 
     def __init__(self, error):
         self.error, self.tried = error, []
@@ -64,7 +64,8 @@ def test_what_the_compiler_refuses_does_not_fit():
     assert float(step(None, None, batch(2), 0.0)) == 8
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         fits([Refused("INTERNAL: Mosaic failed"), jax.jit(small)], 1)(None, None, batch(2), 0.0)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):  # the last has to
+    # The error of the last candidate is raised.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         fits([Refused("RESOURCE_EXHAUSTED")], 1)(None, None, batch(2), 0.0)
 
 
@@ -77,8 +78,8 @@ def test_what_did_not_fit_is_not_tried_with_more():
 
 def test_the_room_is_the_devices_own_or_half_of_the_host():
     told = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000})
-    assert room_of(told) == 950
-    first, again = (room_of(jax.devices("cpu")[0]) for _ in range(2))
+    assert device_memory_limit(told) == 950
+    first, again = (device_memory_limit(jax.devices("cpu")[0]) for _ in range(2))
     assert first == again > 1e8
 
 
@@ -89,6 +90,6 @@ def unnamed(name):
 @pytest.mark.parametrize("system", [SimpleNamespace(), SimpleNamespace(sysconf=unnamed)], ids=["Windows", "unnamed"])
 def test_where_the_system_does_not_tell_its_memory_nothing_is_kept(system, monkeypatch):
     monkeypatch.setattr(devices, "os", system)
-    room = room_of(jax.devices("cpu")[0])
+    room = device_memory_limit(jax.devices("cpu")[0])
     assert room == 0
     assert float(fits([None, jax.jit(small)], room)(None, None, batch(2), 0.0)) == 8

@@ -1,4 +1,5 @@
-"""`auto_find_batch_size`: a run that does not fit begins again with fewer pairs, as if it had never been larger."""
+"""`auto_find_batch_size`: if a run does not fit, it restarts with fewer pairs per step, as if it had started that
+way."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def folder(checkpoint):
 
 @pytest.fixture
 def memory_for(monkeypatch):
-    """memory_for(pairs, first): from step `first` of a try on, more pairs a step do not fit; their arrays are gone."""
+    """memory_for(pairs, first): from step `first` of an attempt on, steps with more pairs run out of memory and lose
+    their (donated) arrays."""
     real = step.make_step
 
     def limited(pairs, first=1):

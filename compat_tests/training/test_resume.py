@@ -1,4 +1,4 @@
-"""A run taken up again is the run that was never broken: weights, moments and every logged number, bit for bit."""
+"""A resumed run equals the uninterrupted run bitwise: weights, moments and every logged number."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CLOCK = ("runtime", "per_second")
 
 
 class Draws(TrainerCallback):
-    """Logs what Python's and NumPy's generators give, as a script's own metric might."""
+    """Logs draws from Python's and NumPy's generators, as a user's metric might."""
 
     def on_log(self, args, state, control, logs, **kwargs):
         state.log_history[-1]["drawn"] = [random.random(), float(np.random.random())]
 
 
 def logs(trainer):
-    """The history without what a clock says."""
+    """The log history without timings."""
     return [{k: v for k, v in log.items() if not k.endswith(CLOCK)} for log in trainer.state.log_history]
 
 
@@ -71,7 +71,7 @@ def train(folder, tmp_path):
 
 
 def only(tmp_path, step, name="again"):
-    """A run's folder as it was when that checkpoint was its newest."""
+    """A copy of the run's folder as of that checkpoint."""
     shutil.rmtree(tmp_path / name, ignore_errors=True)
     for earlier in range(1, step + 1):
         if (tmp_path / "whole" / f"checkpoint-{earlier}").exists():
@@ -88,7 +88,7 @@ RUNS = {
         {"neftune_noise_alpha": 5.0, "optim": "schedule_free_adamw", "max_steps": 3, "eval_steps": 9}, [2]),
     "sequential, cosine, one log an epoch": (
         {"train_sampling_strategy": "sequential", "lr_scheduler_type": "cosine", "logging_strategy": "epoch",
-         "weight_decay": 0.1, "warmup_steps": 2, "eval_strategy": "epoch"}, [3, 4]),  # before an epoch's end, too
+         "weight_decay": 0.1, "warmup_steps": 2, "eval_strategy": "epoch"}, [3, 4]),  # also before the end of an epoch
     "saved by epoch": ({"save_strategy": "epoch", "eval_strategy": "epoch"}, [4]),
     "saved when best": (
         {"save_strategy": "best", "metric_for_best_model": "loss", "eval_steps": 1, "load_best_model_at_end": True},
@@ -110,10 +110,10 @@ def test_from_any_step_the_rest_is_the_same(name, train, tmp_path):
 def test_what_a_callback_had_counted_goes_on(train, tmp_path):
     config = {"eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True, "num_train_epochs": 3}
     whole = train("whole", callbacks=[EarlyStoppingCallback(4)], **config)
-    assert whole.state.global_step == 5  # the loss falls, so nothing is better than the first
+    assert whole.state.global_step == 5  # the metric falls with the loss, so the first value stays the best
     same(whole, train(only(tmp_path, 3), True, callbacks=[EarlyStoppingCallback(4)], **config))
-    # As in TRL, a run that a callback stopped goes on, here until the next evaluation stops it: scripts that stop at a
-    # limit of time rely on it.
+    # As in TRL, a run that a callback stopped continues, here until the next evaluation stops it again: scripts that
+    # stop at a time limit rely on this.
     assert train(only(tmp_path, 5), True, callbacks=[EarlyStoppingCallback(4)], **config).state.global_step == 6
 
 
@@ -147,8 +147,9 @@ def test_with_more_steps_a_finished_run_goes_on(train, tmp_path):
     longer = train(only(tmp_path, 3), True, max_steps=6, learning_rate=1e-3, lr_scheduler_type="constant")
     assert longer.state.global_step == 6
     rates = [log["learning_rate"] for log in longer.state.log_history if "learning_rate" in log]
-    assert rates[0] < 5e-4 and rates[-1] == 1e-3  # what the script says now
-    assert train(only(tmp_path, 3), True, max_steps=2).state.global_step == 3  # and with fewer it has ended
+    assert rates[0] < 5e-4 and rates[-1] == 1e-3  # the new argument is used
+    # With fewer steps the run is already finished.
+    assert train(only(tmp_path, 3), True, max_steps=2).state.global_step == 3
 
 
 def test_with_another_batch_size_no_row_is_seen_twice(train, tmp_path):

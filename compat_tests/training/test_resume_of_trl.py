@@ -1,4 +1,4 @@
-"""Checkpoints that TRL wrote, taken up here: the next steps are those that TRL took itself."""
+"""Resuming from TRL's checkpoints: the next steps match those of TRL."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A run that writes its rows itself, taken up again, is the run that was never broken: completions, rewards, logs and
-weights, bit for bit."""
+"""A resumed online run equals the uninterrupted run bitwise: completions, rewards, logs and weights."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def folder(checkpoint):
 
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
-    """The unbroken run, its completions, and its folder."""
+    """The uninterrupted run, its completions, and its folder."""
     out = tmp_path_factory.mktemp("whole")
     trainer, seen = trainer_of(folder, out)
     trainer.train()
@@ -55,21 +54,21 @@ def whole(folder, tmp_path_factory):
 
 
 def only(out, step, to):
-    """A run's folder as it was when that checkpoint was its newest."""
+    """A copy of the run's folder as of that checkpoint."""
     shutil.copytree(out / f"checkpoint-{step}", to / f"checkpoint-{step}")
     return to
 
 
 def test_the_run_has_what_could_be_lost(whole):
     trainer, seen, out = whole
-    assert trainer.state.global_step == STEPS and len(seen) == 3  # in the midst of two, and in the second epoch
+    assert trainer.state.global_step == STEPS and len(seen) == 3  # the third is in the second epoch and not used up
     assert len({str(rows) for rows in seen}) == 3
     coefficients = {log["entropy_coef"] for log in history(trainer) if "entropy_coef" in log}
     assert len(coefficients) > 1 and max(log.get("kl", 0) for log in history(trainer)) > 0
     assert len(list((out / "completions").glob("*.parquet"))) >= 3
 
 
-# In the midst of a generation, at its end, behind the next one's first step, and in the second epoch.
+# In the middle of a generation, at its end, after the first step of the next one, and in the second epoch.
 @pytest.mark.parametrize("step", usually({2, 4, 5, 9}.__contains__, range(1, STEPS)))
 def test_from_any_step_the_rest_is_the_same(step, whole, folder, tmp_path):
     trainer, seen, out = whole
@@ -85,17 +84,18 @@ def test_from_any_step_the_rest_is_the_same(step, whole, folder, tmp_path):
 
 
 def test_an_evaluation_at_the_start_of_a_resumed_run_changes_no_completion(whole, folder, tmp_path):
-    """As in TRL, it draws what one at the start of a new run draws; the steps go on with the saved random numbers."""
+    """As in TRL, it draws the same random numbers as an evaluation at the start of a new run; the steps use the saved
+    state."""
     trainer, seen, out = whole
     options = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 100, "per_device_eval_batch_size": 4,
                "eval_rows": 2}  # fmt: skip
     again, more = trainer_of(folder, only(out, 4, tmp_path), **options)
     again.train(resume_from_checkpoint=True)
-    assert more[2:4] == seen[1:] and len(more) == 6  # it evaluates at the end, too
+    assert more[2:4] == seen[1:] and len(more) == 6  # includes the evaluation at the end
     jax.tree.map(np.testing.assert_array_equal, trainer.model.params, again.model.params)
     new, first = trainer_of(folder, tmp_path / "new", **options, max_steps=1)
     new.train()
-    assert np.mean(np.asarray(first[0]) == np.asarray(more[0])) > 0.5  # of other weights
+    assert np.mean(np.asarray(first[0]) == np.asarray(more[0])) > 0.5  # the weights differ
 
 
 def test_a_run_killed_while_rewards_are_asked_for(whole, folder, tmp_path):
@@ -149,7 +149,7 @@ PLAIN = {"use_adaptive_entropy": None, "entropy_coef": None, "entropy_target": N
 
 
 def prompts_of(kind, folder, out, resume=False, rows=16, **config):
-    """A small run over prompts in their order, and the prompts of each generation, each once."""
+    """A small run over prompts in order, and the distinct prompts of each generation."""
     given = BASE | CONFIG | PLAIN | {"beta": 0.0, "shuffle_dataset": False} | config
     seen, table = [], Dataset.from_list(prompt_rows(rows))
 
@@ -167,7 +167,7 @@ def prompts_of(kind, folder, out, resume=False, rows=16, **config):
 ONE = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 1, "num_generations": 2}
 
 
-# Two prompts a generation, one generation a step; then other sizes behind the second step.
+# Two prompts per generation, one generation per step; other sizes after the second step.
 @usual("GRPOTrainer-changed0-wanted0")
 @pytest.mark.parametrize(
     ("changed", "wanted"),
@@ -212,7 +212,8 @@ def test_another_beta_in_a_generation_writes_its_completions_again(kind, betas, 
 @usual("2-1")
 @pytest.mark.parametrize(("before", "after"), [(2, 4), thorough(1, 8), (2, 1)])
 def test_other_micro_batches_of_a_step_in_a_generation(before, after, folder, tmp_path, caplog):
-    """Steps that use up generations begin where these do; of others a generation goes on where it was."""
+    """If a step uses up whole generations before or after the change, a new generation starts; otherwise the old one
+    goes on."""
     one = ONE | {"steps_per_generation": 4}
     prompts_of(GRPOTrainer, folder, tmp_path, max_steps=1, **one | {"gradient_accumulation_steps": before})
     again, then = prompts_of(

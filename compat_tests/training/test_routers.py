@@ -1,4 +1,4 @@
-"""The load-balancing loss in a run: which losses it is added to, and who has none."""
+"""The load-balancing loss of MoE models: which losses it is added to, and which models have none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_coefficient_is_the_arguments_or_the_models(coefficient, counts):
     config = model.config
     assert balance_experts(model, coefficient) == counts
     assert (config.router_aux_loss_coef, config.output_router_logits) == (0.001, True)
-    assert balance_experts(model, coefficient, in_config=True) == counts  # SFT alone, as in TRL
+    assert balance_experts(model, coefficient, in_config=True) == counts  # only SFT, as in TRL
     assert counts == config.router_aux_loss_coef == counts
     assert config.output_router_logits == bool(counts)
 
@@ -48,12 +48,12 @@ def test_models_without_routers():
 
 @pytest.fixture(scope="module")
 def losses(checkpoint, tmp_path_factory):
-    """Losses and aux losses of a run, an evaluation at its end."""
+    """Losses and auxiliary losses of a run, with an evaluation at the end."""
 
     def run(cls=trl_jax.SFTTrainer, config=None, **arguments):
         args = trl_jax.SFTConfig(str(tmp_path_factory.mktemp("out")), **BASE | CONFIG | (config or {}))
         model = str(checkpoint("mixtral", head="causal", num_hidden_layers=1, hidden_size=32))
-        sizes = (10 if THOROUGH else 12, 4)  # a short last micro-batch is a program more
+        sizes = (10 if THOROUGH else 12, 4)  # a short last micro-batch needs another program
         rows = [Dataset.from_list(text_rows(n, "prompt", seed=n)) for n in sizes]
         trainer = cls(model, args, train_dataset=rows[0], eval_dataset=rows[1], **arguments)
         trainer.train()
@@ -88,7 +88,8 @@ def test_an_evaluation_with_whole_logits_has_it(losses, default):
 
 
 def test_a_script_s_whole_loss_adds_it_itself(losses, default, caplog):
-    """As in TRL, where `compute_loss_func` gets the model's outputs. Half of its mean over two micro-batches."""
+    """As in TRL, where `compute_loss_func` gets the model's outputs. The loss is half the auxiliary loss, summed over
+    two micro-batches."""
 
     def loss(outputs, labels, num_items_in_batch=None):
         return 0.5 * outputs.aux_loss
@@ -96,12 +97,12 @@ def test_a_script_s_whole_loss_adds_it_itself(losses, default, caplog):
     found, aux = losses(compute_loss_func=loss)
     assert "compute_loss_func is the whole loss, as in TRL" in caplog.text
     np.testing.assert_allclose(aux[0], default[1][0], rtol=1e-5)
-    np.testing.assert_allclose(found[0], aux[0], rtol=1e-5)  # of two micro-batches, which it does not divide by
+    np.testing.assert_allclose(found[0], aux[0], rtol=1e-5)  # summed over two micro-batches without averaging
     np.testing.assert_allclose(found[-1], aux[-1] / 2, rtol=1e-5)
 
 
 @only_thorough
 def test_label_smoothing_keeps_it(losses, default):
-    """TRL 1.16 logs it and does not train on it."""
+    """TRL 1.16 logs it but does not train on it."""
     with_it, without = (losses(config={"label_smoothing_factor": 0.1, "router_aux_loss_coef": c}) for c in (0.5, 1e-9))
     np.testing.assert_allclose(with_it[0][0] - without[0][0], 0.5 * with_it[1][0], rtol=1e-4)

@@ -1,6 +1,6 @@
-"""Schedule-free optimizers beside their authors' package, optax's and the formula of the package in double precision.
+"""Schedule-free optimizers against the authors' package, optax, and the package's formulas in float64.
 
-The package keeps y and z, from which x is worked out; here it is x and z.
+The package stores y and z and derives x; we store x and z.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def packages(kind, weight_decay=0.0, **how):
 
 
 def in_doubles(kind, weight_decay=0.0, warmup_steps=0, r=0.0, weight_lr_power=2.0):
-    """y and z, as the package has them."""
+    """y and z, in the package's notation."""
     y = {name: value.astype(np.float64) for name, value in start().items()}
     z, squares = dict(y), dict.fromkeys(y, 0.0)
     weights = highest = 0.0
@@ -95,12 +95,12 @@ def test_every_step_is_the_formulas(kind, settings):
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_step_is_the_packages(kind, settings):
-    wanted = list(packages(kind, **SETTINGS[settings]))  # skips where it is not installed
+    wanted = list(packages(kind, **SETTINGS[settings]))  # raises a skip if it is not installed
     same(found(kind, **SETTINGS[settings]), wanted)
 
 
 def test_every_step_is_optaxs():
-    """At a rate that does not change: its own is a number or a function of the step."""
+    """At a constant rate, because optax's rate is a number or a function of the step."""
 
     def run(tx, x_of, **extra):
         params = {name: jnp.asarray(value) for name, value in start().items()}
@@ -121,7 +121,7 @@ def test_every_step_is_optaxs():
 
 
 def test_the_rectification_has_its_digits():
-    """Also behind the table, and for a decay that makes differences of large numbers."""
+    """Also for steps beyond the table, and for a decay where large numbers cancel."""
     share = jax.jit(rectified(0.999))
     for step in (1, 5, 6, 7, 40, 999, 4096, 4097, 20_000):
         assert float(share(jnp.asarray(step - 1))) == pytest.approx(rectification(step, 0.999), rel=1e-5), step

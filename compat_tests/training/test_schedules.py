@@ -1,4 +1,4 @@
-"""Learning rates beside transformers' schedulers, at every step of a run."""
+"""Learning rates against transformers' schedulers, at every step of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl_jax.training.schedules import ADAPTIVE as FOLLOWING
 from trl_jax.training.schedules import learning_rates
 
 PEAK = 3e-4
-NEEDY = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")  # they have keys without a default
+NEEDY = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")  # they have required arguments
 
 
 def theirs(name, warmup_steps, max_steps, kwargs):
@@ -22,7 +22,7 @@ def theirs(name, warmup_steps, max_steps, kwargs):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     scheduler = get_scheduler(name, optimizer, warmup_steps, max_steps, scheduler_specific_kwargs=kwargs)
     rates = []
-    for _ in range(max_steps + 3):  # a little beyond the end, where rates must not rise again
+    for _ in range(max_steps + 3):  # slightly beyond the end, where rates must not rise again
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()

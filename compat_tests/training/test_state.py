@@ -1,4 +1,4 @@
-"""What a run is made of is complete and stays as it is once the trainer is there, except what a script may set."""
+"""A trainer's parts are complete when it is constructed and then immutable, except for what a user may set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_a_script_may_set_is_not_missing(trainer):
 
 @pytest.mark.parametrize("name", ["args", "model", "processing_class", "train_dataset", "eval_dataset"])
 def test_the_parts_see_what_a_script_sets(trainer, name):
-    """Each part reads it from the setup, and `Editable` has nothing else that a trainer does not show."""
+    """Each part reads it from the setup. `Editable` has no fields that trainers do not expose."""
     assert name in {field.name for field in dataclasses.fields(Editable)}
     before, other = getattr(trainer, name), table(3) if name.endswith("dataset") else object()
     try:

@@ -1,4 +1,4 @@
-"""The step: donated, compiled once a shape, the same whether micro-batches come one by one or together."""
+"""The step: donates its inputs, compiles once per shape, and does not depend on how micro-batches are grouped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATE = np.float32(0.1)
 
 
 def loss(params, batch, key):
-    """Weighted squares of a linear map; what counts is that the weights of a step add up to one."""
+    """Weighted squared error of a linear map; the weights of a step sum to one."""
     errors = batch["x"] @ params["w"] - batch["y"]
     noise = jnp.zeros(()) if key is None else jax.random.normal(key)
     total = jnp.sum(batch["weight"] * jnp.square(errors))
@@ -48,7 +48,7 @@ def batch(micro_batches: int, rows: int, seed: int = 0, weight: float | None = N
 
 
 def take(step, batch, key=None):
-    """One step from the start: (params, metrics) as NumPy."""
+    """One step from the initial state: (params, metrics) as NumPy."""
     start = params()
     moved, _, metrics = step(start, optimizer().init(start), batch, RATE, key)
     return jax.device_get((moved, metrics))
@@ -139,7 +139,7 @@ def test_micro_batches_draw_different_numbers_and_the_key_decides_which(step):
 
 
 def test_what_is_frozen_stays_and_has_no_moments(step):
-    """Beside it the params move as they do alone; it is neither donated nor in what comes back."""
+    """params are updated as without it; frozen arrays are neither donated nor returned."""
 
     def shifted(params, batch, key):
         return loss({"w": params["w"] + params["base"]}, batch, key)
@@ -154,7 +154,7 @@ def test_what_is_frozen_stays_and_has_no_moments(step):
     assert np.allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)
 
 
-# Gradients are finite, and one of them is 0; the update is not finite, or has numbers whose squares are not.
+# Gradients are finite, and one of them is 0; the update is not finite, or its square overflows.
 POISON = {
     "rate": (optimizer(), 1e30),
     "infinite rate": (optimizer(), np.inf),
@@ -219,8 +219,8 @@ def test_only_adam_with_sound_settings_needs_no_check(name, hyper, safe):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA for other devices counts otherwise")
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
 def test_moments_are_updated_in_place(eps):
-    """Besides its arguments, a step needs the gradient, here as large as the weights, and not the moments again; the
-    check of an update adds a byte a number."""
+    """Besides its arguments, a step needs memory for the gradient (here as large as the weights) but not for a second
+    copy of the moments; checking the update needs one byte per number."""
     tx = optimizer(eps=eps, weight_decay=0.1, max_grad_norm=1.0)
     size = 512
 

@@ -1,4 +1,4 @@
-"""Losses of scripts that are written in torch: the same run as in jax.numpy and under TRL."""
+"""User-defined losses written in torch: the same run as in jax.numpy and under TRL."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class InJax(trl_jax.RewardTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-SHORT = 10, 6  # rows of both sets, whose last batches are short
+SHORT = 10, 6  # numbers of training and evaluation rows; their last batches are short
 
 
 def run(package, kind, folder, out, sizes=SHORT):
@@ -83,7 +83,7 @@ def test_a_loss_in_torch_is_the_run_of_the_same_in_jax_and_in_trl(folder, tmp_pa
     for name in ("loss", "grad_norm"):
         of_both = [[log[name] for log in logs if name in log] for logs in (found, theirs)]
         assert of_both[0] == pytest.approx(of_both[1], abs=2e-5) and len(of_both[0]) > 2
-    assert found[-1]["eval_loss"] == pytest.approx(theirs[-1]["eval_loss"], abs=2e-4)  # a mean of batches' means
+    assert found[-1]["eval_loss"] == pytest.approx(theirs[-1]["eval_loss"], abs=2e-4)  # a mean of batch means
 
 
 def in_two_calls(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -93,7 +93,7 @@ def in_two_calls(self, model, inputs, return_outputs=False, num_items_in_batch=N
 
 def around_the_default(self, model, inputs, return_outputs=False, num_items_in_batch=None):
     loss, outputs = super(self.kind, self).compute_loss(model, inputs, return_outputs=True)
-    outputs.logits[0] = torch.tensor(0.0)  # of the script's own
+    outputs.logits[0] = torch.tensor(0.0)  # writes into its own copy
     loss = loss + torch.zeros(()) * outputs.logits.sum()
     return (loss, outputs) if return_outputs else loss
 
@@ -106,7 +106,7 @@ SIDES = ("chosen", "rejected")
 def test_trls_own_loss_in_torch_is_the_plain_run(folder, tmp_path, own):
     kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": own})
     kind.kind = kind
-    sizes = SHORT if THOROUGH else (12, 8)  # each short batch is a program more
+    sizes = SHORT if THOROUGH else (12, 8)  # each short batch needs another program
     found = run(trl_jax, kind, folder, tmp_path / "own", sizes)[1]
     wanted = run(trl_jax, trl_jax.RewardTrainer, folder, tmp_path / "plain", sizes)[1]
     for log, other in zip(found, wanted, strict=True):
@@ -133,7 +133,7 @@ def test_compute_loss_func_in_torch_trains_a_language_model(checkpoint, tmp_path
 
 
 class Counting:
-    """Mixed into TRL's trainer or ours: values of a loss that names nothing of torch's."""
+    """A mixin for TRL's trainer or ours: a loss that uses tensor methods without naming torch."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
@@ -146,7 +146,7 @@ class Counting:
 
 def test_a_loss_that_needs_values_logs_what_it_logs_in_trl(checkpoint, tmp_path, monkeypatch, caplog):
     trl, folder = pytest.importorskip("trl"), checkpoint(**FACTS, head="causal")
-    for name in ("jax", "jnp"):  # a script has neither
+    for name in ("jax", "jnp"):  # a user's script imports neither
         monkeypatch.delitem(globals(), name)
     rows, found = Dataset.from_dict({"text": [f"a word and {'more ' * n}of it" for n in range(8)]}), {}
     for package in (trl, trl_jax):
@@ -215,5 +215,5 @@ def test_without_torch_the_line_is_shown_in_jax(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_jax.training.torch_errors.available", lambda: False)
     kind = in_torch(trl_jax.RewardTrainer)
     trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(8))
-    with pytest.raises(TypeError, match=r"which torch does not accept.*in JAX: `chosen, rejected = jnp\.split"):
+    with pytest.raises(TypeError, match=r"torch functions do not accept them.*in JAX: `chosen, rejected = jnp\.split"):
         trainer.train()

@@ -1,4 +1,4 @@
-"""AdamW and clipping beside torch's, step by step; which parameters decay beside transformers' list."""
+"""AdamW and gradient clipping against torch, step by step; which parameters decay against transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 20
 
 
 def gradients(step: int) -> dict[str, np.ndarray]:
-    """From far below eps to far above the norm they are clipped at; `still` has none."""
+    """Magnitudes from far below eps to far above the clipping norm; the gradient of `still` is zero."""
     dice = np.random.default_rng(step)
     size = 10.0 ** dice.uniform(-6, 1)
     drawn = {name: (size * dice.standard_normal(shape)).astype(np.float32) for name, shape in SHAPES.items()}
@@ -85,7 +85,7 @@ def test_only_what_decays_moves_without_a_gradient():
 
 @pytest.mark.parametrize("size", [1e-9, 0.1, 1.0, 1.0 + 1e-6, 3.0])
 def test_clipping_is_torchs_to_the_last_digits(size):
-    """At a norm of 1 + 1e-6 optax's own clipping is off by a millionth, ten times float32's grain."""
+    """At a norm of 1 + 1e-6, optax's clipping is off by a millionth, ten times float32's precision."""
     torch = pytest.importorskip("torch")
     grad = np.full((4,), size / 2, np.float32)
     parameter = torch.nn.Parameter(torch.zeros(4))
@@ -98,7 +98,7 @@ def test_clipping_is_torchs_to_the_last_digits(size):
 
 @pytest.mark.parametrize(("dtype", "apart"), [("float32", 2e-7), ("bfloat16", 2**-8)])
 def test_a_norm_is_that_of_all_elements(dtype, apart):
-    """Also of rows that are left after whole turns, and of those too long for one."""
+    """Including rows left over after whole chunks, and rows too long for one chunk."""
     dice = np.random.default_rng(0)
     shapes = [(), (7,), (5, 3), (3, 5000), (31, 133, 200)]
     tree = {str(shape): jnp.asarray(dice.normal(size=shape), dtype) for shape in shapes}

@@ -1,4 +1,4 @@
-"""Trackers and the live table, for real: what they wrote or drew is read back."""
+"""Trackers and the live table: what they wrote or drew is read back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_tensorboard_has_every_number_that_was_logged(folder, tmp_path, monkeypa
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unset")  # restored afterward: logging_dir sets it
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unset")  # so that monkeypatch restores it: logging_dir sets it
     config = {
         "report_to": "tensorboard",
         "logging_dir": str(tmp_path / "logs"),
@@ -58,13 +58,14 @@ def test_tensorboard_has_every_number_that_was_logged(folder, tmp_path, monkeypa
 
 
 def run_with(tracker, folder, tmp_path):
-    """Two steps and two evaluations under `report_to=tracker`, and what the run logged in its callbacks' names."""
+    """Two steps and two evaluations with `report_to=tracker`; returns the run's logs with the keys that callbacks
+    use."""
     config = {"report_to": tracker, "run_name": "mine", "project": "ours", "max_steps": 2}
     config |= {"eval_strategy": "steps", "eval_steps": 1}
     trainer = make(trl_jax, folder, tmp_path / "run", config=config, eval_dataset=table(4))
     trainer.train()
     trainer.end()
-    trainer.end()  # nothing is open any more
+    trainer.end()  # nothing is left open
     return trainer, [_renamed(log) for log in trainer.state.log_history if "train_loss" not in log]
 
 
@@ -106,17 +107,17 @@ def test_wandb_has_offline_what_was_logged(folder, tmp_path, monkeypatch):
 
 
 def _records(content):
-    """A .wandb file: LevelDB's log format, blocks of 32 KiB, behind a header of seven bytes."""
+    """Parse a .wandb file: LevelDB's log format in blocks of 32 KiB, after a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     at, held, block = 7, b"", 32768
     while at + 7 <= len(content):
-        if block - at % block < 7:  # what is left of a block holds no header
+        if block - at % block < 7:  # the rest of a block is too short for a header
             at += block - at % block
             continue
         _, length, kind = struct.unpack("<IHB", content[at : at + 7])
         held, at = held + content[at + 7 : at + 7 + length], at + 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a full record, or its last part
             yield Record.FromString(held)
             held = b""
 
@@ -134,12 +135,12 @@ def test_trackio_has_locally_what_was_logged(folder, tmp_path, monkeypatch):
     assert run.config["model/num_parameters"] == trainer.model.num_parameters()
 
 
-# ---- trackers that want torch, with stand-ins for their libraries ---------------------------------------------------
+# ---- trackers that need torch, with fakes for their libraries -----------------------------------------------------
 
 
 @pytest.fixture
 def module(monkeypatch):
-    """Makes a module with these members that `import` finds."""
+    """Creates an importable fake module with these members."""
 
     def made(name, **members):
         fake = types.ModuleType(name)
@@ -152,7 +153,7 @@ def module(monkeypatch):
 
 
 class Artifact:
-    """wandb's: what its files hold is read when they are added."""
+    """A fake wandb artifact that reads its files when they are added."""
 
     def __init__(self, name, type, metadata):
         self.name, self.metadata, self.files = name, metadata, {}
@@ -250,7 +251,7 @@ def test_dvclive_gets_the_final_model(folder, tmp_path, module):
 
 
 def test_trackers_that_name_torch_do_without_it(module, monkeypatch):
-    monkeypatch.delattr(integration_utils, "torch", raising=False)  # as where it is not installed
+    monkeypatch.delattr(integration_utils, "torch", raising=False)  # as if it were not installed
     for name in ("torch.utils.tensorboard", "tensorboardX"):
         monkeypatch.setitem(sys.modules, name, None)
     logged = []
@@ -291,7 +292,7 @@ def test_the_rich_callback_draws_bars_and_the_last_log(folder, tmp_path, monkeyp
     shown = drawn.getvalue()
     for words in ("Training", "Evaluation", "Step 1", "Step 2", "grad_norm", "eval_accuracy", "Metric", "Value"):
         assert words in shown, words
-    trainer.evaluate()  # after the end it draws nothing, and does no harm
+    trainer.evaluate()  # after the end it draws nothing and does not fail
     assert drawn.getvalue() == shown
 
 

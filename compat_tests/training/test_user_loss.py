@@ -1,4 +1,5 @@
-"""Scripts' own losses, predictions, optimizers and dataloaders; torch models in, trained weights back out."""
+"""User-defined losses, prediction steps, optimizers and dataloaders; torch models passed in get the trained weights
+back."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def untimed(log):
 
 
 class Plain(trl_jax.RewardTrainer):
-    """TRL's own loss, written as scripts write it."""
+    """TRL's loss as a user would write it."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(inputs["input_ids"], attention_mask=inputs["attention_mask"], return_dict=True)
@@ -49,7 +50,7 @@ class Plain(trl_jax.RewardTrainer):
 
 
 class OldStyle(trl_jax.RewardTrainer):
-    """The same after the habits of early releases: two calls, logits by name, no num_items_in_batch."""
+    """The same in the style of early releases: two calls, logits by key, no num_items_in_batch."""
 
     def compute_loss(self, model, inputs, return_outputs=False):
         sides = [
@@ -63,7 +64,7 @@ class OldStyle(trl_jax.RewardTrainer):
 @usual("Plain-2")
 @pytest.mark.parametrize(("kind", "accumulation"), [(Plain, 2), (OldStyle, 1)])
 def test_trls_own_loss_in_a_script_is_the_same_run(folder, tmp_path, kind, accumulation):
-    """10 pairs at 4 a batch: the last one is short, and under accumulation a step has a batch of its own."""
+    """10 pairs with a batch size of 4: the last batch is short, and under accumulation it is a step of its own."""
     how = config(gradient_accumulation_steps=accumulation, max_steps=-1, num_train_epochs=1)
     rows, test = table(10), table(6, seed=1)
     runs = []
@@ -103,10 +104,27 @@ def test_a_loss_that_scores_nothing_in_pairs_is_logged_without_rewards(folder, t
     assert set(trainer.state.log_history[0]) == {"loss", "grad_norm", "learning_rate", "num_tokens", "epoch", "step"}
 
 
+def test_a_comment_about_torch_does_not_make_a_line_torchs(folder, tmp_path, monkeypatch):
+    def own(self, model, inputs, **how):
+        logits = model(inputs["input_ids"]).logits
+        return float(
+            logits.mean()  # as in torch
+        )
+
+    monkeypatch.setattr("trl_jax.training.torch_errors.available", lambda: False)
+    kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": own})
+    trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
+    with pytest.raises(TypeError, match=r"no concrete values: `return float\( logits.mean\(\) \)`"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("own", "text"),
     [
-        (lambda m, x: __import__("torch").sigmoid(m(x["input_ids"]).logits).mean(), "which torch does not accept"),
+        (
+            lambda m, x: __import__("torch").sigmoid(m(x["input_ids"]).logits).mean(),
+            "torch functions do not accept them",
+        ),
         (lambda m, x: m(x["input_ids"]).logits, r"compute_loss returned an array \[8, 1\]; expected a JAX scalar"),
         (lambda m, x: 3.0, "compute_loss returned a float; expected a JAX scalar"),
         (lambda m, x: m(x["input_ids"], labels=1).logits.mean(), r"takes input_ids and attention_mask, not labels"),
@@ -132,13 +150,13 @@ def test_a_loss_that_cannot_be_says_what_to_write(folder, tmp_path, own, text, m
     ],
 )
 def test_a_loss_cannot_read_parameters(folder, tmp_path, read):
-    """A penalty on them would count in the loss, and not in its gradient."""
+    """A penalty on parameters would be added to the loss but not to its gradient."""
     loss = {"compute_loss": lambda self, model, inputs, **how: read(model)}
     kind = type("Own", (trl_jax.RewardTrainer,), loss)
     trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
-    with pytest.raises(TypeError, match=r"reads the model's parameters, .* set weight_decay, or return it from"):
+    with pytest.raises(TypeError, match=r"reads the model's parameters, .* set weight_decay, or return a chain from"):
         trainer.train()
-    assert read(trainer.model) != 0.0  # outside of a loss
+    assert read(trainer.model) != 0.0  # allowed outside of a loss
 
 
 @pytest.mark.parametrize(
@@ -153,8 +171,8 @@ def test_a_loss_cannot_read_parameters(folder, tmp_path, read):
         ("if x.view(-1, 3).size(0) > 2:", "if x.reshape(-1, 3).shape[0] > 2:"),
         ("y = x.unsqueeze(-1).detach()", "y = jax.lax.stop_gradient(jnp.expand_dims(x, -1))"),
         ("loss = F.mse_loss(a, b)", "loss = jnp.mean((a - b) ** 2)"),
-        ("loss = F.ctc_loss(a, b)", None),  # nobody has it
-        ("loss = F.cross_entropy(", None),  # half of a statement
+        ("loss = F.ctc_loss(a, b)", None),  # has no equivalent
+        ("loss = F.cross_entropy(", None),  # an incomplete statement
     ],
 )
 def test_a_line_of_torch_in_jax(torchs, ours):
@@ -341,7 +359,7 @@ def test_callbacks_are_handed_what_transformers_hands_them(folder, tmp_path):
     trainer.train()
     seen = noted.seen
     assert seen["model"] is trainer.model and seen["processing_class"] is trainer.processing_class
-    assert seen["lr_scheduler"].get_last_lr() == [0.0, 0.0]  # the next step's, as in TRL
+    assert seen["lr_scheduler"].get_last_lr() == [0.0, 0.0]  # for the next step, as in TRL
     assert seen["optimizer"] is trainer.optimizer and len(seen["train_dataloader"]) == 4
 
 
@@ -442,7 +460,7 @@ def test_a_plateau_lowers_the_rate_and_survives_a_checkpoint(folder, tmp_path):
     )  # fmt: skip
     whole = make(trl_jax, folder, tmp_path, config=how, eval_dataset=table(4))
     whole.train()
-    # The evaluation at the start, also of a resumed run, does not count: transformers passes skip_scheduler=True.
+    # The scheduler ignores the evaluation at the start, also of a resumed run: transformers passes skip_scheduler=True.
     rates = [log["learning_rate"] for log in whole.state.log_history if "learning_rate" in log]
     assert rates == pytest.approx([5e-4, 5e-4, 2.5e-4, 1.25e-4, 6.25e-5, 3.125e-5])
     again = make(trl_jax, folder, tmp_path, config=how, eval_dataset=table(4))

@@ -1,4 +1,5 @@
-"""`trl-jax check`: read a TRL script without running it, and report what works, changes or is refused here."""
+"""`trl-jax check`: read a TRL script without running it, and report what works, behaves differently or is refused
+here."""
 
 from __future__ import annotations
 
@@ -141,16 +142,16 @@ _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and t
 _WITH_TORCH = "The installed trl's: it trains with torch, and its arguments are not checked."
 _STANDS_IN = "Not installed here; python -m trl_jax has this name."
 _NO_TOKENIZER = (
-    "The script sets a chat template, and this trainer loads a tokenizer of its own, which may have none. Pass "
+    "The script sets a chat template, but this trainer loads its own tokenizer, which may not have one. Pass "
     "processing_class=tokenizer."
 )
 _TEMPLATE = (
-    "Since transformers 5, it gives a dictionary of input_ids and attention_mask, under TRL, too. If the script takes "
-    "the token ids alone, pass return_dict=False."
+    "Since transformers 5, it returns a dict of input_ids and attention_mask, also under TRL. If the script expects "
+    "only the token ids, pass return_dict=False."
 )
 _PASS_ITEMS = ("SFTConfig", "DPOConfig", "KTOConfig")  # of trainers that call compute_loss with num_items_in_batch
 _WITH_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
-# Packages whose names are checked; of others, only whether they are installed.
+# Packages whose names are checked; for others, only whether they are installed.
 _CHECKED = ("transformers", "peft", "datasets", "accelerate", "huggingface_hub", "torch")
 
 
@@ -172,7 +173,7 @@ def findings(module: Module) -> list[Finding]:
             of_module += script.of_attribute(attribute)
         of_module = sorted(of_module, key=lambda each: each.line)
         found += [each._replace(place=one.place(each.line)) for each in of_module]
-    seen: set[tuple[str, str]] = set()  # names and attributes are reported where they are used first
+    seen: set[tuple[str, str]] = set()  # names and attributes are only reported at their first use
     return [
         one for one in found if "(" in one.what or not ((one.what, one.kind) in seen or seen.add((one.what, one.kind)))
     ]
@@ -187,11 +188,11 @@ def _with_inner(module: Module) -> list[Module]:
 
 
 class _Script:
-    """What the findings on one part of a script need to know of the others.
+    """Facts about the whole script that findings on its parts depend on.
 
     Attributes:
-        called: paths of what is called or subclassed.
-        assigned: names of attributes that are set somewhere, or asked for with hasattr.
+        called: paths of everything that is called or subclassed.
+        assigned: names of attributes that are set somewhere, or checked with hasattr.
     """
 
     def __init__(self, modules: list[Module]):
@@ -346,7 +347,7 @@ class _Script:
     # Subclasses
 
     def of_class(self, made: Defined) -> Iterator[Finding]:
-        """Define a subclass once per method, with that method alone."""
+        """Define a subclass for each overridden method, with only that method."""
         names = trainer_of(made)
         if names is None:
             return
@@ -372,7 +373,7 @@ class _Script:
     # Attributes of trainers
 
     def of_attribute(self, used: Attribute) -> Iterator[Finding]:
-        """Attributes of trainers that ours do not have, or do not read."""
+        """Uses of trainer attributes that our trainers do not have, or do not read."""
         for meaning in dict.fromkeys(meanings(used.node.value, used.scope)):
             match meaning:
                 case Made():
@@ -405,7 +406,7 @@ def _of_set(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
     elif name in never_called:
         text = f"trl_jax never calls it. {never_called[name]}"
     elif name in trainer._compiled_methods:
-        text = f"Its class's is called: write a subclass of {trainer.__name__} with a method {name} of its own."
+        text = f"trl_jax calls the class's method instead. Define {name} in a subclass of {trainer.__name__}."
     return Finding(line, what, "refused", text) if text else None
 
 
@@ -429,7 +430,8 @@ def _of_read(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
 
 
 def _of_template(call: Call) -> Iterator[Finding]:
-    """The finding on `apply_chat_template(...)` that is used as if it gave token ids, as before transformers 5."""
+    """The finding on `apply_chat_template(...)` whose result is used as token ids, which it was before transformers
+    5."""
     given = {word.arg: word.value for word in call.node.keywords}
     as_text = value_of(given["tokenize"], call.scope) if "tokenize" in given else True
     if None in given or "return_dict" in given or as_text is False:
@@ -451,7 +453,7 @@ def _of_template(call: Call) -> Iterator[Finding]:
 
 
 def _if_reached(found: Finding) -> Finding:
-    """The finding on an import that may fail, or may not be reached."""
+    """Soften the finding on an import that may not be reached, or whose failure is caught."""
     if found.kind not in ("refused", "not installed"):
         return found
     return found._replace(kind="changed", text=f"If this line is reached, it fails. {found.text}")
@@ -468,7 +470,7 @@ def _no_module(name: Name) -> Finding:
 
 
 def _undefined(module: Module) -> Iterator[Finding]:
-    """Names that the statements of a module read, and nothing defines."""
+    """Names that a module's top-level statements read but nothing defines."""
     for node in module.reads:
         if node.id in _DEFINED or node.id in module.globals or module.top.find(node.id, node.lineno):
             continue
@@ -482,7 +484,8 @@ _DEFINED = {*vars(builtins), "__file__", "__builtins__", "__annotations__", "dis
 
 
 def _edits_template(module: Module, line: int) -> bool:
-    """Whether a module sets a tokenizer's chat template, and does not save it before a line for a trainer to load."""
+    """Whether a module sets a tokenizer's chat template, but does not save it before this line for a trainer to
+    load."""
     called = {_last_name(call.node.func) for call in module.calls if call.node.lineno < line}
     set_here = any(one.node.attr == "chat_template" and one.value is not None for one in module.attributes)
     return (set_here or "setup_chat_format" in called) and "save_pretrained" not in called
@@ -516,7 +519,7 @@ def _takes_items(node: ast.AST) -> bool:
 
 
 def _makes_torchs(node: ast.AST, module: Module) -> bool:
-    """Whether a method makes an optimizer of torch's."""
+    """Whether a method creates a torch optimizer."""
     scope = module.scopes.get(node, module.top)
     called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
     named = any(isinstance(one, ast.Attribute) and one.attr == "get_optimizer_cls_and_kwargs" for one in called)
@@ -524,7 +527,7 @@ def _makes_torchs(node: ast.AST, module: Module) -> bool:
     return named or any(one.path.startswith(("torch.optim.", "bitsandbytes.optim.")) for one in made)
 
 
-# Methods of tensors that arrays lack, or that need values while a loss is compiled.
+# Methods of tensors that arrays lack, or that need concrete values while a loss is traced.
 _OF_TENSORS = frozenset(
     "clamp contiguous cpu cuda detach item long masked_fill new_tensor numel permute scatter_ unsqueeze".split()
 )
@@ -534,7 +537,7 @@ _LOSSES = ("compute_loss", "_compute_loss")
 
 
 def _stops_in_loss(node: ast.AST, trainer: type) -> str:
-    """What a trainer's own loss calls that stops it there; "" for nothing."""
+    """Why an overridden loss fails because of something that it calls; "" if it does not."""
     called = [ast.unparse(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)]
     if any(name.endswith(".backward") for name in called):
         return "It calls .backward(): trl_jax takes the gradient of what the method returns."
@@ -545,7 +548,7 @@ def _stops_in_loss(node: ast.AST, trainer: type) -> str:
     if "_get_per_token_logps_and_entropies" in dir(trainer) and "_get_per_token_divergences" not in dir(trainer):
         stops, instead = _MODELS, "self._get_per_token_logps_and_entropies(model, ...)"
     elif any(isinstance(one, ast.Attribute) and one.attr == "precompute_ref_logps" for one in ast.walk(node)):
-        return ""  # as TRL's own: it calls the reference only where this is false
+        return ""  # like TRL's own loss, it only calls the reference model if this is false
     else:
         stops, instead = ("self.model", "self.ref_model"), "model(...), and inputs for what the reference gives"
     found = next((name for name in called if name in stops), None)
@@ -556,7 +559,7 @@ _MODELS = ("model", "self.model", "self.ref_model")
 
 
 def _uses_torch(node: ast.AST, module: Module) -> bool:
-    """Whether a method calls torch, or methods that tensors alone have."""
+    """Whether a method uses torch, or calls methods that only tensors have."""
     scope = module.scopes.get(node, module.top)
     calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
     return any(isinstance(func, ast.Attribute) and func.attr in _OF_TENSORS for func in calls) or any(

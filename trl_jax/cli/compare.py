@@ -38,7 +38,7 @@ class Parser(CleanParser):
         return (args,)
 
     def _own(self, argv: list[str]) -> tuple[list[str], bool, list[str]]:
-        """Split the command's own leading flags off: those flags, whether `--` ends them, and the rest."""
+        """Split off the command's own leading flags: those flags, whether `--` ends them, and the rest."""
         end = 0
         while end < len(argv) and argv[end].partition("=")[0] in _OWN:
             end += 1 if "=" in argv[end] else 2
@@ -139,7 +139,10 @@ def report(theirs: Record, ours: Record) -> list[str]:
     if theirs.error or ours.error:
         side, error, record = ("TRL", theirs.error, ours) if theirs.error else ("trl_jax", ours.error, theirs)
         other = "trl_jax" if theirs.error else "TRL"
-        return [*_alone(record), f"The script does not train under {side}: {error} The numbers are those of {other}."]
+        return [
+            *_lines_of_one(record),
+            f"The script does not train under {side}: {error} The numbers are those of {other}.",
+        ]
     return [*_table(theirs, ours), "", *_costs(theirs, ours), "", _verdict(theirs, ours)]
 
 
@@ -225,7 +228,7 @@ def _step(record: Record) -> float:
     return median(record.seconds[1:] or record.seconds)
 
 
-def _alone(record: Record) -> list[str]:
+def _lines_of_one(record: Record) -> list[str]:
     lines = [f"{record.trainer}, step by step"]
     for log in record.logs:
         lines.append("  ".join(f"{name} {value:.6g}" for name, value in log.items() if name in ("step", *_PANELS)))

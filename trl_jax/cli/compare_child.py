@@ -25,7 +25,7 @@ FORCED = {
     "load_best_model_at_end": False, "logging_strategy": "steps", "logging_steps": 1, "logging_first_step": False,
     "disable_tqdm": True, "include_num_input_tokens_seen": "no",
 }  # fmt: skip
-_RATES = ("_runtime", "_per_second", "step_time")  # endings of the names of times and rates
+_RATES = ("_runtime", "_per_second", "step_time")  # suffixes of times and rates, which are not compared
 
 
 def main(side: str, record: str, steps: str, script: str, *flags: str) -> None:
@@ -47,7 +47,7 @@ def main(side: str, record: str, steps: str, script: str, *flags: str) -> None:
 
 
 def _watch_trl(steps: int, write: Callable[[Record], None], folder: Path) -> None:
-    """Watch transformers' Trainer, and let a script that imports trl_jax get trl."""
+    """Watch transformers' Trainer, and let `import trl_jax` return trl."""
     import transformers
     import trl
 

@@ -1,4 +1,4 @@
-"""What the names, attributes and arguments of a script mean in trl_jax, and what is found about them."""
+"""Resolve the names, attributes and arguments of a script to those of trl_jax, and judge them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Finding(NamedTuple):
 
 
 def tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
-    """What happens when something is done: "refused" if it raises, "changed" if it warns."""
+    """The finding from calling `do`: "refused" if it raises, "changed" if it warns, otherwise "works"."""
     with warnings.catch_warnings(record=True) as told, without_launcher():
         warnings.simplefilter("always")
         try:
@@ -128,7 +128,7 @@ def is_ours(module: str, name: str) -> bool:
         return True
     try:
         return hasattr(importlib.import_module(module), name)
-    except ImportError:  # a name that is in trl.experimental alone
+    except ImportError:  # the module only exists under trl's name
         return False
 
 
@@ -136,17 +136,17 @@ _REPLACING = {ours for of_module in MODULES.values() for ours in of_module}
 
 
 def names_of(module: str) -> set[str]:
-    """The names of a module of trl that are trl_jax's."""
+    """The names in a module of trl that trl_jax provides."""
     return {name for ours in MODULES.get(module, ()) for name in public_names(importlib.import_module(ours))}
 
 
 def public() -> list[str]:
-    """The public names."""
+    """The public names of trl_jax."""
     return [name for module in MODULES["trl"] for name in importlib.import_module(module).__all__]
 
 
 def trainer_of(meaning: Meaning | None) -> TrainerNames | None:
-    """The trainer of trl_jax that a class is, or is derived from."""
+    """The trainer of trl_jax that a class is, or derives from."""
     return _derived(meaning, OF_TRAINER)
 
 
@@ -174,7 +174,8 @@ def methods(made: Defined) -> dict[str, ast.FunctionDef]:
 
 
 def own_names(made: Defined) -> set[str]:
-    """The names that a class of the script, or its bases of the script's, define."""
+    """The names that a class of the script and its bases in the script define, and "*" if another base may define
+    more."""
     kinds = [made, *(one for one in bases(made) if isinstance(one, Defined))]
     nodes = [node for kind in kinds for node in kind.node.body]
     named = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
@@ -204,8 +205,8 @@ def attributes_of(trainer: type) -> frozenset[str]:
 
 
 def follow_trainers(modules: list[Module]) -> None:
-    """Let the parameters that a trainer is passed to mean that trainer: of rollout functions, and of functions that
-    they call."""
+    """Bind parameters that receive a trainer to that trainer: those of rollout functions, and of functions that they
+    call."""
     calls = [call for module in modules for call in module.calls]
     for call in calls:
         for meaning in meanings(call.node.func, call.scope):
@@ -223,7 +224,7 @@ def follow_trainers(modules: list[Module]) -> None:
 
 
 def _pass_on(call: Call) -> None:
-    """Let a trainer that a call passes be what the parameter means."""
+    """If a call passes a trainer, bind the parameter of the called function to it."""
     given: list[tuple[int, str, ast.expr]] = [(place, "", node) for place, node in enumerate(call.node.args)]
     given += [(-1, word.arg, word.value) for word in call.node.keywords if word.arg]
     for place, name, node in given:
@@ -239,10 +240,10 @@ def _pass_on(call: Call) -> None:
 
 
 def _mean(function: Meaning, place: int, name: str, made: Made) -> None:
-    """Let a parameter of a function of the script mean `made`.
+    """Bind a parameter of a function of the script to `made`.
 
     Args:
-        place: its place among the positional arguments; -1: it is passed by name.
+        place: its index among the positional arguments; -1 if it is passed by name.
     """
     match function:
         case Defined(node=ast.ClassDef()):
@@ -266,18 +267,18 @@ def _mean(function: Meaning, place: int, name: str, made: Made) -> None:
     scope.bindings[name][0] = Binding(0, made, scope, False)
 
 
-# What installed packages contain, read from their source: none of them is imported
+# What installed packages contain, read from their source without importing them
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported, as far as its file tells."""
+    """Whether a module can be found. It is not imported."""
     package = module.partition(".")[0]
     return package in sys.stdlib_module_names or package in sys.builtin_module_names or spec_of(module) is not None
 
 
 @lru_cache
 def names_in(module: str) -> frozenset[str] | None:
-    """The names that a module defines or imports; None if its source does not tell."""
+    """The names that a module defines or imports; None if its source is not available or does not determine them."""
     tree = _source(module)
     if tree is None:
         return None
@@ -298,13 +299,13 @@ def names_in(module: str) -> frozenset[str] | None:
                 names |= {one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)}
             case ast.AnnAssign() if isinstance(node.target, ast.Name):
                 names.add(node.target.id)
-            case ast.If() | ast.Try() | ast.With() | ast.For() | ast.ExceptHandler():
+            case ast.If() | ast.Try() | ast.TryStar() | ast.With() | ast.For() | ast.ExceptHandler():
                 pending += ast.iter_child_nodes(node)
     return frozenset(names)
 
 
 def has_name(module: str, name: str) -> bool | None:
-    """Whether a module has this name, or a submodule of this name; None if its source does not tell."""
+    """Whether a module has this name or a submodule of this name; None if its source does not determine it."""
     if spec_of(f"{module}.{name}") is not None:
         return True
     names = names_in(module)
@@ -451,7 +452,7 @@ _SIZES = frozenset(
 )
 
 
-def _alone(config: type, *, sized: bool) -> type:
+def _without_devices(config: type, *, sized: bool) -> type:
     """The same config class, except that it neither joins other processes nor asks JAX for devices.
 
     The number of devices is not known here. Batch sizes that depend on it are refused only if they fit neither one
@@ -495,7 +496,7 @@ def of_config(call: Call, meaning: Meaning, config: type) -> Iterator[Finding]:
     arguments, others = arguments_of(call.node, call.scope, [] if own else positional)
     line, name = call.node.lineno, short(meaning)
     open_sizes = others or any(one.value is UNKNOWN for key, one in arguments.items() if key in _SIZES)
-    known, config = config, _alone(config, sized=not open_sizes)
+    known, config = config, _without_devices(config, sized=not open_sizes)
     if others:
         yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
     arguments = {key: value for key, value in arguments.items() if key not in own}

@@ -37,7 +37,7 @@ USER_ERRORS = (ValueError, TypeError, KeyError, OSError)
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit status: 0 success, 2 user error (one line on stderr), 130 interrupted, 141 if the reader of
-    the output has gone (as `head` does)."""
+    stdout has closed the pipe (as `head` does)."""
     typed = argv is None
     argv = list(sys.argv[1:] if typed else argv)
     parser = _parser()
@@ -151,7 +151,7 @@ def watching_templates(plain: Callable) -> Callable:
 
 @contextlib.contextmanager
 def noting() -> Iterator[None]:
-    """Add the hints to an error that a result of an unexpected type can cause."""
+    """Add the hints to errors of the types that a result of an unexpected type causes."""
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:

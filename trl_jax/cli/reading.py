@@ -1,4 +1,4 @@
-"""Read a script or notebook from its source, and follow its names to what they mean. Nothing of it runs."""
+"""Static analysis of a script or notebook: parse it and resolve its names, without running any of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _MOST_FILES = 50
-DEEPEST = 50  # steps from a name to what it means, and levels of a value's expression; beyond them it is UNKNOWN
+DEEPEST = 50  # steps from a name to its meaning, and levels of a value's expression; UNKNOWN beyond that
 UNKNOWN = object()  # a value that is known only when the script runs
 
 # What an expression may mean
@@ -33,7 +33,7 @@ class Defined(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a call of something returns."""
+    """The result of a call."""
 
     by: Meaning
     call: ast.Call
@@ -41,7 +41,7 @@ class Made(NamedTuple):
 
 
 class Method(NamedTuple):
-    """An attribute of something that is no module."""
+    """An attribute of something that is not a module."""
 
     of: Meaning
     name: str
@@ -60,20 +60,20 @@ class Super(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """A tuple or list that is spelled out."""
+    """A tuple or list display."""
 
     items: tuple[ast.expr, ...]
     scope: Scope
 
 
 class Constant(NamedTuple):
-    """A number, a text, True, False or None."""
+    """A literal: a number, a string, True, False or None."""
 
     value: Any
 
 
 class Unknown(NamedTuple):
-    """A parameter, the item of a loop, or another expression."""
+    """Anything else, such as a parameter or a loop variable."""
 
 
 Meaning = Imported | Defined | Made | Method | Self | Super | Sequence | Constant | Unknown
@@ -81,7 +81,7 @@ _UNKNOWN = Unknown()
 
 
 class Binding(NamedTuple):
-    """One assignment of a name. value: an expression of `scope`, or what the name means."""
+    """One assignment of a name. value: an expression, to be evaluated in `scope`, or the meaning itself."""
 
     line: int
     value: ast.expr | Meaning
@@ -90,15 +90,15 @@ class Binding(NamedTuple):
 
 
 class Scope:
-    """The names of a module, class or function. enclosing: the scope whose names its expressions see, too."""
+    """The names of a module, class or function. enclosing: the scope to search for other names."""
 
     def __init__(self, module: Module, enclosing: Scope | None, owner: ast.AST | None = None):
         self.module, self.enclosing, self.owner = module, enclosing, owner
         self.bindings: dict[str, list[Binding]] = {}
 
     def find(self, name: str, line: int) -> list[Binding]:
-        """The assignments of a name that may hold at a line: the last one before it, and those before a conditional
-        one."""
+        """The assignments of a name that may be in effect at a line: the last one before it and, as long as these are
+        conditional, earlier ones."""
         scope: Scope | None = self
         while scope is not None:
             if found := scope.bindings.get(name):
@@ -146,18 +146,19 @@ class Attribute(NamedTuple):
 
 
 class Module:
-    """A script, a notebook, or a module of the script's own.
+    """A script, a notebook, or a local module that a script imports.
 
     Attributes:
-        names: the names that it imports, or reads as attributes of modules, from packages.
+        names: the names that it imports from packages, or reads as attributes of modules.
         calls, classes, attributes: its calls, classes and attributes, in the order of the file.
-        asked: names that it asks for with hasattr or getattr.
-        mappings: names, and ids of calls, whose values it reads by key or unpacks.
-        skipped: places that are not Python, with the reason.
-        inner: the modules of its own that it imports.
+        asked: names that it checks for with hasattr or getattr.
+        mappings: names of variables, and ids of call nodes, whose values it reads by key or unpacks.
+        skipped: (line, reason) of code that is not valid Python.
+        inner: the local modules that it imports.
         reads: the names that its own statements read, outside functions and classes.
         globals: names that functions declare as global.
-        open_ended: it takes all names of a package, runs code from a text, or runs magics that define names.
+        open_ended: whether it may define names that are not seen here: with `import *`, with exec and the like, or with
+            notebook magics.
     """
 
     def __init__(self, path: Path, label: str, library: Library):
@@ -186,7 +187,7 @@ class Module:
 
 
 class Library:
-    """Reads the modules of a script's own from the folder of the script, from those above, and from folders that it
+    """Finds and reads local modules: in the folder of the script, in the two above it, and in folders that the script
     adds to `sys.path`."""
 
     def __init__(self, folder: Path):
@@ -195,7 +196,7 @@ class Library:
         self.modules: dict[Path, Module | None] = {}
 
     def find(self, dotted: str, level: int, by: Module) -> Module | None:
-        """The module of this name, or None if it is not the script's own."""
+        """The module of this name, or None if it is not a local one."""
         parts = [part for part in dotted.split(".") if part]
         above = [by.path.parent, *by.path.parent.parents][level - 1 : level] if level else self._folders(parts[0])
         for folder in above:
@@ -211,14 +212,15 @@ class Library:
         return [*self.added, self.folder, *above]
 
     def add(self, call: ast.Call) -> None:
-        """Search the folders that a call adds to `sys.path`: what it spells out, below the script's folder or above."""
+        """Also search the folders that a call adds to `sys.path`: its string literals, relative to the script's folder
+        or one of the two above it."""
         texts = [one.value for node in call.args for one in ast.walk(node) if isinstance(one, ast.Constant)]
         folders = [self.folder, *list(self.folder.parents)[:2]]
         found = (base / text for text in texts if isinstance(text, str) and text for base in folders)
-        self.added += [path.resolve() for path in found if os.path.isdir(path)]  # False for any text
+        self.added += [path.resolve() for path in found if os.path.isdir(path)]  # never raises
 
     def is_importable(self, module: Module) -> bool:
-        """Whether Python looks for packages where a module is: in the folder of the script, not above it."""
+        """Whether Python itself finds a module: it does not search the folders above the script."""
         return not {self.folder, *self.added}.isdisjoint(module.path.parents)
 
     def _read(self, path: Path) -> Module | None:
@@ -240,12 +242,12 @@ def read(source: str, path: Path | None = None, label: str = "", library: Librar
     """Read a script, or a notebook if `path` ends with .ipynb.
 
     Args:
-        path: where it is, to find the modules of its own that it imports; None: do not look for them.
+        path: its path, for finding the local modules that it imports; None: do not read these.
         label: the name of its file in findings; "" for the script itself.
 
     Raises:
         SyntaxError: the source is not valid Python.
-        ValueError: the notebook is not valid JSON, or not one of Python.
+        ValueError: the notebook is not valid JSON, or not a Python notebook.
     """
     where = Path("script.py") if path is None else path.absolute()
     module = Module(where, label, library or Library(where.parent))
@@ -255,7 +257,8 @@ def read(source: str, path: Path | None = None, label: str = "", library: Librar
 
 
 def _parsed(source: str, flags: int = 0) -> ast.Module:
-    """The tree of a source. It is compiled, too: some errors show only then, such as an argument given twice."""
+    """Parse source code, and compile it as well, because some errors, such as a repeated argument, are only found
+    then."""
     tree = compile(source, "script", "exec", ast.PyCF_ONLY_AST | flags, dont_inherit=True)
     compile(source, "script", "exec", flags, dont_inherit=True)
     return tree
@@ -293,8 +296,8 @@ def _notebook(content: Any, module: Module) -> ast.Module:
 
 
 def _without_magics(lines: list[str]) -> str:
-    """The cell with `pass` for each shell command and magic, so that lines keep their numbers; without the indentation
-    of its first line, as IPython reads it."""
+    """The cell with each shell command and magic replaced by `pass`, which keeps the line numbers, and dedented by the
+    indentation of its first line, as in IPython."""
     first = next((line for line in lines if line.strip()), "")
     if first.strip().startswith("%%") and not first.strip().startswith(_PYTHON_CELLS):
         return ""
@@ -318,7 +321,7 @@ def _adds_to_path(function: ast.expr) -> bool:
 
 
 class _Place(NamedTuple):
-    """Where a node is. inner: the function or class it belongs to, for statements of a body."""
+    """The context of a node. conditional: it may not run. guarded: as in `Name`."""
 
     scope: Scope
     conditional: bool
@@ -340,7 +343,7 @@ class _Reader:
             pending += reversed(children)
 
     def _visit(self, node: ast.AST, place: _Place) -> list[tuple[ast.AST, _Place]]:
-        """Note what a node says, and return its children, each with its place."""
+        """Record a node, and return its children, each with its context."""
         scope = place.scope
         match node:
             case ast.Import() | ast.ImportFrom():
@@ -402,7 +405,7 @@ class _Reader:
                 return place if _is_main(node.test) else place._replace(conditional=True, guarded=True)
             case ast.For() | ast.AsyncFor() | ast.While() | ast.Match():
                 return place._replace(conditional=True)
-            case ast.Try():
+            case ast.Try() | ast.TryStar():
                 caught = any(_catches_import_error(handler) for handler in node.handlers)
                 return place._replace(conditional=True, guarded=place.guarded or caught)
             case ast.ExceptHandler():
@@ -513,7 +516,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def meanings(node: ast.expr, scope: Scope, depth: int = 0) -> list[Meaning]:
-    """All that an expression may mean; [Unknown()] if that shows only when the script runs."""
+    """All possible meanings of an expression; [Unknown()] if it is only known when the script runs."""
     if depth > DEEPEST:
         return [_UNKNOWN]
     follow = lambda one: meanings(one, scope, depth + 1)  # noqa: E731
@@ -593,7 +596,7 @@ def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def class_of(scope: Scope | None) -> Defined | None:
-    """The class in whose method a scope is."""
+    """The class whose method contains a scope."""
     while scope is not None:
         for found in scope.module.classes:
             if scope.owner in found.node.body:
@@ -603,7 +606,7 @@ def class_of(scope: Scope | None) -> Defined | None:
 
 
 def bases(made: Defined) -> list[Meaning]:
-    """What the direct and indirect bases of a class mean, nearest first."""
+    """The meanings of the direct and indirect bases of a class, nearest first."""
     found: list[Meaning] = []
     pending = [made]
     for _ in range(DEEPEST):
@@ -628,7 +631,7 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def value_of(node: ast.expr, scope: Scope, depth: int = 0) -> Any:
-    """The value of an expression that is spelled out, or UNKNOWN. Names are followed, and arithmetic is done."""
+    """The value of a constant expression, or UNKNOWN. Names are followed, and arithmetic is computed."""
     if depth > DEEPEST or _is_deep(node):
         return UNKNOWN
     follow = lambda one: value_of(one, scope, depth + 1)  # noqa: E731
@@ -695,7 +698,7 @@ def _is_deep(node: ast.expr) -> bool:
 
 
 class Argument(NamedTuple):
-    """An argument of a call. value: what it is, or UNKNOWN."""
+    """An argument of a call. value: its value, or UNKNOWN."""
 
     value: Any
     node: ast.expr

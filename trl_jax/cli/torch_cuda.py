@@ -31,7 +31,7 @@ _PLACEMENT = ("device_map", "max_memory", "offload_folder")
 _KERNELS = {"use_flash_attention_2", "flash_attn", "flash_rotary", "fused_dense"}
 
 
-def answer(torch: ModuleType) -> None:
+def patch_torch(torch: ModuleType) -> None:
     """Patch torch to answer GPU calls from now on, unless it has a GPU."""
     if torch.cuda.is_available():
         return
@@ -47,7 +47,7 @@ def answer(torch: ModuleType) -> None:
     }
     answers |= dict.fromkeys(_NOTHING) | dict.fromkeys(_ZERO, 0)
     for name, value in (answers | {"is_available": True, "device_count": 1}).items():
-        setattr(torch.cuda, name, _answering(getattr(torch.cuda, name), value, quietly=name in _NOTHING))
+        setattr(torch.cuda, name, _patched_query(getattr(torch.cuda, name), value, quietly=name in _NOTHING))
     torch.set_default_device = _skipping_cuda(torch.set_default_device)
     torch.Generator = _generator_on_cpu(torch.Generator)
     torch.load = _loading_onto_cpu(torch.load)
@@ -55,13 +55,14 @@ def answer(torch: ModuleType) -> None:
     _on_cpu(torch).__enter__()  # for the rest of the process
 
 
-def answer_bf16(module: ModuleType) -> None:
+def patch_bf16(module: ModuleType) -> None:
     """Make transformers accept bf16=True when torch has no GPU: JAX supports bfloat16 on every device."""
     module.is_torch_bf16_gpu_available = lambda: True
 
 
-def answer_tf32(module: ModuleType) -> None:
-    """Make transformers accept tf32=True when torch has no GPU. JAX computes, so torch's precision is left alone."""
+def patch_tf32(module: ModuleType) -> None:
+    """Make transformers accept tf32=True when torch has no GPU. JAX does the computing, so torch's precision is not
+    changed."""
     module.is_torch_tf32_available = lambda: True
     module.enable_tf32 = lambda enable: None
 
@@ -110,7 +111,7 @@ def _without_gpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in gone}
 
 
-def _answering(truth: Callable, value: Any, *, quietly: bool) -> Callable:
+def _patched_query(truth: Callable, value: Any, *, quietly: bool) -> Callable:
     """A function that returns `value` to a script, and calls `truth` for everyone else."""
 
     @functools.wraps(truth)
@@ -196,7 +197,7 @@ def _on_cpu(torch: ModuleType) -> Any:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether it names a GPU: "cuda:0", torch.device("cuda"), 0."""
+    """Whether `device` is a GPU: "cuda:0", torch.device("cuda"), 0."""
     return type(device) is int or (device is not None and _CUDA.fullmatch(str(device)) is not None)
 
 

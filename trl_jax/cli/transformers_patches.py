@@ -1,9 +1,9 @@
 """Changes of transformers that `python -m trl_jax` makes before a script imports it. `import trl_jax` changes nothing.
 
 Methods of transformers' Trainer that a script calls by name, as in `transformers.Trainer.evaluate(self, ...)`, call
-those of our trainer if `self` is one. And transformers' callbacks, trackers and configs are imported without its
-models: only to recognize one, they import PEFT, torch's distributed tensors and all that a torch model needs, which is
-half of a script's import time.
+those of our trainer if `self` is one. transformers' callbacks, trackers and configs are imported without its models:
+otherwise, only to recognize one, they import PEFT, torch's distributed tensors and everything else that a torch model
+needs, which is half of a script's import time.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any, ClassVar
 
 # ---- Methods of transformers' Trainer, called by name
 
-_ANSWERED = "_answers_for_trl_jax"
+_REDIRECTED = "_answers_for_trl_jax"
 
 
-def answer_by_name(kind: type) -> None:
-    """Let the methods of transformers' Trainer, `kind`, call those of our trainers where they are given one.
+def redirect_trainer_methods(kind: type) -> None:
+    """Patch the methods of transformers' Trainer, `kind`, to call those of our trainers if `self` is one.
 
-    For other trainers, TRL's among them, nothing changes.
+    Other trainers, including TRL's, are not affected.
     """
-    if _ANSWERED in vars(kind):
+    if _REDIRECTED in vars(kind):
         return
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and not name.startswith("__"):
-            setattr(kind, name, _answering(name, method))
-    setattr(kind, _ANSWERED, True)
+            setattr(kind, name, _redirecting(name, method))
+    setattr(kind, _REDIRECTED, True)
 
 
-def _answering(name: str, plain: Callable) -> Callable:
+def _redirecting(name: str, plain: Callable) -> Callable:
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = [cls for cls in type(self).__mro__ if cls.__module__.partition(".")[0] == "trl_jax"]
@@ -50,15 +50,16 @@ def _answering(name: str, plain: Callable) -> Callable:
 
 
 def refusal(name: str, kind: type) -> str:
-    """The refusal of a method of transformers' Trainer that our trainer, of this `kind`, does not have."""
+    """The error message if our trainer, of this `kind`, does not have the method of transformers' Trainer that was
+    called."""
     instead = kind._never_called.get(name, "Leave it out, or call a method that the trainer has.")
     return f"transformers.Trainer.{name} was called with a {kind.__name__}; trainers of trl_jax have none. {instead}"
 
 
 # ---- transformers' callbacks without its models
 
-_ACTIVATIONS = "transformers.activations"  # which every config class imports
-_SHARDED = (  # what that brings of torch to know sharded tensors, and to shard some
+_ACTIVATIONS = "transformers.activations"  # imported by every config class
+_SHARDED = (  # modules of torch for sharded tensors that it imports
     "torch.distributed.tensor", "torch.distributed.tensor._utils", "torch.distributed.tensor.placement_types",
     "torch.distributed.fsdp", "torch.distributed._composable.fsdp",
 )  # fmt: skip
@@ -97,7 +98,7 @@ class _Absent(ModuleType):
         return _Elsewhere(self.__name__, name)
 
 
-def leave_models_aside() -> None:
+def import_without_models() -> None:
     """Import transformers.trainer_utils, its trackers and what its configs need, unless they or the modules to avoid
     are already imported."""
     utils = import_module("transformers.utils")
@@ -130,7 +131,8 @@ def _import_trackers(name: str) -> None:
 
 
 def _import_activations() -> None:
-    """Import it with stand-ins; if another release of transformers needs the real modules at once, import normally."""
+    """Import it with stand-ins for modules of torch. If another release of transformers needs the real ones, it is
+    imported normally later."""
     known = set(sys.modules)
     sys.modules.update({name: _Absent(name) for name in _SHARDED})
     try:
@@ -148,7 +150,8 @@ def _import_activations() -> None:
 
 
 class NoVideos:
-    """Stands in for a video processor, which needs torchvision: it is saved as it was read, and takes no videos."""
+    """Stands in for a video processor, which needs torchvision: its settings are saved as read, and it refuses
+    videos."""
 
     model_input_names: ClassVar[list[str]] = []
     _auto_class = None
@@ -170,7 +173,7 @@ class NoVideos:
 
 
 def load_without_videos(module: ModuleType) -> None:
-    """Where torchvision is missing, let AutoProcessor load what takes no videos."""
+    """Without torchvision, let AutoProcessor load processors of models that also take videos."""
     if importlib.util.find_spec("torchvision") is None:
 
         def from_pretrained(name: Any, *arguments: Any, **options: Any) -> NoVideos:
@@ -181,7 +184,7 @@ def load_without_videos(module: ModuleType) -> None:
 
 
 def accept_no_videos(processor_mixin: type) -> None:
-    """Let processors be made and saved with a `NoVideos`."""
+    """Let processors be created and saved with a `NoVideos`."""
     plain_check, plain_dict = processor_mixin.check_argument_for_proper_class, processor_mixin.to_dict
 
     @functools.wraps(plain_check)

@@ -24,7 +24,7 @@ from typing import Any
 
 from trl_jax.cli import torch_cuda
 from trl_jax.cli.main import watching_templates
-from trl_jax.cli.transformers_patches import accept_no_videos, answer_by_name, load_without_videos
+from trl_jax.cli.transformers_patches import accept_no_videos, load_without_videos, redirect_trainer_methods
 from trl_jax.config.renamed import translated
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, WHERE
 from trl_jax.legacy.arguments import modern_flags
@@ -246,7 +246,7 @@ _FUNCTION = type(install)
 
 
 def spec_of(module: str) -> ModuleSpec | None:
-    """Where a module is, found without importing the packages above it; None: nowhere."""
+    """The spec of a module, found without importing its parent packages; None if there is none."""
     parent, _, _ = module.rpartition(".")
     if not parent:
         return PathFinder.find_spec(module)
@@ -336,8 +336,8 @@ def _warn(environment: dict[str, str], notes: list[str]) -> None:
 
 
 def _arguments(module: ModuleType) -> None:
-    torch_cuda.answer_bf16(module)
-    torch_cuda.answer_tf32(module)
+    torch_cuda.patch_bf16(module)
+    torch_cuda.patch_tf32(module)
     _accept_old_arguments(module)
 
 
@@ -373,7 +373,7 @@ def _accept_our_adapters(module: ModuleType) -> None:
         package.get_peft_model = get_peft_model
 
 
-# Stand-ins for packages that a script imports and this machine does not have
+# Stand-ins for packages that a script imports but that are not installed
 
 _STAND_INS = {
     "accelerate": ("PartialState", "Accelerator"),
@@ -384,7 +384,7 @@ _STAND_INS = {
         "prepare_model_for_kbit_training",
     ),
 }  # fmt: skip
-# Package -> what to write where a script needs more of it than a stand-in has.
+# Package -> advice for a script that needs more of it than its stand-in has.
 ADVICE = {
     "accelerate": "trl_jax distributes a run itself: leave it out, or use PartialState or Accelerator for the rank.",
     "bitsandbytes": "trl_jax quantizes itself: pass quantization_config=BitsAndBytesConfig(...) of transformers, and "
@@ -397,9 +397,11 @@ ADVICE = {
 
 
 class StandIns(MetaPathFinder, Loader):
-    """Finds what only the script itself imports: peft, accelerate and bitsandbytes, where they are not installed.
+    """Finds stand-ins for peft, accelerate and bitsandbytes if they are not installed, only for imports by the script
+    itself.
 
-    A script that asks importlib whether they are installed hears that they are not, and so do other packages.
+    Other packages, and a script that asks importlib, still find that they are not installed. Imports by the script of
+    other missing modules of a package in `ADVICE` raise ModuleNotFoundError with that advice.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -419,7 +421,7 @@ class StandIns(MetaPathFinder, Loader):
 
 
 def stands_in(module: str, name: str) -> bool:
-    """Whether a script may import this name, or the module where it is "", if the package is missing."""
+    """Whether the stand-in for a missing package has this name; "" stands for the module itself."""
     return module in _STAND_INS and (not name or name in _STAND_INS[module])
 
 
@@ -438,7 +440,7 @@ class _StandIn(ModuleType):
 
 
 class _Rank:
-    """What scripts ask accelerate's PartialState and Accelerator about ranks. JAX has one process per host."""
+    """The parts of accelerate's PartialState and Accelerator that are about ranks. JAX has one process per host."""
 
     device = "cpu"  # for tensors of the script; JAX chooses its own
 
@@ -465,7 +467,7 @@ class _Rank:
         return self.process_index == 0
 
     def wait_for_everyone(self) -> None:
-        """Do nothing: trainers wait for each other by themselves."""
+        """Do nothing: trainers synchronize by themselves."""
 
     def print(self, *args: Any, **options: Any) -> None:
         if self.is_main_process:
@@ -487,7 +489,7 @@ class _Rank:
 
 
 def _imported_by_script() -> bool:
-    """Whether the import in progress is an import statement of the user's script, not a question to importlib."""
+    """Whether the import in progress is an import statement of the user's script, not a call of importlib."""
     frame = sys._getframe(2)
     while "importlib" in (file := frame.f_code.co_filename):
         if "importlib.util" in file or file.endswith("util.py") or frame.f_back is None:
@@ -497,7 +499,7 @@ def _imported_by_script() -> bool:
 
 
 def _remember_missing() -> None:
-    """Have transformers find out now that these are missing; it keeps the answers."""
+    """Let transformers check now that these packages are missing; it caches the answers."""
     from transformers.utils import import_utils
 
     for name in ("is_peft_available", "is_accelerate_available", "is_bitsandbytes_available"):
@@ -505,7 +507,7 @@ def _remember_missing() -> None:
 
 
 def _quantize_without_torch(module: ModuleType) -> None:
-    """Without torch, transformers' BitsAndBytesConfig cannot be made; ours takes its place."""
+    """Without torch, transformers' BitsAndBytesConfig cannot be created, so ours takes its place."""
     if importlib.util.find_spec("torch") is None:
         module.BitsAndBytesConfig = importlib.import_module("trl_jax.hub.quantization").BitsAndBytesConfig
 
@@ -518,7 +520,7 @@ class _DeepSpeedConfig:
 
 
 def _shard_without_deepspeed(module: ModuleType) -> None:
-    """Without deepspeed, transformers' config of it cannot be made. A run here reads the argument `deepspeed` alone."""
+    """Without deepspeed, transformers' config for it cannot be created. Only the argument `deepspeed` is read here."""
     if importlib.util.find_spec("deepspeed") is None:
         module.HfDeepSpeedConfig = _DeepSpeedConfig
 
@@ -526,7 +528,7 @@ def _shard_without_deepspeed(module: ModuleType) -> None:
 # Module -> the patch applied after it is imported.
 ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "peft.mapping_func": _accept_our_adapters,
-    "torch": torch_cuda.answer,
+    "torch": torch_cuda.patch_torch,
     "transformers.hf_argparser": _accept_old_flags,
     "transformers.integrations.deepspeed": _shard_without_deepspeed,
     "transformers.modeling_utils": lambda module: torch_cuda.load_anywhere(module.PreTrainedModel),
@@ -534,8 +536,8 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.video_processing_auto": load_without_videos,
     "transformers.processing_utils": lambda module: accept_no_videos(module.ProcessorMixin),
     "transformers.tokenization_utils_base": _tokenizers,
-    "transformers.trainer": lambda module: answer_by_name(module.Trainer),
+    "transformers.trainer": lambda module: redirect_trainer_methods(module.Trainer),
     "transformers.training_args": _arguments,
-    "transformers.utils": torch_cuda.answer_bf16,
+    "transformers.utils": torch_cuda.patch_bf16,
     "transformers.utils.quantization_config": _quantize_without_torch,
 }

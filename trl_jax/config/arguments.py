@@ -20,14 +20,14 @@ class Handling:
     """How an argument is handled.
 
     Attributes:
-        how: "native": as in TRL; "mapped": to what JAX has; "silent" or "warned": no effect, without or with a
-            warning; "refused": an error unless it is the default.
+        how: "native": as in TRL; "mapped": mapped to the JAX equivalent; "silent" or "warned": no effect, without or
+            with a warning; "refused": an error unless it has its default.
         why: the reason in a warning or error, and what to do instead.
         rule: checks a value and returns an error text or None.
         note: returns a warning about an accepted value, or None.
         is_off: whether a value means the same as the default.
-        supported: the names to choose from, if transformers lists others.
-        help: text of --help for an argument of transformers that means something else under JAX.
+        supported: the supported choices, if transformers has others.
+        help: text of --help, for an argument of transformers that has a different meaning under JAX.
     """
 
     how: How = "native"
@@ -89,7 +89,7 @@ def _field(default: Any, text: str, handling: Handling, metadata: Mapping[str, A
 def declared(kind: type) -> dict[str, Handling]:
     """name -> handling, for the fields that `kind` or a base class declares with `arg`.
 
-    A field that a script's own class declares again is handled as before.
+    A field that a user-defined subclass redeclares keeps its handling.
     """
     return {
         name: field.metadata["help"].handling
@@ -118,8 +118,9 @@ def validate(
     """Check values against a table and return (errors, warnings), one line each.
 
     Args:
-        values: has every name in the table; other names (fields that a script's own class adds) are ignored.
-        defaults: this release's. A default that a script's own class changed counts as a value that was passed.
+        values: has every name in the table; other names (fields of a user-defined subclass) are ignored.
+        defaults: of this release. A default that a user-defined subclass changed is checked like a value that was
+            passed.
     """
     refusals, warnings = [], []
     for name, line in table.items():

@@ -50,15 +50,15 @@ TORCH_ONLY = {
 
 
 class Device(str):
-    """Stands in for torch.device where scripts read `args.device`. JAX starts its backend when `type` is read.
+    """Replaces torch.device for scripts that read `args.device`. Reading `type` starts JAX's backend.
 
-    torch reads it as "cpu": what a script computes in torch stays there.
+    As a string it is "cpu", so that torch code in a script stays on the CPU.
     """
 
     __slots__ = ("_platform",)
 
     def __new__(cls, platform: str | None = None):
-        """`platform` is JAX's name for it, or None for JAX's default."""
+        """`platform` is JAX's name of the platform, or None for JAX's default."""
         self = super().__new__(cls, "cpu")
         self._platform = platform
         return self
@@ -68,7 +68,7 @@ class Device(str):
 
     @property
     def type(self) -> str:
-        """One of cpu, cuda (torch's word for a GPU, which scripts compare with) and tpu."""
+        """cpu, tpu or cuda (torch's name for GPUs, with which scripts compare)."""
         platform = self._platform
         if platform is None:
             import jax
@@ -260,11 +260,11 @@ INHERITED: dict[str, Handling] = {
     **handled("push_to_hub hub_token hub_private_repo hub_always_push", "native"),
     **handled("hub_strategy", "native", rule=rules.one_of("end", "every_save", "checkpoint", "all_checkpoints")),
     **handled("ignore_data_skip restore_callback_states_from_checkpoint", "native"),
-    **handled("resume_from_checkpoint", "native",  # as in TRL, a script hands it to train()
+    **handled("resume_from_checkpoint", "native",  # as in TRL, scripts pass it to train()
               help="Folder of the checkpoint to resume from, or True for the newest in output_dir."),
     # Reproducibility
     **handled("seed", "native", rule=rules.whole(0, most=2**32 - 1)),
-    **handled("data_seed", "native", rule=rules.whole(-(2**63), optional=True, most=2**64 - 1)),  # as torch takes it
+    **handled("data_seed", "native", rule=rules.whole(-(2**63), optional=True, most=2**64 - 1)),  # torch's range
     **handled("full_determinism", "mapped", rule=devices.deterministic,
               help="Require deterministic operations. On a GPU, the environment must set XLA_FLAGS="
                    f"{devices.DETERMINISTIC_FLAG}; CPUs and TPUs are always deterministic."),
@@ -343,7 +343,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         None, help="Accepted without effect.", how="warned", why="JAX manages its own memory."
     )
 
-    # Arguments that all of TRL's trainers add to transformers', in TRL's order.
+    # Arguments that all of TRL's trainers add to those of transformers, in TRL's order.
     model_init_kwargs: dict[str, Any] | str | None = arg(
         None,
         help="Arguments for loading a model given by name, as a dict or JSON: revision, dtype, ...",
@@ -411,13 +411,13 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     )
     max_minutes: float | None = arg(
         None,
-        help="Stop after this many minutes of training, with a checkpoint to resume from. Not on several hosts.",
+        help="Stop after this many minutes of training, with a checkpoint to resume from.",
         rule=rules.number(0, optional=True),
         kw_only=True,
     )
     save_minutes: float | None = arg(
         None,
-        help="Also save a checkpoint every this many minutes. Not on several hosts.",
+        help="Also save a checkpoint every this many minutes.",
         rule=rules.number(0, optional=True),
         kw_only=True,
     )
@@ -437,7 +437,8 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        # Set on the class itself: otherwise a script's @dataclass would generate a __repr__ that prints secrets.
+        # Set on the class itself: otherwise @dataclass on a user-defined subclass would generate a __repr__ that prints
+        # secrets.
         cls.__repr__ = cls.__repr__
 
     def __post_init__(self):
@@ -445,7 +446,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         self.hub_token = as_token("hub_token", self.hub_token)
         if self.bf16 is None and isinstance(self.fp16, bool):
             self.bf16 = not self.fp16
-        if self.gradient_checkpointing is None:  # off in transformers, where it is the default
+        if self.gradient_checkpointing is None:  # transformers' default, which means off
             self.gradient_checkpointing = False
         processes = end_other_processes()
         for name, value in launcher_sharding(vars(self)).items():
@@ -495,7 +496,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         if isinstance(value, Enum) and not isinstance(value, str):
             value = value.value
         if name in bool_fields(self._released_kind()) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):  # `check` refuses it, together with other wrong values
+            with contextlib.suppress(ValueError):  # `check` rejects it, together with other wrong values
                 value = as_bool(name, value)
         super().__setattr__(name, value)
 
@@ -506,7 +507,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         """The arguments as in transformers, with secrets hidden, also those in nested dicts."""
         twin = copy.copy(self)  # transformers modifies dicts among the arguments
         vars(twin).update({name: _unshared(value) for name, value in vars(self).items()})
-        plain = not is_dataclass(self.parallelism_config)  # transformers takes accelerate's class only
+        plain = not is_dataclass(self.parallelism_config)  # transformers only accepts accelerate's class
         twin.parallelism_config = None if plain else self.parallelism_config
         values = super(BaseConfig, twin).to_dict()
         if plain:
@@ -556,7 +557,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
     @classmethod
     def _released_kind(cls) -> type:
-        """This class, or its nearest base class in trl_jax, whose defaults values are compared with."""
+        """This class, or its nearest base class in trl_jax, with whose defaults values are compared."""
         return next(kind for kind in cls.__mro__ if kind.__module__.startswith("trl_jax."))
 
     @staticmethod

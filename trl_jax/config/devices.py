@@ -292,7 +292,7 @@ def deterministic(name: str, value: Any, values: Mapping[str, Any]) -> str | Non
 
 
 def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """Refuses keys that would change the run; those about sending batches to several processes have no effect."""
+    """Rejects keys that would change the run; keys about distributing batches to processes have no effect."""
     try:
         config = as_dict_or_file(name, value)
     except ValueError as error:

@@ -19,7 +19,7 @@ from trl_jax.config.shared import LanguageModelArguments
 # Rules
 
 
-# Keys of generation_kwargs: fields of transformers' GenerationConfig that say how one completion is written.
+# Keys of generation_kwargs: fields of transformers' GenerationConfig that affect how a single completion is generated.
 GENERATION_KEYS = frozenset(
     """
     max_new_tokens do_sample temperature top_h top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
@@ -29,7 +29,7 @@ GENERATION_KEYS = frozenset(
     stop_strings num_beams length_penalty early_stopping
     """.split()
 )
-# With vllm_mode="server", parameters of vLLM's /v1/completions.
+# With vllm_mode="server", parameters of vLLM's /v1/completions, whatever the engine.
 SERVER_KEYS = frozenset(
     """
     temperature top_p top_k min_p repetition_penalty frequency_penalty presence_penalty max_tokens min_tokens stop
@@ -39,7 +39,7 @@ SERVER_KEYS = frozenset(
 )
 _IDLE = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}  # no effect with these values
 _NOTHING = object()
-# Keys that are not among GENERATION_KEYS -> what TRL does with them, and what to write.
+# Unsupported keys -> what TRL does with them, and what to use instead.
 _INSTEAD = {
     "num_return_sequences": "TRL fails in the first step. Leave it out; GRPO and RLOO have num_generations.",
 }
@@ -70,7 +70,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def uses_server(values: Mapping[str, Any]) -> bool:
-    """Whether completions come from vLLM servers. OnlineConfig, for trainers of one's own, has no such arguments."""
+    """Whether completions come from servers. OnlineConfig, for user-defined trainers, has no such arguments."""
     return bool(values.get("use_vllm")) and values.get("vllm_mode") == "server"
 
 
@@ -122,7 +122,7 @@ def reward_weights(name: str, value: Any, values: Mapping[str, Any]) -> str | No
 
 
 def _whole_texts(trainer: str, rule: rules.Rule, read: Callable[[Any], Any]) -> rules.Rule:
-    """`rule` that also refuses an axis that splits texts over devices, in TRL's words for `trainer`."""
+    """`rule`, extended to reject a mesh that splits texts over devices, with TRL's message for `trainer`."""
 
     def refusal(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if problem := rule(name, value, values):
@@ -151,7 +151,7 @@ def mesh_shape(trainer: str) -> Any:
 
 
 def auto_find_batch_size(algorithm: str) -> Any:
-    """The field with a rule that refuses it, in TRL's words."""
+    """The field with a rule that rejects it, with TRL's message."""
 
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if not value:
@@ -171,7 +171,8 @@ def auto_find_batch_size(algorithm: str) -> Any:
 
 @dataclass
 class OnlineArguments(LanguageModelArguments):
-    """Arguments that GRPOConfig, RLOOConfig and DistillationConfig list at TRL's positions: `online("temperature")`."""
+    """Arguments of GRPOConfig, RLOOConfig and DistillationConfig, which list them at TRL's positions:
+    `online("temperature")`."""
 
     learning_rate: float = inherited("learning_rate", default=1e-6, help="Peak learning rate.")
     train_sampling_strategy: str = inherited("train_sampling_strategy", how="warned", why=_ORDER_OF_PROMPTS)
@@ -232,12 +233,13 @@ class OnlineArguments(LanguageModelArguments):
     )
     use_vllm: bool = arg(
         False,
-        help="With vllm_mode='server', completions come from vLLM servers; otherwise from trl_jax's own generator.",
+        help="With vllm_mode='server', completions come from vLLM or SGLang servers; otherwise from trl_jax's own "
+        "generator.",
         note=_own_generator,
     )
     vllm_mode: str = arg(
         "colocate",
-        help="'server': completions come from the vLLM servers of vllm_server_base_url, or of vllm_server_host and "
+        help="'server': completions come from the servers of vllm_server_base_url, or of vllm_server_host and "
         "vllm_server_port. 'colocate': from trl_jax's own generator.",
         rule=rules.one_of("server", "colocate"),
     )
@@ -248,18 +250,18 @@ class OnlineArguments(LanguageModelArguments):
     )
     vllm_server_base_url: str | None = arg(
         None,
-        help="URL of the vLLM server, or of several, separated by commas, which share the prompts. If unset, "
+        help="URL of the vLLM or SGLang server, or of several, separated by commas, which share the prompts. If unset, "
         "vllm_server_host and vllm_server_port.",
         rule=rules.text(optional=True),
     )
-    vllm_server_host: str = arg("0.0.0.0", help="Host of the vLLM server.", rule=rules.text())
-    vllm_server_port: int = arg(8000, help="Port of the vLLM server.", rule=rules.whole(1, most=65535))
+    vllm_server_host: str = arg("0.0.0.0", help="Host of the server.", rule=rules.text())
+    vllm_server_port: int = arg(8000, help="Port of the server.", rule=rules.whole(1, most=65535))
     vllm_server_timeout: float = arg(
-        240.0, help="Seconds after which a vLLM server that does not answer ends the run.", rule=above(0, math.inf)
+        240.0, help="Seconds after which a server that does not answer ends the run.", rule=above(0, math.inf)
     )
     vllm_weights_dir: str | None = arg(
         None,
-        help="Folder in which weights are handed to vLLM servers, which must see it under the same path. If unset, "
+        help="Folder in which weights are handed to the servers, which must see it under the same path. If unset, "
         "/dev/shm, for servers on this machine.",
         rule=rules.path,
         kw_only=True,
@@ -401,7 +403,7 @@ def check_groups(
     algorithm: str, *, generation_batch_size: int, num_generations: int, eval_batch_size: tuple[int, int] | None,
     num_generations_eval: int | None,
 ) -> None:  # fmt: skip
-    """Raise ValueError, in TRL's words, if a batch would split the completions of a prompt.
+    """Raise ValueError, with TRL's message, if a batch would split the completions of a prompt.
 
     Args:
         eval_batch_size: (completions per device in an evaluation batch, number of devices); None without evaluation.
@@ -428,7 +430,7 @@ def check_groups(
 
 
 class GenerationArguments(Protocol):
-    """The arguments that depend on each other."""
+    """The arguments whose values depend on each other."""
 
     max_prompt_length: int | None
     use_transformers_paged: bool
@@ -449,7 +451,7 @@ def warn_about_deprecated(args: GenerationArguments, stacklevel: int) -> None:
     """Warn about deprecated arguments, and set their replacements.
 
     Args:
-        stacklevel: of the line that creates the config, counted from the caller of this function.
+        stacklevel: of the line that creates the config, relative to the caller of this function.
     """
     if args.max_prompt_length is not None:
         text = (

@@ -34,10 +34,10 @@ ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
 
 
 def beta(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """Adam divides by 1 - beta**t; torch refuses 1, too."""
+    """Adam and AdEMAMix divide by 1 - beta**t, and Lion's average would not move, so beta must be below 1."""
     if problem := number(0)(name, value, values):
         return problem
-    if value >= 1 and "adam" in str(plain(values["optim"])):
+    if value >= 1 and any(rule in str(plain(values["optim"])) for rule in ("adam", "ademamix", "lion")):
         return must_be(name, "a number of at least 0 and below 1", value)
     return None
 
@@ -55,7 +55,7 @@ def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | 
     if problem := a_dict(name, value, values):
         return problem
     if one_of(*SCHEDULES)("", schedule, values):
-        return None  # `scheduler` refuses it
+        return None  # `scheduler` rejects it
     kwargs, known = as_dict(name, value), SCHEDULES[schedule].split()
     if unknown := [key for key in kwargs if key not in known]:
         takes = ", ".join(known) or "no keys"
@@ -109,7 +109,7 @@ def optimizer_args(name: str, value: Any, values: Mapping[str, Any]) -> str | No
     if problem := text(optional=True)(name, value, values):
         return problem
     if one_of(*OPTIMIZERS)("", optim, values):
-        return None  # `optimizer` refuses it
+        return None  # `optimizer` rejects it
     try:
         parsed(optim, value)
     except ValueError as error:

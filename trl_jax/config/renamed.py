@@ -30,7 +30,7 @@ class OldNames(type):
     def __call__(cls, *args, **kwargs):
         try:
             accepted = inspect.signature(cls.__init__).parameters
-            # A subclass's own __init__ may take **kwargs and pass them on.
+            # The __init__ of a user-defined subclass may take **kwargs and pass them on.
             open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
             kwargs, environment, notes = translated(kwargs, accepted)
             for name in kwargs.keys() - accepted.keys() if not open_ended else ():
@@ -89,7 +89,7 @@ OF_GENERATION = {
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "wandb_log_unique_prompts": "log_unique_prompts",
 }
-# Arguments of TRL's RLOOConfig up to 0.21 that change nothing.
+# Arguments of TRL's RLOOConfig up to 0.21 that have no effect.
 IDLE_OF_GENERATION = {
     "local_rollout_forward_batch_size": "leave it out: the generator chooses batches that fit into memory.",
     "num_sample_generations": "leave it out: log_completions=True shows completions.",
@@ -139,7 +139,7 @@ TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
 
 
 def way_out(name: str, known: Iterable[str]) -> str:
-    """A sentence about what to write instead of the unknown name."""
+    """A sentence about what to use instead of the unknown name."""
     if name in RENAMED:
         return RENAMED[name]
     close = difflib.get_close_matches(name, list(known), n=1)
@@ -148,14 +148,14 @@ def way_out(name: str, known: Iterable[str]) -> str:
 
 def current_name(name: str) -> str | None:
     """The current name of an argument whose old name is `name`, if it takes the same values; else None."""
-    return None if name == "warmup_ratio" else _SAME.get(name)  # warmup_steps may not be a ratio
+    return None if name == "warmup_ratio" else _SAME.get(name)  # warmup_steps may be a number of steps
 
 
 def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Translate old names and values of keyword arguments.
 
     Args:
-        given: name -> value, as the script passed them.
+        given: name -> value, as passed by the user.
         known: current names.
 
     Returns:

@@ -72,7 +72,7 @@ def number(minimum: float, optional: bool = False, *, most: float = math.inf) ->
 
 
 def bounded(most: float = math.inf, optional: bool = False) -> Rule:
-    """A number that is not NaN and at most `most`. transformers checks the rest, or it may be negative."""
+    """A number that is not NaN and at most `most`. A lower bound, if any, is checked by transformers."""
 
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if value is None and optional:
@@ -188,12 +188,12 @@ def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None
 
 
 def plain(value: Any) -> Any:
-    """An enum's own value; anything else as it is."""
+    """The value of an enum; anything else unchanged."""
     return value.value if isinstance(value, Enum) else value
 
 
 def show(name: str, value: Any) -> str:
-    """name=value for an error's text; secrets are hidden and long values cut."""
+    """name=value for an error message; secrets are masked and long values cut."""
     return f"{name}={_brief(name, value)}"
 
 
@@ -202,7 +202,7 @@ def array_error(name: str, value: Any) -> str:
 
 
 def must_be(name: str, valid: str, value: Any) -> str:
-    """The text of an error about `value`; `valid` describes the values that are allowed."""
+    """The error message for `value`; `valid` describes the values that are allowed."""
     return f"{name} must be {valid}, got {_brief(name, value)}."
 
 
@@ -233,7 +233,7 @@ def as_dict_or_file(name: str, value: Any) -> dict[str, Any]:
     """Like `as_dict`, but a string may also be the path of a JSON file."""
     if not isinstance(value, str) or value.lstrip().startswith("{"):
         return as_dict(name, value)
-    if not os.path.isfile(value):  # of a name that is too long, Path.is_file raises an error
+    if not os.path.isfile(value):  # Path.is_file would raise if the name is too long
         raise ValueError(f"{show(name, value)}: there is no such file. Pass a JSON file or a dict, or leave it out.")
     return as_dict(name, Path(value).read_text(encoding="utf-8"))
 
@@ -258,7 +258,7 @@ def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
 
 
 def as_choice(value: str | bool | None) -> str | bool | None:
-    """`resume_from_checkpoint` as train() takes it: a command line passes True and False as strings."""
+    """`resume_from_checkpoint` in the form that train() accepts: command lines pass True and False as strings."""
     named = {"true": True, "false": None, "none": None, "": None}
     return named.get(value.lower(), value) if isinstance(value, str) else value or None
 
@@ -273,7 +273,7 @@ def as_bool(name: str, value: Any, optional: bool = False) -> bool | None:
         optional: None is allowed, too.
 
     Raises:
-        ValueError: any other value. Python would take every other string as true, even "off".
+        ValueError: any other value. Python treats every other string as true, even "off".
     """
     if value is None and optional:
         return None

@@ -83,7 +83,7 @@ class TextArguments:
 
 @dataclass
 class LanguageModelArguments(TextArguments):
-    """Arguments of several trainers of language models, and of those with a reference."""
+    """Arguments shared by language model trainers, including trainers with a reference model."""
 
     router_aux_loss_coef: float | None = arg(
         None,
@@ -130,7 +130,7 @@ def shared(name: str, **changes: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Warnings of deprecated values
+# Warnings about deprecated values
 
 
 def warn_about_prompt_length(most: int | None, stacklevel: int) -> None:
@@ -147,7 +147,7 @@ def warn_about_keep_end(mode: str, stacklevel: int) -> None:
     """Warn that `truncation_mode="keep_end"` is deprecated.
 
     Args:
-        stacklevel: of the line that creates the config, counted from the caller of this function.
+        stacklevel: of the line that creates the config, relative to the caller of this function.
     """
     if mode == "keep_end":
         text = "truncation_mode='keep_end' is deprecated: use truncation_mode='keep_start', the default."

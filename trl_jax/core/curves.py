@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _WIDTH, _HEIGHT, _RIGHT, _POINTS = 640, 180, 24, 400
-_CHARACTER = 7.0  # pixels that a digit takes
+_CHARACTER = 7.0  # width of a digit in pixels
 Points = list[tuple[float, float]]
 
 
@@ -43,7 +43,7 @@ def points_of(history: Iterable[Mapping[str, Any]], name: str) -> Points:
 
 def svg(panels: Mapping[str, Sequence[Curve]]) -> str:
     """An SVG with one panel per title. The curves of a panel must have at least one point in total."""
-    width, height = _WIDTH, _HEIGHT * len(panels) + 20  # the lowest panel names the axis of steps
+    width, height = _WIDTH, _HEIGHT * len(panels) + 20  # the label of the step axis is below the last panel
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12"'
     last = max(1, *(step for curves in panels.values() for curve in curves for step, _ in curve.points))
     scales = {title: _scale([value for curve in curves for _, value in curve.points])
@@ -82,7 +82,7 @@ def _panel(title: str, curves: Sequence[Curve], frame: _Frame, ticks: Mapping[fl
 
 
 def _scale(values: Sequence[float]) -> dict[float, str]:
-    """Round ticks around the values, with their labels. They are not below zero unless a value is."""
+    """Ticks at round numbers that enclose the values, with labels. Ticks are negative only if a value is."""
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # a constant curve: in the middle of the panel, unless it is zero
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
@@ -94,13 +94,13 @@ def _scale(values: Sequence[float]) -> dict[float, str]:
 
 
 def _step(width: float) -> float:
-    """The distance between ticks: 1, 2 or 5 times a power of ten, so that two to five ticks fit into the width."""
+    """The distance between ticks: 1, 2 or 5 times a power of ten, so that two to five intervals fit into the width."""
     power = 10.0 ** math.floor(math.log10(width / 2))
     return next(size * power for size in (5, 2, 1) if size * power <= width / 2)
 
 
 def _labeled(numbers: Iterable[int], step: float) -> dict[float, str]:
-    """`number * step` with its label; all of them have as many decimals as `step` needs."""
+    """`number * step` with its label; all labels have as many decimals as `step` needs."""
     numbers = list(numbers)
     exponent = math.floor(math.log10(step))
     largest = max(abs(number) for number in numbers) * step

@@ -29,7 +29,7 @@ def loads(text: str | bytes) -> Any:
 
 def read(path: Path) -> Any:
     """Parse a UTF-8 JSON file. Errors as for `loads`, and a MemoryError that names the file."""
-    with text.naming(path):
+    with text.out_of_memory_names(path):
         return loads(path.read_text(encoding="utf-8"))
 
 
@@ -106,7 +106,7 @@ def _header(tensors: Mapping[str, Pieces], sizes: Mapping[str, int], metadata: M
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; on success it replaces `path`, on an exception `path` stays as it was. If `path` is a
+    """Yield a temporary path. On success it replaces `path`; on an exception, `path` is left unchanged. If `path` is a
     symlink, the link is replaced, not its target."""
     partial = path.with_name(f"{path.name}.part")
     partial.unlink(missing_ok=True)

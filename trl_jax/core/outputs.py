@@ -34,9 +34,9 @@ class Packed(NamedTuple):
     second range, `context <= t < context_end`, in addition to its own range within the branch. Branches do not see each
     other. Tokens without a context have an empty one.
 
-    longest: length of the longest text in the batch that TRL would have run this token in.
-    prompt: where the prompt begins that a token belongs to or follows; None if no two completions share a prompt, in
-        which case all texts are in their natural order.
+    longest: length of the longest text in TRL's batch with this token, for ropes that depend on it.
+    prompt: start of the prompt that a token belongs to or follows; None if no two completions share a prompt, in which
+        case all texts are in their natural order.
     texts: indices for kernels that need one text per row, or None.
     context, context_end: None if no branches share a context.
     """
@@ -51,7 +51,7 @@ class Packed(NamedTuple):
 
 
 def reads_of_rows(places: Any, length: int) -> Any:
-    """Flat int32 indices `[R]`, row * T + place, of one token per row of `length` tokens."""
+    """Flat int32 indices `[R]`, row * T + column, of one token per row of `length` tokens."""
     return places + np.arange(len(places), dtype=np.int32) * length
 
 
@@ -72,12 +72,12 @@ class RouterSums(NamedTuple):
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs of a language model head at N reads, float32 `[N]` each; 0 where there is no target.
+    """Outputs of a language model head at N reads, float32 `[N]` each; 0 for reads without a target.
 
     logps: log p(target).
     entropy: of the distribution, -sum p log p, in nats.
     mean_logps: the mean of log p over the vocabulary, used by label smoothing.
-    correct: 1 where the target is the argmax (the first one, if there are ties).
+    correct: 1 if the target is the argmax (the first one, if there are ties).
     mean_logits: the mean logit over the vocabulary; no gradient.
     log_sum_sq_probs: log sum p^2; no gradient.
     """
@@ -91,7 +91,7 @@ class TokenOutputs(NamedTuple):
 
 
 class Divergences(NamedTuple):
-    """Divergence between two models at N reads, float32 `[N]` each; 0 where there is no target.
+    """Divergence between two models at N reads, float32 `[N]` each; 0 for reads without a target.
 
     divergence: of the model's distribution from the other model's, in nats.
     entropy: of the model's distribution, in nats; no gradient.
@@ -105,7 +105,7 @@ class Divergences(NamedTuple):
 
 
 class Images(NamedTuple):
-    """The images of a batch: the patches of all images, one image after the other, and where their features go.
+    """The images of a batch: the patches of all images, concatenated, and the tokens that their features replace.
 
     S is the number of shards of the batch (1 on one device); the rows of a shard only refer to its own images. P counts
     patches and F features of a shard, both padded.
@@ -115,10 +115,10 @@ class Images(NamedTuple):
     first, end: int32 `[S, P]`, the range of patches that each patch attends to, which is its image. Padding attends to
         nothing: both are P.
     groups: int32 `[S, F, K]`, the patches from which the connector computes each feature.
-    at: int32 `[R, T]`, the index of the feature that takes the place of each token's embedding; -1 for other tokens.
+    at: int32 `[R, T]`, the index of the feature that replaces each token's embedding; -1 for other tokens.
     window_first, window_end: as `first` and `end`, for layers that attend within windows; None without such layers.
-    table: int32 `[S, P, N]`, the rows of the table of learned positions that are summed up for each patch; None for
-        towers without one.
+    table: int32 `[S, P, N]`, the rows of the learned position table that are summed for each patch; None for towers
+        without such a table.
     table_weights: float32 `[S, P, N]`, their weights (interpolation); None: 1.
     """
 
@@ -134,18 +134,18 @@ class Images(NamedTuple):
     table_weights: Any = None
 
 
-class KeptFeatures(NamedTuple):
-    """The features of a batch's images that were computed before, in place of `Images`, whose S, F and `at` these are.
+class PrecomputedFeatures(NamedTuple):
+    """Precomputed features of a batch's images, in place of `Images`; S, F and `at` as there.
 
     values: `[S, F, D]` in any float dtype, in each shard followed by the separators.
-    deep: `[S, L, F, D]`, what is added to the residual stream after each of the first L layers; None if nothing is.
-    of_reference: the features under the reference's tower, without `at`; None if it has the policy's.
+    deep: `[S, L, F, D]`, features to add to the residual stream after each of the first L layers, or None.
+    of_reference: the features from the reference's tower, without `at`; None if it shares the policy's tower.
     """
 
     values: Any
     deep: Any
     at: Any
-    of_reference: KeptFeatures | None = None
+    of_reference: PrecomputedFeatures | None = None
 
 
 # Virtual tokens
@@ -154,9 +154,9 @@ class KeptFeatures(NamedTuple):
 class VirtualTokens(NamedTuple):
     """The virtual tokens that an adapter (prompt tuning, prefix tuning, P-tuning) prepends to each text.
 
-    first: the id of the first one, which is the vocabulary size; the others follow.
-    count: how many there are; 0 for none.
-    read: whether the last of them predicts the first token of the text; False if they only exist as keys and values.
+    first: the id of the first virtual token, which is the vocabulary size; the others follow.
+    count: number of virtual tokens; 0 for none.
+    read: whether the last one predicts the first token of the text; False if they only exist as keys and values.
     """
 
     first: int = 0
@@ -174,4 +174,4 @@ class VirtualTokens(NamedTuple):
         return np.concatenate([np.broadcast_to(self.ids, (len(rows), self.count)), rows], axis=1)
 
 
-NONE = VirtualTokens()
+NO_VIRTUAL_TOKENS = VirtualTokens()

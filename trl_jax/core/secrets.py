@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from trl_jax.core.text import printable
 
-_MIN_LENGTH = 8  # shorter secrets are not searched for in texts: they would match ordinary words
+_MIN_LENGTH = 8  # shorter secrets are not searched for in texts, because they would match ordinary words
 _SECRET = re.compile(
     r"(?:^|_)(?:token|(?:api|access|auth|hf|hub|refresh|session)_tokens|secrets?|passwords?|passwd|passphrase|pwd"
     r"|credentials?|authorization|auth|bearer|cookies?|jwt"
@@ -40,7 +40,8 @@ _SHAPES = re.compile(
     r"|(?<=[?&])(?:X-(?:Amz|Goog)-)?(?:Signature|Security-Token|sig)=[^&\s]+"
     r"|(?<=\bBearer )(?=\S*[0-9_])[\w.~+/=-]{8,}",
 )
-# name= or "name": and the like, then the value. A value that opens a quote or bracket may extend to the line end.
+# name= or "name": and the like, then the value. A value that opens a quote or bracket may extend to the end of the
+# line.
 _NAME = re.compile(r"""(?:\\*["'])?\b(?P<name>[A-Za-z][\w.-]{0,80})(?P<closed>\\*["'])?\s*(?P<sign>[=:])\s*""")
 _VALUE = re.compile(r"""\\*(?P<mark>["']).*?(?P=mark)|["'\[({][^\n]*|(?:(?:Bearer|Basic) )?[^\s"'&,;}\])]+""")
 _NOT_SECRET = re.compile(r"(?i)none|null|true|false|<[A-Z0-9_]+>")
@@ -124,8 +125,8 @@ def _scrubbed(text: str, known: _Forms) -> str:
 
 
 def _known_forms() -> _Forms:
-    """(form, replacement) for each way that a known secret may be written, longest secrets first. Computed once per
-    value to mask, since the environment may have many variables."""
+    """(form, replacement) for each way a known secret may be written, longest secrets first. Called once per value to
+    mask, because the environment may have many variables."""
     secrets = {os.environ.get(key, "").strip(): placeholder(key) for key in os.environ if _is_secret_variable(key)}
     secrets |= {value: names[0] for value, names in _known.items()}
     return [

@@ -1,6 +1,6 @@
 """Signal handlers that forked children do not inherit.
 
-The handler of a training run only notes SIGTERM, so that the step can finish. A worker of a `multiprocessing.Pool` in a
+A training run's handler only records SIGTERM, so that the step can finish. A worker of a `multiprocessing.Pool` in a
 reward function would inherit it and survive `terminate()`, and the pool would wait for that worker forever.
 """
 
@@ -23,8 +23,8 @@ def handle(numbers: Iterable[int], handler: Handler, *, children_too: Iterable[i
     """Install `handler` for these signals, in the main thread.
 
     Args:
-        children_too: signals for which forked children inherit `handler`. For the others, they get back the previous
-            handler.
+        children_too: signals for which forked children inherit `handler`. For the other signals, children get the
+            previous handler.
 
     Returns:
         The previous handlers, to pass to `restore`.
@@ -42,8 +42,8 @@ def restore(before: dict[int, Handler]) -> None:
 
 
 def default_in_children(number: int) -> None:
-    """Reset a signal to its default in forked children. For signals that a library handles in C, where Python does not
-    see the handler."""
+    """Reset a signal to its default in forked children. For signals that a library handles in C, whose handler Python
+    cannot see."""
     _taken_by_libraries.add(number)
 
 

@@ -26,7 +26,7 @@ _LIBRARIES = sys.stdlib_module_names | set(
 
 
 def api_boundary(function: Callable) -> Callable:
-    """Decorate a function that users call: an error that they caused is raised without our frames."""
+    """Decorate a function that users call: if the user caused an error, it is raised without our frames."""
 
     @functools.wraps(function)
     def boundary(*args: Any, **kwargs: Any) -> Any:
@@ -40,11 +40,11 @@ def api_boundary(function: Callable) -> Callable:
 
 
 def hide_frames(error: Exception) -> None:
-    """Remove frames of trl_jax and of the libraries it calls from the traceback of an error that a user caused.
+    """Remove frames of trl_jax and of the libraries it calls from the traceback of an error that the user caused.
 
-    Frames of the user's own functions, such as a reward function, stay, with everything that they call. A
-    note says how to see the others. Errors that look like a bug of ours keep all frames: those that no `raise` of ours
-    raised. Call it in an `except` clause, before a bare `raise`.
+    Frames of the user's own functions, such as a reward function, are kept with everything they call. A note says how
+    to show the hidden frames. An error that looks like a bug in trl_jax keeps all frames, e.g. one raised inside
+    trl_jax by anything other than a `raise` statement. Call this in an `except` clause, before a bare `raise`.
     """
     if os.environ.get("TRL_JAX_TRACEBACK") == "1" or not _is_of_user(error):
         return
@@ -55,7 +55,7 @@ def hide_frames(error: Exception) -> None:
 
 
 def without_launcher(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame of the user's script on; None if the script did not begin."""
+    """The traceback from the first frame of the user's script on; None if the script never started."""
     while traceback is not None and _owner(traceback) != "user":
         traceback = traceback.tb_next
     return traceback
@@ -85,7 +85,7 @@ def _of_user(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _owner(traceback: TracebackType) -> str:
-    """Whose code a frame runs: "ours", "library" of the standard library or one that we call, or "user"."""
+    """Whose code a frame runs: "ours", "library" (the standard library or one that we call) or "user"."""
     code, module = traceback.tb_frame.f_code, str(traceback.tb_frame.f_globals.get("__name__"))
     top = module.partition(".")[0]
     if top == "trl_jax" or code.co_filename.startswith(_PACKAGE):
@@ -115,7 +115,7 @@ def _chained(error: BaseException) -> list[BaseException]:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def out_of_memory_names(path: Path) -> Iterator[None]:
     """Turn a failed allocation into a MemoryError that names the file or folder being read.
 
     Python raises MemoryError, mmap OSError, JAX RuntimeError; the safetensors extension panics with an exception that
@@ -142,7 +142,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a Rust extension panicked. Its exception is not an Exception, and cannot be imported from anywhere."""
+    """Whether a Rust extension panicked. Its exception is not an Exception, and cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
@@ -154,7 +154,7 @@ _MAX_NAME = 120  # characters per name in a list
 def printable(text: str) -> str:
     r"""Escape control characters as `\x1b` etc., so that a terminal does not interpret them.
 
-    Lone surrogates, which cannot be printed, and invisible characters are escaped, too. Newlines and tabs stay.
+    Lone surrogates, which cannot be printed, and invisible characters are escaped, too. Newlines and tabs are kept.
     """
     return "".join(
         char if char in "\n\t" or unicodedata.category(char)[0] != "C" else ascii(char)[1:-1] for char in text
@@ -172,7 +172,7 @@ def brief(value: Any, most: int = 80) -> str:
 
 
 def listed(names: Collection[str], most: int = 8, separator: str = ", ") -> str:
-    """Join the first `most` names, each of bounded length, and say how many more there are."""
+    """Join the first `most` names, each of bounded length, and append how many more there are."""
     first = [name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..." for name in list(names)[:most]]
     more = len(names) - len(first)
     return printable(separator.join(first)) + (f"{separator}and {more:,} more" if more > 0 else "")

@@ -102,7 +102,7 @@ def _cascade(values: np.ndarray) -> np.ndarray:
 
 # torch's CPU random numbers
 
-_LARGEST_32_BIT_PERMUTATION = (2**32 - 1) // 20  # from here on torch draws 64 bits per swap
+_LARGEST_32_BIT_PERMUTATION = (2**32 - 1) // 20  # from this count on, torch draws 64 bits per swap
 _BLOCK = 2**20  # words skipped at a time
 
 
@@ -120,7 +120,7 @@ class GeneratorState(NamedTuple):
 
 
 class TorchGenerator:
-    """Reproduces `torch.Generator().manual_seed(seed)` on the CPU. Only the low 32 bits of the seed count.
+    """Reproduces `torch.Generator().manual_seed(seed)` on the CPU. Only the low 32 bits of the seed are used.
 
     position: 32-bit words drawn since seeding.
     """
@@ -243,7 +243,7 @@ _default = TorchGenerator(secrets.randbits(64))  # like torch's, random until a 
 
 
 def default_generator() -> TorchGenerator:
-    """The process-wide stream; all users draw from it in turn."""
+    """The process-wide stream, shared by all callers."""
     return _default
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 # Lazy imports
 
 
-def fetching(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_getattr(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
     """Make a `__getattr__` for `package` that imports names on first use.
 
     Args:
@@ -26,7 +26,7 @@ def fetching(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
     return fetch
 
 
-# Trainers. An entry here gives a trainer its public names, its command line and its `plan` support.
+# Trainers. An entry here gives a trainer its public names, its command and its support in `plan`.
 
 
 class TrainerNames(NamedTuple):
@@ -94,7 +94,7 @@ _TABLE = (
     ),
 )
 TRAINERS: dict[str, TrainerNames] = {names.command: names for names in _TABLE}
-# Trainers that are in trl.experimental, by the name of their module there. The first four are elsewhere, too.
+# Trainers in trl.experimental, by the name of their module there. The first four are also in TRAINERS.
 EXPERIMENTAL: dict[str, TrainerNames] = {
     **{name: TRAINERS[name] for name in ("cpo", "distillation", "kto", "orpo")},
     "gkd": TrainerNames(
@@ -112,7 +112,7 @@ WHERE: dict[str, str] = {name: module for names in _TABLE for name, module in na
 
 
 def plannable() -> dict[str, TrainerNames]:
-    """What `trl-jax plan --trainer` takes."""
+    """The trainers that `trl-jax plan --trainer` accepts."""
     return TRAINERS | {name: EXPERIMENTAL[name] for name in ("gkd", "online_dpo")}
 
 
@@ -120,7 +120,7 @@ def names_of_config(args: object) -> TrainerNames:
     """The trainer that these arguments belong to.
 
     Raises:
-        TypeError: they belong to no trainer of the table.
+        TypeError: they belong to no known trainer.
     """
     known = {(names.where[names.config], names.config): names for names in (*TRAINERS.values(), *EXPERIMENTAL.values())}
     for kind in type(args).__mro__:  # GKDConfig derives from SFTConfig

@@ -1,1 +1,1 @@
-"""From rows to arrays: text to token ids, the order of rows, and the layout of a batch."""
+"""From dataset rows to arrays: tokenization, row order, and batch layout."""

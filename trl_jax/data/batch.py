@@ -1,7 +1,7 @@
-"""Examples, extras and batches: what layouts produce and losses read. Pure NumPy.
+"""Examples, extras and batches: what layouts produce and losses consume. Pure NumPy.
 
-Letters in shapes: R rows, T tokens per row, E examples, X texts (E times the texts per example), N reads, M micro-
-batches.
+Dimensions: R rows, T tokens per row, E examples, X texts (E times the number of texts per example), N reads, M
+micro-batches.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ class Batch(NamedTuple):
     A row holds one text (padded layout) or several texts end to end (packed layout). Texts are ordered like the
     outputs: the first text of every example, then the second of every example.
 
-    tokens, positions: int32 `[R, T]`; positions are `[R, T, A]` in steps with images of a model that gives its tokens
-        positions on A axes.
+    tokens, positions: int32 `[R, T]`; positions are `[R, T, A]` in steps with images if the model's positions have A
+        axes (multimodal RoPE).
     reads: int32 `[N]`, flat positions (row * T + column) whose outputs are needed. With a score head, one per text
         (N = X). With a language modeling head, the positions that predict a target, followed by padding.
     targets: int32 `[N]`, the id that each read predicts, -1 for padding. None with a score head.
     text: int32 `[N]`, the text of each read, X for padding. None with a score head.
-    pass_weight: float32 `[E]`, weight of each example in the mean, over the step's passes on all devices, of the means
-        over their examples. None unless each micro-batch is a pass.
-    router_token_count: int16 `[R, T]`, how many of the first `Example.num_primary_texts` texts a token belongs to; its
-        weight in the statistics of MoE routers: 0 for padding, 2 for a token that two texts share.
-    first_labels: int32 `[R]`, the label of the first token of each padded row, -100 for documents. Nothing predicts it;
-        scripts see it in `labels`, as in TRL. None elsewhere.
+    pass_weight: float32 `[E]`, weight of each example in a mean over passes (on all devices) of each pass's mean over
+        its examples. None unless each micro-batch is a pass.
+    router_token_count: int16 `[R, T]`, how many of the first `Example.num_primary_texts` texts a token belongs to. This
+        is its weight in the statistics of MoE routers: 0 for padding, 2 for a token shared by two texts.
+    first_labels: int32 `[R]`, the label of the first token of each padded row, -100 for documents. No token predicts
+        it, but scripts see it in `labels`, as in TRL. None in other layouts.
     lengths: int32 `[X]`, tokens per text; in padded rows of documents `[R]`, tokens per row.
-    weight: float32 `[E]`, weight of each example in the step's loss; 0 for examples that are not in this pass.
+    weight: float32 `[E]`, weight of each example in the step's loss; 0 for slots without an example.
     micro_batch: bool `[M, E]`, the micro-batch of the step that an example belongs to; metrics are summed over each.
     extras: float32 numbers that the loss needs, by name: `extras.example` `[E]`, `extras.text` `[X]`, `extras.read`
         `[N]`.
     packed: attention ranges of packed rows; None in the padded layout.
     images: the images of the pass, as one shard; None in steps without images.
-    completions: the completions as rows, for a script's own loss; None without one.
+    completions: the completions as rows, for a user-defined loss; None without one.
 
-    In a step, every array has a leading axis of passes, which run one after another.
+    In a step, every array has a leading axis of passes, which run sequentially.
     """
 
     tokens: np.ndarray
@@ -78,10 +78,10 @@ class Batch(NamedTuple):
         """Write the reads of one text that predict targets, starting at read `start`. Returns the end.
 
         Args:
-            index: of the pass.
-            slot: of the example.
-            number: of the text within the example.
-            places: positions of the reads, flat within the pass, `[n]`.
+            index: index of the pass.
+            slot: slot of the example.
+            number: index of the text within the example.
+            places: flat positions of the reads within the pass, `[n]`.
         """
         end, targets = start + len(places), example.targets(number)[1]
         self.reads[index][start:end], self.targets[index][start:end] = places, targets
@@ -91,7 +91,7 @@ class Batch(NamedTuple):
 
 
 def without_virtual(batch: Batch, count: int) -> Batch:
-    """Remove the `count` virtual tokens at the start of each padded row `[R, T]`. No read may be at one of them."""
+    """Remove the `count` virtual tokens at the start of each padded row `[R, T]`. None of them may be read."""
     length = batch.tokens.shape[1]
     row, place = batch.reads // length, batch.reads % length
     return batch._replace(
@@ -118,7 +118,7 @@ def empty_extras(like: Example, *leading: int, examples: int, reads: int) -> Ext
 
 
 def read_places(example: Example, text: int, pad_token_id: int) -> np.ndarray:
-    """Positions of a text whose outputs are needed, `[n]`: those that predict a target, or without labels the position
+    """Positions of a text whose outputs are needed, `[n]`: those that predict a target, or, without labels, the one
     that transformers' classifiers read."""
     if example.labels:
         return example.targets(text)[0]
@@ -137,9 +137,9 @@ def last_real_token(ids: Sequence[int], pad_token_id: int) -> int:
 def padded_length(longest: int, pad_to_multiple_of: int | str | None) -> int:
     """The row length for a batch whose longest row has `longest` tokens.
 
-    Each length compiles once. "auto" rounds up to a multiple of 32, and from 256 on to one of four lengths per power of
-    two, so that a run compiles only a few; right padding does not change the results of real tokens. A number rounds up
-    to a multiple of it; None does not round.
+    Each distinct length is compiled once. "auto" limits their number: it rounds up to a multiple of 32, and above 256
+    to one of four lengths per power of two; right padding does not change the results of real tokens. A number rounds
+    up to a multiple of it; None does not round.
     """
     if pad_to_multiple_of is None:
         return longest
@@ -152,15 +152,15 @@ def padded_length(longest: int, pad_to_multiple_of: int | str | None) -> int:
 
 
 class CompletionRows(NamedTuple):
-    """The E completions of a pass as TRL lays them out, for a script's own loss. In a step there are leading axes of
+    """The E completions of a pass in TRL's layout, for a user-defined loss. In a step, arrays have leading axes of
     passes and shards.
 
-    prompt_ids, prompt_mask: int32 `[E, P]`, padded on the left.
-    completion_ids, completion_mask: int32 `[E, C]`, padded on the right; the mask is 1 for tokens that count.
-    read: int32 `[E, C]`, the read that predicts each token; N where a token does not count.
+    prompt_ids, prompt_mask: int32 `[E, P]`, left-padded.
+    completion_ids, completion_mask: int32 `[E, C]`, right-padded; the mask is 1 for tokens in the loss.
+    read: int32 `[E, C]`, the read that predicts each token; N for masked tokens.
     numbers: float32 `[1]` each, by name: `generated_tokens`, `micro_batches` (of the step), `global_step`, `epoch`, and
-        `prompt_width` and `completion_width`, which P and C would be in TRL.
-    extras: `[E]` or `[E, C]`, what a script added to the completions, by name.
+        `prompt_width` and `completion_width`, the values of P and C in TRL.
+    extras: `[E]` or `[E, C]`, by name: numbers that a script added to the completions.
     """
 
     prompt_ids: np.ndarray
@@ -176,7 +176,7 @@ class CompletionRows(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """Numbers that a loss needs besides the model's outputs, by name: per example, per text and per read.
+    """Numbers that a loss needs in addition to the model's outputs, by name: per example, per text and per read.
 
     In an example, `example` has one number per name, `text` one per text, and `read` (with a language modeling head)
     one per target of each text, in the order of `Example.targets`. All examples of a task have the same names. In a
@@ -202,8 +202,8 @@ class Extras(NamedTuple):
         """Write an example's numbers per example and per text into a pass.
 
         Args:
-            index: of the pass.
-            slot: of the example among the pass's E `examples`.
+            index: index of the pass.
+            slot: slot of the example among the pass's E `examples`.
             own: the example's extras.
         """
         for name, values in self.example.items():
@@ -231,9 +231,9 @@ class Extras(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The start of an example's only text; it is identical in all examples of a micro-batch with the same key.
+    """A prefix of an example's only text, identical in all examples of a micro-batch with the same key.
 
-    tokens: its length.
+    tokens: length of the prefix.
     """
 
     key: Hashable
@@ -241,22 +241,22 @@ class Context(NamedTuple):
 
 
 class Example(NamedTuple):
-    """One prepared row, as layouts read it.
+    """One prepared row, the input of layouts.
 
     texts: token ids of each text that the model reads; all examples of a task have the same number of texts.
-    extras: numbers that the loss needs besides the outputs.
+    extras: numbers that the loss needs in addition to the outputs.
     labels: for each text, transformers' labels: the id to predict at each token from the tokens before it, or -100.
         Empty with a score head.
     documents: token counts of the documents that the only text consists of; documents do not attend to each other.
         Empty for a single document.
-    num_primary_texts: only the first this many texts count in token metrics; None counts all.
-    weight: weight in the step's loss (a weighted sum), above 0; None leaves it to the layout.
-    context: the start that it shares with other examples, which the shared layout computes once; None shares nothing.
+    num_primary_texts: token metrics only include this many first texts; None includes all.
+    weight: weight in the step's loss (a weighted sum), above 0; None: the layout chooses it.
+    context: the prefix that it shares with other examples, which the shared layout computes once; None: none.
     virtual: number of virtual tokens at the start of each text, or document.
     images: the images of all its texts. Examples with the same context have the same images.
-    features: for each text, int32 `[T]`: the index among the features of all `images` that takes the place of each
-        token's embedding, -1 for text. Empty without images.
-    positions: for each text, int32 `[T, A]`, where the model has positions on several axes and there are images.
+    features: for each text, int32 `[T]`: the index of the feature, among those of all `images`, that replaces each
+        token's embedding; -1 for text. Empty without images.
+    positions: for each text, int32 `[T, A]`, if there are images and the model's positions have several axes.
     """
 
     texts: tuple[Sequence[int], ...]
@@ -278,7 +278,7 @@ class Example(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """(start, end) of each document of the first text; of the whole text if it has no documents."""
+        """(start, end) of each document of the first text, or of the whole text if it has no documents."""
         ends = np.cumsum([0, *(self.documents or [len(self.texts[0])])]).tolist()
         return list(itertools.pairwise(ends))
 
@@ -303,9 +303,9 @@ class Example(NamedTuple):
         return self.num_targets - first
 
     def targets(self, text: int) -> tuple[np.ndarray, np.ndarray]:
-        """The positions of a text that predict a target, and these targets: `[n]` each.
+        """The positions of a text that predict a target, and the targets: `[n]` each.
 
-        The first token of a document is never a target, whatever its label.
+        The first token of a document is never a target, regardless of its label.
         """
         labels = np.array(self.labels[text], np.int64)
         labels[np.cumsum([0, *self.documents[:-1]])] = IGNORED
@@ -326,7 +326,7 @@ class Example(NamedTuple):
         """Prepend virtual tokens to each text, or document.
 
         Args:
-            predicted: whether the first real token of a text may become a target; that of a document never does.
+            predicted: whether the first real token of a text may become a target; the first of a document never does.
         """
         if not virtual.count:
             return self
@@ -343,7 +343,7 @@ class Example(NamedTuple):
         return self._replace(texts=texts, labels=tuple(labels), **changes)
 
     def positions_of(self, text: int, start: int, end: int, axes: int | None) -> np.ndarray:
-        """Positions of the tokens `start` to `end` of a text, `[n]`, or `[n, axes]` unless that is None."""
+        """Positions of the tokens `start` to `end` of a text: `[n]` if `axes` is None, else `[n, axes]`."""
         if self.positions and axes is not None:
             return self.positions[text][start:end]
         counted = np.arange(end - start, dtype=np.int32)
@@ -365,11 +365,11 @@ class Columns(NamedTuple):
     texts: columns of token ids, one for each text of an example, in the order of the outputs.
     numbers: columns of numbers.
     labels: columns of labels, one for each text, for a language modeling head.
-    documents: column with the token count of each document of the only text; may be missing from a dataset.
-    optional: those of `numbers` that may be missing from a dataset.
+    documents: column with the token counts of the documents of the only text; may be missing from a dataset.
+    optional: columns among `numbers` that may be missing from a dataset.
     num_primary_texts: see `Example`.
-    prompts: column of prompts in online training; None elsewhere.
-    raw: columns of rows with images, from which examples are made while the model trains; empty elsewhere.
+    prompts: column of prompts, in online training only.
+    raw: columns of rows with images, from which examples are built during training; empty without images.
     """
 
     texts: tuple[str, ...]
@@ -396,10 +396,10 @@ class Columns(NamedTuple):
 
 
 class LossBatch(NamedTuple):
-    """The fields of a `Batch` that a loss over per-text numbers needs, without anything per read.
+    """The fields of a `Batch` that a loss over per-text numbers needs, without the per-read fields.
 
     num_examples: number of real examples; the rest of the E are padding.
-    divisor: what the loss is averaged over: the number of examples, or of targets.
+    divisor: the divisor of the mean loss: the number of examples, or of targets.
     pass_weight: `[E]`, weight of each example in a mean over the examples.
     """
 
@@ -444,7 +444,7 @@ def weight_of(example: Example, weight: float) -> float:
 def of_examples(outputs: Any, texts: int, num_examples: int) -> Any:
     """Drop the outputs of padding examples from `[X, ...]`.
 
-    The result has the first text of each real example, then the second of each, and so on.
+    The result has the first texts of all real examples, then their second texts, and so on.
     """
     by_text = outputs.reshape(texts, -1, *outputs.shape[1:])
     return by_text[:, :num_examples].reshape(-1, *outputs.shape[1:])

@@ -139,14 +139,14 @@ def _check_known(tokenizer: Any, argument: str, token: str) -> None:
 
 
 def warn_of_shared_pad(tokenizer: Any) -> None:
-    """Warn, if the pad token is the EOS token, about where scores are read."""
+    """If the pad token is the EOS token, warn about the position at which scores are read."""
     if tokenizer.pad_token == tokenizer.eos_token:
         _warn_shared(tokenizer.pad_token)
 
 
 @cache
 def _warn_shared(token: str) -> None:
-    """Warn once per process and token, thanks to the cache."""
+    """Warn once per process and token (cached)."""
     logger.warning(
         "pad_token and eos_token are both %r, so the score is read at the last token before the EOS, as in TRL. Set "
         "RewardConfig(pad_token=...) to another token to read the score at the EOS.",
@@ -258,7 +258,7 @@ def template_options(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
-    """The template options that leave a prompt open for its answer.
+    """The template options with which a prompt is rendered so that the answer can follow.
 
     Raises:
         ValueError: the role of its last message is not user, tool or assistant.
@@ -346,7 +346,7 @@ def errors_of_template(where: str) -> Iterator[None]:
             f"steps; the limits are {MAX_CHARACTERS:,} characters and {MAX_WORK // ITEM:,} steps. Fix the template, "
             "or leave the row out."
         ) from error
-    except Exception as error:  # a template may raise anything
+    except Exception as error:  # templates may raise any exception
         error.args = tuple(printable(part[:_SHOWN]) if isinstance(part, str) else part for part in error.args)
         error.add_note(f"{where}: raised by the tokenizer's chat template.")
         raise
@@ -369,7 +369,7 @@ def load_tokenizer(
         config: transformers' config of the model. With `trust_remote_code` it determines the tokenizer class, because
             AutoTokenizer would otherwise run the remote code of the config to find it.
         trust_remote_code: allow the code that `auto_map` in tokenizer_config.json names.
-        revision: of the repository; None is the main branch.
+        revision: revision of the repository; None: the main branch.
         sides: `padding_side` and `truncation_side`; None keeps the tokenizer's own.
 
     Raises:
@@ -378,7 +378,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    # trust_remote_code=None would make transformers ask on the terminal, or read the answer from a pipe.
+    # With trust_remote_code=None, transformers would prompt on the terminal, or read the answer from a pipe.
     options = {"config": config} if trust_remote_code else {}
     options |= {} if revision is None else {"revision": revision}
     options |= sides or {}

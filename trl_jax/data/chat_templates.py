@@ -24,7 +24,7 @@ from transformers.utils import chat_template_utils
 
 # Tool support
 
-# Marker words that occur in no template, to see which parts of a tool call and its answer a template renders.
+# Marker words that no template contains, to detect which parts of a tool call and its answer a template renders.
 _TOOL, _ARGUMENT, _VALUE, _ANSWER = "called_by_name_7f3a", "with_argument_5c1e", "of_this_value_9b2d", "gives_that_4e8f"
 
 
@@ -111,7 +111,7 @@ def template_for_training(processing_class: Any) -> str | None:
 # Training templates: TRL's if trl is installed, else derived from the template and verified on sample conversations
 
 _THINK = "<think>"
-# Marker words that occur in no template, one set per speaker; tool arguments are the assistant's.
+# Marker words that no template contains, one set per speaker; tool arguments are the assistant's.
 _ASKED, _TOLD, _RULE = "user_asks_{}_4c1d", "tool_tells_{}_9b2d", "system_rules_1e8f"
 _SAID, _THOUGHT, _CALLED = "assistant_says_{}_7f3a", "assistant_thinks_{}_5c1e", "assistant_calls_3d2b"
 _OTHERS = re.compile(r"(?:user_asks|tool_tells|system_rules)_\w+")
@@ -120,8 +120,8 @@ _UNENDED = re.compile(rf"(?:{_OWN.pattern})\s*\Z")  # no end-of-turn token, so t
 _UNHEADED = re.compile(rf"\s*(?:{_OWN.pattern})\s*\S")
 _TOKENS = {f"{name}_token": f"\x02{name}\x03" for name in ("bos", "eos", "pad", "unk")}
 
-# How turns before the last may differ from the original, in the order tried: not at all; each like a last turn; or as
-# the original renders them, though what it renders changes when the conversation continues.
+# How turns before the last may be rendered, in the order tried: exactly as in the original; each like a last turn; or
+# as in the original even though it renders a turn differently once the conversation continues.
 _EARLIER = ("same", "like the last", "as rendered")
 
 _PLAIN = ("user", "assistant")
@@ -143,11 +143,11 @@ def has_generation_markers(chat_template: str | dict[str, str]) -> bool:
 def training_template(chat_template: str | dict[str, str]) -> str:
     """A template that renders assistant turns like this one and marks them with `{% generation %}`.
 
-    TRL has such a template for each that it knows; some of these keep the reasoning that the original drops from
-    earlier turns. For other templates it is derived (see `derived`), or edited.
+    For templates that TRL knows, this is TRL's training template; some of these keep the reasoning that the original
+    drops from earlier turns. For other templates it is derived (see `derived`) or edited (see `edited`).
 
     Raises:
-        ValueError: there is none by any of these ways.
+        ValueError: none of these methods works.
     """
     text = chat_template["default"] if isinstance(chat_template, dict) else chat_template
     found = _of_trl(text) or derived(text) or edited(text)
@@ -164,7 +164,7 @@ def training_template(chat_template: str | dict[str, str]) -> str:
 def stop_token_is_trained(tokenizer: Any, chat_template: str | None) -> bool:
     """Whether the last marked token, ignoring whitespace, is an added token, i.e. the end-of-turn token.
 
-    `chat_template` None is the tokenizer's own. If a template cannot render a plain conversation, the answer is False,
+    If `chat_template` is None, the tokenizer's own is used. False if the template cannot render a plain conversation,
     as in TRL.
     """
     talk = _talk("str", "user", "assistant", "user")
@@ -190,13 +190,13 @@ def _of_trl(chat_template: str) -> str | None:
 
 
 def derived(chat_template: str) -> str | None:
-    """Add `{% generation %}` markers to a template; None if it has some already or the result fails verification.
+    """Add `{% generation %}` markers to a template; None if it already has some or the result fails verification.
 
-    On each sample conversation the result must render the same text, mark everything that the assistant says and
-    nothing else, and render the start of a conversation the same when it continues. If a template drops reasoning from
-    earlier turns, or only renders it in the last, every turn is rendered like the last one, which gives the same text
-    for a single turn. If that cannot be had, earlier turns may lose their reasoning or end differently, as in the
-    original (Nemotron, gpt-oss); only the turns before a tool's answer must then stay the same.
+    On each sample conversation the result must render the same text, mark exactly what the assistant says, and be
+    prefix-preserving. If a template drops reasoning from earlier turns, or only renders it in the last, every turn is
+    rendered like the last one, which gives the same text for a single turn. If that fails, earlier turns may lose their
+    reasoning or end differently, as in the original (Nemotron, gpt-oss); only the turns before a tool's answer must
+    then be prefix-preserving.
     """
     if has_generation_markers(chat_template):
         return None
@@ -207,12 +207,12 @@ def derived(chat_template: str) -> str | None:
             return None
         tried = ((marked(chat_template, header, as_last=earlier == "like the last"), earlier) for earlier in _EARLIER)
         return next((found for found, earlier in tried if _stands(chat_template, found, kind, earlier)), None)
-    except Exception:  # a template may raise anything; then it cannot be marked
+    except Exception:  # templates may raise any exception; such a template cannot be marked
         return None
 
 
 def _talk(kind: str, *roles: str) -> list[dict[str, Any]]:
-    """A conversation in which every message has unique words; content is a text (`kind` "str") or a list of parts."""
+    """A conversation whose messages all have unique words; content is text (`kind` "str") or a list of parts."""
     return [_message(kind, role, number) for number, role in enumerate(roles)]
 
 
@@ -290,7 +290,7 @@ def _stands_in(template: str, found: str, talk: list[dict[str, Any]], earlier: s
     """Whether a marked template is correct for a conversation, or the original does not support that conversation."""
     try:
         text = _text(template, talk)
-    except Exception:  # a template may raise anything for a conversation that it does not support
+    except Exception:  # templates may raise any exception for unsupported conversations
         return _TALKS[0] != tuple(message["role"] for message in talk)
     other, spans = render(found, talk, spans=True, **_TOKENS)
     if earlier == "like the last":
@@ -314,7 +314,7 @@ def _stands_in(template: str, found: str, talk: list[dict[str, Any]], earlier: s
 
 
 def _goes_on(template: str, start: list[dict[str, Any]], talk: list[dict[str, Any]]) -> bool:
-    """Whether the start of a conversation is rendered the same in all of it, up to a final EOS token."""
+    """Whether the rendered start of a conversation, without a final EOS token, is a prefix of the whole one."""
     return _text(template, talk).startswith(_text(template, start).removesuffix(_TOKENS["eos_token"]))
 
 
@@ -332,14 +332,14 @@ def _turn(
     thoughts: tuple[str, dict[str, str]] | None = _THINKING,
     opens: str | None = None,
 ) -> dict[str, Any]:
-    """A transformers response template for turns of one form.
+    """A transformers response template for one format of turns.
 
     Args:
-        start: pattern of what the model's turn begins with, part of the generation prompt.
-        end: pattern of what ends its content.
-        calls: the field of tool calls; None without one.
-        thoughts: name and field of what the model thinks; None without one.
-        opens: what content begins with; None where it is all that no other field has.
+        start: pattern at the start of the model's turn, part of the generation prompt.
+        end: pattern that ends its content.
+        calls: the field for tool calls, or None.
+        thoughts: name and field for the model's reasoning, or None.
+        opens: text that starts the content; None if content is everything that is in no other field.
     """
     content = {"close_pattern": end} if opens is None else {"open": opens, "close_pattern": end}
     fields = {} if thoughts is None else dict([thoughts])
@@ -349,14 +349,14 @@ def _turn(
 
 
 def _called(open_pattern: str, close_pattern: str, content: str = "json", **content_args: Any) -> dict[str, Any]:
-    """The field of calls whose name is in `open_pattern`, and whose arguments are its content."""
+    """The field for tool calls, with the group `name` in `open_pattern` and the arguments as content."""
     found = {"open_pattern": open_pattern, "close_pattern": close_pattern, "content": content}
     found |= {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
     return found | ({"content_args": content_args} if content_args else {})
 
 
 def _argument_in_brackets(depth: int) -> str:
-    """Pattern of a Python literal: a quoted string, or a list or mapping of at most `depth` levels."""
+    """Pattern of a Python literal: a quoted string, or a list or dict nested at most `depth` levels deep."""
     atom = inner = r"[^\[\]{}'\"]|'[^']*'|\"[^\"]*\""
     for _ in range(depth - 1):
         inner = rf"{atom}|[\[{{](?:{inner})*[\]}}]"
@@ -365,7 +365,7 @@ def _argument_in_brackets(depth: int) -> str:
 
 _TEXT = {"name": "text"}  # the function's annotations determine the type later
 _CHATML, _IM_END = r"<\|im_start\|>assistant\n", r"<\|im_end\|>\s*"
-# A prompt that has begun to think: what comes before </think>, if that comes at all, are thoughts.
+# For prompts that end with <think>: everything before </think>, if it occurs, is reasoning.
 _BEGUN = "reasoning_content", {"open_pattern": r"(?=[\s\S]*?</think>)", "close_pattern": r"</think>\s*"}
 _JSON_CALL = {
     "open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "content": "json",
@@ -382,13 +382,13 @@ _FORMS = {
     rf'{_CHATML}.*<tool_call>\s*\{{"name": "f", "arguments": \{{"a": "b"\}}\}}\s*</tool_call>\s*<\|im_end\|>': _turn(
         _CHATML, _IM_END, _JSON_CALL
     ),
-    # ChatML, calls as XML, in prompts that begin with a thought
+    # ChatML, calls as XML, the prompt ends with <think>
     rf"{_CHATML}<think></think>\s*{_XML_FORM}": _turn(
         _CHATML + r"<think>(?:\n|</think>)?", _IM_END, _XML_CALL, thoughts=_BEGUN
     ),
     # ChatML, calls as XML
     rf"{_CHATML}.*{_XML_FORM}": _turn(_CHATML, _IM_END, _XML_CALL),
-    # ChatML, a list of calls as in Python
+    # ChatML, a list of calls in Python syntax
     rf"{_CHATML}<\|tool_call_start\|>\[f\(a='b'\)\]<\|tool_call_end\|>": _turn(
         _CHATML,
         _IM_END,
@@ -399,14 +399,14 @@ _FORMS = {
         ),
         thoughts=("thinking", _THINKING[1]),
     ),
-    # headers, one call as JSON, which is the whole turn
+    # Llama 3 headers, the whole turn is one call as JSON
     r'<\|end_header_id\|>\s*\{"name": "f", "parameters": \{"a": "b"\}\}<\|eot_id\|>': _turn(
         r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n",
         r"<\|eot_id\|>\s*",
         _called(r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*', r"\}<\|eot_id\|>\s*"),
         thoughts=None,
     ),
-    # channels for thoughts, content and calls
+    # channels for reasoning, content and calls (gpt-oss)
     r'assistant to=functions\.f<\|channel\|>commentary json<\|message\|>\{"a": "b"\}<\|call\|>': _turn(
         r"<\|start\|>assistant",
         r"<\|return\|>\s*",
@@ -414,7 +414,7 @@ _FORMS = {
         thoughts=("thinking", {"open": "<|channel|>analysis<|message|>", "close_pattern": r"<\|end\|>\s*"}),
         opens="<|channel|>final<|message|>",
     ),
-    # calls with keys and values in turn
+    # calls with alternating keys and values (GLM)
     r"<\|assistant\|>.*<tool_call>f\s*<arg_key>a</arg_key>\s*<arg_value>b</arg_value>\s*</tool_call>": _turn(
         r"<\|assistant\|>",
         r"<\|user\|>\s*|$",
@@ -423,7 +423,7 @@ _FORMS = {
             tag_pattern=r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
         ),
     ),
-    # calls as JSON with quotes of their own
+    # calls as JSON with special quotation tokens (Gemma 4)
     r'<\|turn>model\n.*<\|tool_call>call:f\{a:<\|"\|>b<\|"\|>\}<tool_call\|>': _turn(
         r"(?:<\|turn>model\n|<tool_response\|>)",
         r"(?:<turn\|>|<\|tool_response>|<eos>)\s*|$",
@@ -434,7 +434,7 @@ _FORMS = {
         thoughts=("reasoning_content", {"open": "<|channel>thought\n", "close_pattern": r"<channel\|>\s*"}),
     ),
 }  # fmt: skip
-# The end of a generation prompt -> response template, for templates that render no calls.
+# End of a generation prompt -> response template, for templates that do not render calls.
 _THINKS = "<｜Assistant｜><think>\n"
 _WITHOUT_CALLS = {_THINKS: _turn(_THINKS, r"<｜end▁of▁sentence｜>\s*|$", None, thoughts=_BEGUN)}
 
@@ -443,7 +443,7 @@ def response_template(tokenizer: Any) -> dict[str, Any]:
     """The `response_template` that matches a tokenizer's chat template.
 
     Raises:
-        ValueError: the format in which it writes tool calls is not recognized.
+        ValueError: its format of tool calls is not recognized.
     """
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
     talk = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -464,7 +464,7 @@ def response_template(tokenizer: Any) -> dict[str, Any]:
 
 # Rendering within limits
 
-_PIECES = 2**12  # pieces of text that are joined at a time
+_PIECES = 2**12  # number of pieces of text that are joined at a time
 _COUNTED, _READ = "trl_jax_counted", "trl_jax_read"  # names of our own filters
 _BY_ITEM = frozenset(  # filters whose cost does not depend on the size of the items
     "attr batch count d default first items last length list map reject rejectattr reverse select selectattr slice"
@@ -498,7 +498,7 @@ def _bounded(name: str, function: Callable) -> Callable:
 
 
 class _Filters(dict):
-    """Filters by name; every filter that is set gets wrapped by `_bounded`."""
+    """Filters by name; `__setitem__` wraps each filter with `_bounded`."""
 
     def __setitem__(self, name: str, function: Callable) -> None:
         super().__setitem__(name, _bounded(name, function))
@@ -555,7 +555,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
 
 def _is_constant(node: nodes.Expr) -> bool:
-    """Whether comparing with it costs next to nothing."""
+    """Whether comparing with this expression is cheap: a constant, or a list or tuple of constants."""
     return (
         isinstance(node, nodes.Const)
         or isinstance(node, nodes.List | nodes.Tuple)
@@ -615,10 +615,10 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 def prepare_multimodal_messages(messages: list[dict[str, Any]], images: list | None = None) -> list[dict[str, Any]]:
-    """Convert message contents to lists of parts and fill image placeholders: TRL's function of the same name.
+    """TRL's function of the same name: convert message contents to lists of parts and fill image placeholders.
 
-    Text becomes a text part; if the first user message is text, all images go before it. A part `{"type": "image"}`
-    without an image is a placeholder, except in a tool message.
+    Text becomes a text part; if the first user message is text, all images are inserted before it. A part
+    `{"type": "image"}` without an image is a placeholder, except in a tool message.
 
     Raises:
         ValueError: a role is unknown, or the numbers of placeholders and images differ.
@@ -663,14 +663,14 @@ def _is_place(part: dict[str, Any]) -> bool:
     return part["type"] == "image" and "image" not in part
 
 
-# Limits. Templates come from untrusted repositories, and a single line can ask for unbounded memory or time.
+# Limits. Templates come from untrusted repositories, and a single line can use unbounded memory or time.
 
 MAX_CHARACTERS = 2**27  # in a text, and items in a list
-MAX_WORK = 2**29  # characters read by all operations of one rendering
+MAX_WORK = 2**29  # characters processed by all operations of one rendering
 ITEM = 64  # cost in characters of a number, a list item or a loop iteration
 CALL = 16 * ITEM  # cost of a call
 _MAX_PIECES = 2**24  # pieces that a text may be split into
-_MAX_BITS = 2**16  # of an int
+_MAX_BITS = 2**16  # bits of an int
 _PADS = frozenset(
     "batch center expandtabs indent ljust rjust round slice to_bytes tojson wordwrap zfill".split()
 )  # filters and methods whose output size is determined by an argument
@@ -708,14 +708,14 @@ def count(size: int) -> None:
 
 
 def shallow(value: Any) -> int:
-    """Size of a value for an operation that does not look inside its items; an iterator counts as one item."""
+    """Size of a value, not including the contents of its items; an iterator counts as one item."""
     if isinstance(value, str | bytes):
         return len(value)
     return ITEM * (1 + len(value)) if isinstance(value, list | tuple | dict | set | frozenset | range) else ITEM
 
 
 def deep(value: Any) -> int:
-    """Total size of a value with everything inside it, counting shared parts repeatedly; stops just above MAX_WORK."""
+    """Recursive size of a value, counting shared parts repeatedly; stops just above MAX_WORK."""
     size, waiting = 0, [value]
     while waiting and size <= MAX_WORK:
         one = waiting.pop()
@@ -732,7 +732,7 @@ def deep(value: Any) -> int:
 
 
 def counted(values: Any) -> Any:
-    """Count the values of a loop: at once, or one by one for an iterator."""
+    """Count the work of looping over values: all at once, or one by one for an iterator."""
     if isinstance(values, Iterator):
         return _one_by_one(values)
     count(shallow(values))
@@ -751,7 +751,7 @@ def _one_by_one(values: Iterator) -> Iterator:
 
 
 def read(value: Any) -> Any:
-    """Count a value that is compared or converted to text, with everything inside it."""
+    """Count the recursive size of a value that is compared or converted to text."""
     if isinstance(value, str):
         count(len(value))
     elif not isinstance(value, int | float | None):
@@ -799,13 +799,13 @@ def check_growth(name: str, value: Any, args: tuple, options: Mapping[str, Any])
 
 
 def _number(given: Any) -> int:
-    """The repetition that an argument can cause: a width, or the length of a fill string."""
+    """The factor by which an argument can multiply the output: a width, or the length of a fill string."""
     return abs(given) if isinstance(given, int) else len(given) if isinstance(given, str) else 1
 
 
 def _widths(text: str, given: Iterable[Any]) -> int:
-    """Upper bound on the padding that a format string can add: the numbers in it, and numbers among the values if
-    fields take widths from these (`*`, `{:{}}`)."""
+    """Upper bound on the padding that a format string can add: the numbers in it, and numeric values if they are used
+    as field widths (`*`, `{:{}}`)."""
     size = sum(int(number[:12]) for number in re.findall(r"\d+", text))
     if "*" in text or re.search(r"{[^{}]*{", text):
         nested = [one.values() if isinstance(one, Mapping) else one for one in given]
@@ -814,40 +814,40 @@ def _widths(text: str, given: Iterable[Any]) -> int:
     return size
 
 
-# Templates whose turns `derived` cannot mark, with the places where the model's own tokens begin and end
+# Hand-written edits for templates that `derived` cannot mark
 
 _BEGIN, _FINISH = "{% generation %}", "{% endgeneration %}"
 _CUT_THOUGHTS = "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
-# GLM has no end of turn: the model writes the token that opens the turn behind its own.
+# GLM has no end-of-turn token: the model generates the token that opens the next turn.
 _GLM_NEXT = "{{ '<|system|>' if not loop.last and messages[loop.index0 + 1].role == 'system' else '<|user|>' }}"
 _GLM_SPOKEN = "{% set spoken = loop.index0 > 0 and messages[loop.index0 - 1].role == 'assistant' %}"
 _TURN_END = "{%- elif not (ns_tr_out.flag and not has_content and not next_nt.found) -%}\n            "
 
 
 def _of_model(expression: str) -> str:
-    """The expression, as the model's own if the turn is its."""
+    """The expression, marked if it is in the model's turn."""
     own = f"{_BEGIN}{expression}{_FINISH}"
     return f"{{%- if role == 'model' -%}}{own}{{%- else -%}}{expression}{{%- endif -%}}"
 
 
 def _wrapped(first: str, last: str | None = None) -> tuple[tuple[str, str, int], ...]:
-    """Mark what is from `first` to `last`."""
+    """Edits that mark everything from `first` to `last`; None: the end is marked by another edit."""
     return ((first, _BEGIN + first, 1), *([] if last is None else [(last, last + _FINISH, 1)]))
 
 
 def _of_deepseek(calls: str, answers: str, *more: tuple[str, str, int]) -> tuple[tuple[str, str, int], ...]:
-    """Mark what turns with calls and other turns render."""
+    """Edits that mark assistant turns, with and without tool calls."""
     other = f"{{%- if message['role'] == 'assistant' and {answers} %}}"
     marks = (other, _BEGIN), ("{%- if message['role'] == 'tool' %}", "")
     ended = (("{%- endif %}" + tag, _FINISH + "{%- endif %}" + tag + begin, 1) for tag, begin in marks)
     return *_wrapped(calls), *ended, *more
 
 
-# What is replaced by what, and how often it must be there
+# For each kind of template: (old text, new text, number of occurrences that is required)
 _EDITS: tuple[tuple[tuple[str, str, int], ...], ...] = (
-    # DeepSeek-R1's distilled models, which keep the thoughts of earlier turns, as in TRL
+    # DeepSeek-R1's distilled models; reasoning of earlier turns is kept, as in TRL
     _of_deepseek("{%- for tool in message['tool_calls']%}", "message['content'] is not none", (_CUT_THOUGHTS, "", 1)),
-    _of_deepseek(  # DeepSeek-V3, whose calls now take arguments as a dict, too
+    _of_deepseek(  # DeepSeek-V3; calls may now have their arguments as a dict
         "{%- for tool in message['tool_calls'] %}", "'tool_calls' not in message",
         ("tool['function']['arguments'] +", "(tool['function']['arguments'] | tojson) +", 3),
     ),
@@ -865,7 +865,7 @@ _EDITS: tuple[tuple[tuple[str, str, int], ...], ...] = (
         ("<|observation|>{% for tr in m.content %}",
          "{{- '' if spoken else '<|observation|>' }}{% for tr in m.content %}", 1),
     ),
-    (  # Templates in which a tool answers within the model's turn
+    (  # Templates that render tool answers within the model's turn (Gemma 4)
         *_wrapped("{{- '<|channel>thought\\n' +", "thinking_text + '\\n<channel|>' -}}"),
         *_wrapped("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "{{- '}<tool_call|>' -}}"),
         ("{{- captured_content -}}", _of_model("{{- captured_content -}}"), 1),
@@ -875,7 +875,7 @@ _EDITS: tuple[tuple[tuple[str, str, int], ...], ...] = (
 
 
 def edited(chat_template: str) -> str | None:
-    """The template with the edits of its kind, which give the text and marks of TRL's; None if it is of no kind."""
+    """The template with the edits for its kind, with the same text and marks as TRL's; None if no kind matches."""
     for edits in _EDITS:
         found = chat_template.replace("\r\n", "\n")
         if all(found.count(old) == number for old, _, number in edits):
@@ -889,7 +889,7 @@ def edited(chat_template: str) -> str | None:
 
 SEPARATOR = "\x00"
 _TURN = "turn_of_assistant"
-# Tests whether a message is the last one, or comes after some earlier index, usually that of the last question.
+# Tests whether a message is the last one, or comes after some index, usually that of the last user message.
 _PLACE = re.compile(r"\bloop\.last\b|\bloop\.index0?\s*>=?\s*\w+(?:\.\w+)?")
 _END = (
     "{% if messages[-1]['role'] == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}"
@@ -898,7 +898,7 @@ _END = (
 
 
 class _Piece(NamedTuple):
-    """A tag, an expression or a text of a template, as source. `words` are the tokens of a tag or an expression."""
+    """The source of a tag, an expression or a text in a template. `words` are the tokens of a tag or an expression."""
 
     source: str
     tag: str = ""
@@ -925,7 +925,7 @@ def marked(template: str, header: str, *, as_last: bool = False) -> str:
     found, parts, at = list(_pieces(template)), [], 0
     while at < len(found):
         piece = found[at]
-        if piece.tag == "for" and piece.words[2] == "in":  # over one variable
+        if piece.tag == "for" and piece.words[2] == "in":  # a loop with a single variable
             end = _end_of_body(found, at)
             body = found[at + 1 : end]
             own = [_as_last(one) for one in body] if as_last else body
@@ -970,7 +970,7 @@ def _end_of_body(found: list[_Piece], start: int) -> int:
 
 
 def _as_last(piece: _Piece) -> _Piece:
-    """Replace the tests in a tag for the message's position by true, as for the last message."""
+    """Replace the tests of the message's position in a tag with true, as for the last message."""
     if piece.tag not in ("if", "elif"):
         return piece
     return piece._replace(source=_PLACE.sub("true", piece.source))
@@ -985,7 +985,7 @@ def _two_bodies(message: str, own: list[_Piece], body: list[_Piece], header: str
     collected = "".join(leaves * (piece.tag in ("break", "continue")) + piece.source for piece in own)
     start = json.dumps(header, ensure_ascii=False)
     said, behind = f"{_TURN}[{len(header)}:]", ""
-    if not header:  # spaces behind the turn belong to the next turn's first token
+    if not header:  # trailing spaces belong to the first token of the next turn
         said, behind = f"{_TURN}.rstrip(' ')", f"{{{{ {_TURN}[({_TURN}.rstrip(' ') | length):] }}}}"
     return (
         f"{{% if {message} is mapping and {message}['role'] == 'assistant' %}}"

@@ -123,7 +123,7 @@ def as_read(dataset: Any, name: str) -> Any:
 
 
 def images_read(dataset: Any, name: str) -> Any:
-    """`as_read` of tables, in a dict or alone, whose transform gives the first row images; others unchanged."""
+    """Apply `as_read` to tables whose transform yields images for the first row; return others unchanged."""
     if isinstance(dataset, dict):
         return {key: images_read(part, f"{name}[{key!r}]") for key, part in dataset.items()}
     seen = has_transform(dataset) and len(dataset) and not {"image", "images"}.isdisjoint(dataset[0])
@@ -132,13 +132,21 @@ def images_read(dataset: Any, name: str) -> Any:
 
 def has_transform(dataset: Any) -> bool:
     """Whether a table applies a transform when rows are read (`Dataset.with_transform` or `set_transform`). Its
-    `column_names` are then the columns that the transform gets."""
+    `column_names` are then the inputs of the transform, not its outputs."""
     return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
 
 
 def check_type(dataset: Any, name: str, *, transforms: bool = False, images: bool = False) -> None:
-    """Raise TypeError for anything but a Dataset or IterableDataset, and ValueError for one with images or, unless
-    `transforms` are taken, with a transform."""
+    """Check a dataset's type.
+
+    Args:
+        transforms: whether the dataset may have a transform.
+        images: whether it may have images.
+
+    Raises:
+        TypeError: it is neither a Dataset nor an IterableDataset.
+        ValueError: it has a transform or images that are not allowed.
+    """
     if has_transform(dataset):
         if transforms:
             return  # its rows are checked when they are read
@@ -159,8 +167,8 @@ def check_type(dataset: Any, name: str, *, transforms: bool = False, images: boo
 
 
 def has_images(dataset: Dataset | IterableDataset) -> bool:
-    """Whether the first row of a dataset has images: a column of them, or image parts in a conversation. Of a table
-    with a transform, which may be a random one, no row is read: only the columns count that the transform gets."""
+    """Whether the first row of a dataset has images: an image column, or image parts in a conversation. If a table has
+    a transform, which may be random, no row is read; only the names of the transform's input columns are checked."""
     if has_transform(dataset):
         return not {"image", "images"}.isdisjoint(dataset.column_names)
     rows = dataset.take(1) if isinstance(dataset, IterableDataset) else dataset.select(range(min(1, len(dataset))))
@@ -183,12 +191,12 @@ def check_no_images(columns: Collection[str], where: str) -> None:
 
 
 def check_no_media(messages: Any, where: str, *, images: bool = False) -> None:
-    """Raise ValueError for a message with an image, video or audio, for which a template would write a placeholder.
+    """Raise ValueError for a message with an image, video or audio, which a template would render as a placeholder.
 
     Args:
         images: whether images are allowed.
         messages: a conversation; anything that is not a list passes.
-        where: name of the messages, such as "Row 3 of train_dataset, column 'prompt'".
+        where: name of the messages in errors, such as "Row 3 of train_dataset, column 'prompt'".
     """
     for message in messages if isinstance(messages, list | tuple) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -230,7 +238,7 @@ def check_token_ids(
         max_positions: number of positions that the model has; None means no limit.
     """
     where = f"the prepared {argument(name)}"
-    if not columns:  # prompts, which are not tokens yet
+    if not columns:  # prompts, which are not tokenized yet
         return dataset
     if isinstance(dataset, IterableDataset):
         facts = {"columns": columns, "vocab_size": vocab_size, "max_positions": max_positions, "where": where}
@@ -242,7 +250,7 @@ def check_token_ids(
 
 
 def blocks(dataset: Dataset, columns: tuple[str, ...]) -> Iterator[tuple[int, pa.Table]]:
-    """Iterate over (index of the first row, block of at most ROWS_PER_BLOCK rows) of these columns."""
+    """Iterate over these columns as (index of the first row, block of at most ROWS_PER_BLOCK rows)."""
     if not columns:
         return  # a table without columns has no rows either
     arrow = dataset.select_columns(list(columns)).with_format("arrow")
@@ -262,7 +270,7 @@ def token_ids(values: Any, vocab_size: int, where: str) -> np.ndarray:
     Args:
         values: a list or array of ints.
         vocab_size: rows of the model's embedding.
-        where: name of the text, such as "rollout_func's completion_ids[3]".
+        where: name of the text in errors, such as "rollout_func's completion_ids[3]".
 
     Raises:
         ValueError: the list is empty, or a value is not an int or is out of range.
@@ -382,7 +390,7 @@ def drop_long(
     Args:
         lengths: tokens of the longest text of each row, `[rows]`.
         where, unit: names of the dataset and of one row in messages, such as "train_dataset" and "pair".
-        about: "at least " if long texts were not tokenized to their end.
+        about: "at least " if long texts were only tokenized in part.
 
     Raises:
         ValueError: no row is left.

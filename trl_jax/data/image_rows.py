@@ -1,4 +1,4 @@
-"""Rows with images to examples, one at a time, while the model trains: images are not decoded ahead, as in TRL."""
+"""Convert rows with images to examples one at a time during training. As in TRL, images are not decoded beforehand."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trl_jax.data.batch import IGNORED, Example
 from trl_jax.data.chat_templates import prepare_multimodal_messages
 from trl_jax.data.images import ImagePatches, TextImages
 
-_ROW = "the row"  # in errors; whoever reads the dataset adds its number
+_ROW = "the row"  # in errors; the caller adds the row number
 
 
 class Encoder(Protocol):
-    """Texts with images to token ids, as `hub.vision.processor.VisionProcessor` does."""
+    """Tokenizes texts with images; implemented by `hub.vision.processor.VisionProcessor`."""
 
     tokenizer: Any
 
@@ -44,14 +44,14 @@ def pictures_in(messages: Any) -> list[Any]:
 
 
 def pictures_of(row: Mapping[str, Any]) -> list[Any]:
-    """The pictures in the columns of a row."""
+    """The images in the `image` or `images` column of a row."""
     if row.get("image") is not None:
         return [row["image"]]
     return list(row.get("images") or ())
 
 
 def without_null(messages: Any) -> list[dict[str, Any]]:
-    """Messages whose parts have no keys that a table filled with None."""
+    """Remove keys with the value None, with which tables fill missing fields, from messages and their parts."""
     cleaned = []
     for message in messages:
         content = message.get("content")
@@ -66,13 +66,13 @@ def without_null(messages: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class SftImageRows:
-    """How rows with images become examples of supervised fine-tuning.
+    """Converts rows with images to examples for supervised fine-tuning.
 
     Attributes:
         column: the text column.
-        completion_only: whether prompts are excluded from the labels; None: in rows with a prompt and a completion.
-        chat_template: replaces the tokenizer's own; None keeps it.
-        assistant_only: whether only what the template marks as assistant content has labels.
+        completion_only: whether prompts are excluded from the labels; None: if rows have a prompt and a completion.
+        chat_template: replaces the tokenizer's chat template; None keeps it.
+        assistant_only: whether only tokens that the template marks as assistant content have labels.
     """
 
     column: str = "text"
@@ -84,10 +84,10 @@ class SftImageRows:
         """The example of one row.
 
         Args:
-            max_length: cuts the text at its end.
+            max_length: the text is truncated at its end.
 
         Raises:
-            ValueError: names the column or the image that is wrong.
+            ValueError: names the invalid column or image.
         """
         pictures = pictures_of(row)
         if "messages" in row or self.column in row:
@@ -129,17 +129,17 @@ def prompt_with_answers(
     max_length: int | None,
     chat_template: str | None = None,
 ) -> Example:
-    """A text for each of these columns of answers, all with the same prompt, whose images come with it. The tokens of
-    answers have labels.
+    """One text per answer column, each the row's prompt with its images followed by the answer. Only answer tokens have
+    labels.
 
     Raises:
-        ValueError: a column is missing or has another form, or `max_length` cuts an image.
+        ValueError: a column is missing or has the wrong format, or `max_length` truncates an image.
     """
     return with_answers(read_prompt(row, answers, encoder, chat_template), encoder, max_length)
 
 
 class Read(NamedTuple):
-    """A row as text: the prompt, what each answer adds to it, and the prompt's pictures."""
+    """A row as text: the prompt, the text that each answer adds to it, and the prompt's images."""
 
     prompt: str
     answers: list[str]
@@ -152,7 +152,7 @@ def read_prompt(
     """Render a row's prompt and answers.
 
     Raises:
-        ValueError: a column is missing or has another form.
+        ValueError: a column is missing or has the wrong format.
     """
     missing = [column for column in ("prompt", *answers) if row.get(column) is None]
     if missing:
@@ -164,7 +164,7 @@ def read_prompt(
             checks.check_no_media(row[column], f"{_ROW}, column {column!r}", images=True)
         prompt = prepare_multimodal_messages(without_null(prompt), pictures)
         pictures, options = pictures_in(prompt), _template(chat_template) | {"tokenize": False}
-        # As in TRL, which gives templates `chat_template_kwargs` here, and `tools` nowhere in rows with images.
+        # As in TRL, rows with images pass `chat_template_kwargs` to the template, but not `tools`.
         options |= {name: value for name, value in chat.template_options(dict(row), _ROW).items() if name != "tools"}
         talks = [[*prompt, *prepare_multimodal_messages(without_null(text))] for text in texts]
         whole = [chat.rendered(encoder.tokenizer, talk, _ROW, **options) for talk in talks]
@@ -175,10 +175,10 @@ def read_prompt(
 
 
 def with_answers(read: Read, encoder: Encoder, max_length: int | None) -> Example:
-    """The prompt with each answer as token ids, whose answers have labels.
+    """Tokenize the prompt with each answer; only answer tokens have labels.
 
     Raises:
-        ValueError: `max_length` cuts an image, or one cannot be read.
+        ValueError: `max_length` truncates an image, or an image cannot be read.
     """
     before, found = encoder.encode(read.prompt, read.pictures), []
     for text in read.answers:

@@ -1,5 +1,5 @@
-"""Images as a vision tower reads them, in NumPy: patches of several images joined into one batch, the images of texts
-and of prompts, and their arrays in a checkpoint."""
+"""Inputs of vision towers, in NumPy: batches of image patches, the images of texts and prompts, and their checkpoint
+format."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trl_jax.core.outputs import BLOCK, Images, KeptFeatures
+from trl_jax.core.outputs import BLOCK, Images, PrecomputedFeatures
 
 
 class Features(NamedTuple):
-    """The features of one image under one tower.
+    """The features of one image, computed by one tower.
 
     values: `[F, D]`, followed by the separators.
-    deep: `[L, F, D]`, for models that add features after layers; None for others.
+    deep: `[L, F, D]`, for models that add features after some layers; None for others.
     """
 
     values: np.ndarray
@@ -29,17 +29,18 @@ class Features(NamedTuple):
 
 
 class ImagePatches(NamedTuple):
-    """One image of P patches, which gives F features to N tokens of a text.
+    """One image of P patches, whose F features replace the embeddings of N tokens.
 
     patches: float32 `[P, C]`, as in `Images`.
     places: int32 `[P, 2]`, row and column of each patch.
-    spans: int32 `[P, 2]`, first and end of the patches that each patch attends to.
+    spans: int32 `[P, 2]`, start and end of the patches that each patch attends to.
     groups: int32 `[F, K]`, the patches of each feature.
     tokens: int32 `[N]`, the feature of each image token, in the order of the text; -2 - i is separator i.
-    windows: as `spans`, for layers that attend within windows; None without such layers.
-    table, table_weights: as in `Images`, `[P, N]`; None without.
-    grid: int32 `(frames, rows, columns)` of the image tokens, for positions with several axes; None for other models.
-    features: under the policy's tower and, if it has its own, the reference's; empty if the step computes them.
+    windows: like `spans`, for layers with windowed attention; None without such layers.
+    table, table_weights: as in `Images`, `[P, N]`, or None.
+    grid: `(frames, rows, columns)` of the image tokens, for positions with several axes; None for other models.
+    features: from the policy's tower and, if the reference has its own, the reference's tower; empty if the step
+        computes them.
     """
 
     patches: np.ndarray
@@ -55,20 +56,20 @@ class ImagePatches(NamedTuple):
 
 
 def spans_of(lengths: Sequence[int]) -> np.ndarray:
-    """First and end of consecutive spans of these lengths, for each of their patches: int32 `[sum, 2]`."""
+    """Start and end of consecutive spans of these lengths, repeated for each of their patches: int32 `[sum, 2]`."""
     ends = np.cumsum(lengths)
     return np.repeat(np.stack([ends - lengths, ends], axis=1), lengths, axis=0).astype(np.int32)
 
 
 class Sizes(NamedTuple):
-    """Patches and features of a shard, padded."""
+    """Numbers of patches and features in a shard, padding included."""
 
     patches: int
     features: int
 
 
 def sizes_of(shards: Sequence[Sequence[ImagePatches]]) -> Sizes:
-    """The smallest sizes that these images fit into, rounded up so that few programs are compiled."""
+    """The smallest sizes that fit the images of each shard, rounded up to limit compilations."""
     patches = max(sum(len(image.patches) for image in images) for images in shards)
     features = max(sum(len(image.groups) for image in images) for images in shards)
     return Sizes(rounded_up(patches, BLOCK), rounded_up(features, 16))
@@ -84,12 +85,12 @@ def rounded_up(count: int, unit: int) -> int:
     return size
 
 
-def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray) -> Images | KeptFeatures:
-    """Join the images of each shard of a batch: their patches, or their features if the images have these.
+def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray) -> Images | PrecomputedFeatures:
+    """Join the images of each shard of a batch: their precomputed features if they have any, else their patches.
 
     Args:
         shards: the images of each shard, in order; at least one image must exist.
-        at: int32 `[R, T]`, the features of tokens as `feature_index` gives them, counted within each shard.
+        at: int32 `[R, T]`, the feature of each token, as returned by `feature_index`, counted within each shard.
     """
     sizes = sizes_of(shards)
     example = next(image for images in shards for image in images)
@@ -104,8 +105,8 @@ def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray) -> Ima
 
 def _joined_features(
     shards: Sequence[Sequence[ImagePatches]], at: np.ndarray, sizes: Sizes, tower: int
-) -> KeptFeatures:
-    """The features of each shard under one of the towers that images have features of."""
+) -> PrecomputedFeatures:
+    """The precomputed features of each shard, for one tower."""
     example = next(image for images in shards for image in images)
     own, count = example.features[tower], len(example.groups)
     separators = own.values[count:]
@@ -119,11 +120,11 @@ def _joined_features(
         return _padded(deep, sizes.features, own.deep.swapaxes(0, 1)).swapaxes(0, 1)
 
     deep = None if own.deep is None else np.stack(list(map(deep_of_shard, shards)))
-    return KeptFeatures(np.stack(list(map(of_shard, shards))), deep, at)
+    return PrecomputedFeatures(np.stack(list(map(of_shard, shards))), deep, at)
 
 
 def _joined(images: Sequence[ImagePatches], sizes: Sizes, example: ImagePatches) -> dict[str, Any]:
-    """The arrays of one shard; `example` says which there are."""
+    """The arrays of one shard. Fields that are None in `example` are left out."""
     starts = np.cumsum([0, *(len(image.patches) for image in images)])[:-1].tolist()
     moved = list(zip(images, starts, strict=True))
     found = {
@@ -153,15 +154,15 @@ def _padded(arrays: list[np.ndarray], length: int, example: np.ndarray, fill: in
 
 
 def feature_index(tokens: np.ndarray, image_token: int, images: Sequence[ImagePatches], first: int = 0) -> np.ndarray:
-    """The feature of each token of a text, int32 `[T]`; -1 for tokens that are no images, -2 - i for separator i.
+    """The feature of each token of a text, int32 `[T]`; -1 for text tokens, -2 - i for separator i.
 
     Args:
-        tokens: ids `[T]`, in which `image_token` takes the place of each feature.
+        tokens: ids `[T]`, with an `image_token` for each feature.
         images: the images of the text, in order.
-        first: the number of features that come before them in their shard.
+        first: the number of features that precede them in their shard.
 
     Raises:
-        ValueError: the text has another number of image tokens than the images have features.
+        ValueError: the number of image tokens in the text differs from the number that its images need.
     """
     places = np.flatnonzero(np.asarray(tokens) == image_token)
     wanted = sum(len(image.tokens) for image in images)
@@ -179,7 +180,7 @@ def feature_index(tokens: np.ndarray, image_token: int, images: Sequence[ImagePa
 
 
 def _moved(features: np.ndarray, first: int) -> np.ndarray:
-    """Shift the indices of features by `first`; the negative numbers of separators and text stay."""
+    """Shift feature indices by `first`; negative values (text and separators) are unchanged."""
     return np.where(features >= 0, features + first, features)
 
 
@@ -187,8 +188,8 @@ def grid_positions(tokens: np.ndarray, image_token: int, images: Sequence[ImageP
     """Positions of a text with images on three axes (frame, row, column), int32 `[T, 3]` (Wang et al. 2024,
     arXiv:2409.12191, section 2.1).
 
-    A text advances on all axes at once. The tokens of an image count its frames, rows and columns from where the text
-    before it ended, and the text after it continues after the last row or column, whichever is larger.
+    Text tokens advance on all axes at once. Image tokens have the image's frame, row and column, offset by the end of
+    the preceding text. The following text continues after the larger of the last row and the last column.
     """
     tokens = np.asarray(tokens)
     positions, place, next_position = np.zeros((len(tokens), 3), np.int32), 0, 0
@@ -209,26 +210,26 @@ def grid_positions(tokens: np.ndarray, image_token: int, images: Sequence[ImageP
 
 
 def position_axes(positions: Iterable[Sequence[np.ndarray]]) -> int | None:
-    """The number of axes of positions in a step, from the `positions` of its examples; None where tokens are only
-    counted."""
+    """The number of position axes in a step, from the `positions` of its examples; None if positions are plain token
+    indices."""
     return next((own[0].shape[-1] for own in positions if own), None)
 
 
 class PassImages:
     """Collects the images of the passes of a step while its tokens are written.
 
-    An image is stored once per pass, however many texts of the pass have it.
+    Images that several texts of a pass share are stored once.
     """
 
     def __init__(self, like: np.ndarray):
-        """`like`: the tokens of all passes, `[passes, R, T]`."""
+        """`like`: an array with the shape of the tokens of all passes, `[passes, R, T]`."""
         self._at = np.full(like.shape, -1, np.int32)
         self._images: list[list[ImagePatches]] = [[] for _ in like]
         self._first: dict[tuple, int] = {}
         self._count = [0] * len(like)
 
     def enter(self, number: int, images: Sequence[ImagePatches], key: Hashable) -> int:
-        """Add the images of an example to a pass, unless an example with the same key has; returns the index of their
+        """Add an example's images to a pass, unless images with the same key were added; returns the index of their
         first feature."""
         if (number, key) not in self._first:
             self._first[number, key] = self._count[number]
@@ -237,20 +238,22 @@ class PassImages:
         return self._first[number, key]
 
     def write(self, index: tuple, features: np.ndarray, first: int) -> None:
-        """Write the features of tokens, `[n]`, at an index of the tokens of all passes."""
+        """Write the feature indices `[n]` of tokens at `index`, an index into the tokens of all passes."""
         self._at[index] = _moved(features, first)
 
-    def joined(self) -> Images | KeptFeatures | None:
-        """The images of all passes, with a leading axis of passes; None without any."""
+    def joined(self) -> Images | PrecomputedFeatures | None:
+        """The images of all passes, with a leading axis of passes; None if there are none."""
         if not any(self._images):
             return None
         return _by_image_leaf(lambda leaf: leaf[:, None], join_images(self._images, self._at))
 
 
-def _by_image_leaf(do: Callable[[np.ndarray], np.ndarray], images: Images | KeptFeatures) -> Images | KeptFeatures:
-    """Apply `do` to all arrays but `at`, which has the axes of tokens."""
+def _by_image_leaf(
+    do: Callable[[np.ndarray], np.ndarray], images: Images | PrecomputedFeatures
+) -> Images | PrecomputedFeatures:
+    """Apply `do` to all arrays except `at`, which has the axes of tokens."""
     fields = {name: leaf for name, leaf in images._asdict().items() if leaf is not None and name != "at"}
-    nested = (Images, KeptFeatures)
+    nested = (Images, PrecomputedFeatures)
     changed = {
         name: _by_image_leaf(do, leaf) if isinstance(leaf, nested) else do(leaf) for name, leaf in fields.items()
     }
@@ -264,10 +267,10 @@ class TextImages(NamedTuple):
     """The images of a text of T tokens.
 
     images: in the order of the text.
-    features: int32 `[T]`, the index among the features of all `images` that takes the place of each token's embedding;
+    features: int32 `[T]`, the index of the feature, among those of all `images`, that replaces each token's embedding;
         -1 for text.
-    positions: int32 `[T, A]`, where the model has positions on several axes; None where tokens are only counted.
-    key: a digest of the images, equal for equal ones.
+    positions: int32 `[T, A]` if the model's positions have several axes; None if they are plain token indices.
+    key: a digest of the images, for deduplication.
     """
 
     images: tuple[ImagePatches, ...]
@@ -281,7 +284,7 @@ class TextImages(NamedTuple):
         return len(self.features) if self.positions is None else int(self.positions.max(initial=-1)) + 1
 
     def before(self, tokens: int) -> TextImages:
-        """The same images in the text that continues with this many tokens of text."""
+        """The same images, with this many text tokens appended to the text."""
         features = np.concatenate([self.features, np.full(tokens, -1, np.int32)])
         if self.positions is None:
             return self._replace(features=features)
@@ -289,7 +292,7 @@ class TextImages(NamedTuple):
         return self._replace(features=features, positions=np.concatenate([self.positions, more]))
 
     def cut(self, tokens: int | None) -> TextImages:
-        """The same images in the first `tokens` of the text; None: all."""
+        """The same images, with the text truncated to its first `tokens` tokens; None: no truncation."""
         positions = None if self.positions is None else self.positions[:tokens]
         return self._replace(features=self.features[:tokens], positions=positions)
 
@@ -300,10 +303,10 @@ Positions = Callable[[np.ndarray, int, Sequence[ImagePatches]], np.ndarray]  # a
 def text_images(
     ids: np.ndarray, image_token: int, images: Sequence[ImagePatches], positions: Positions | None = None
 ) -> TextImages:
-    """The images of a text, by its ids `[T]`.
+    """Assign images to a text with the ids `[T]`.
 
     Raises:
-        ValueError: the text has another number of image tokens than the images have features.
+        ValueError: the number of image tokens in the text differs from the number that its images need.
     """
     features = feature_index(ids, image_token, images)
     placed = None if positions is None else positions(ids, image_token, images)
@@ -311,10 +314,10 @@ def text_images(
 
 
 def digest_of(images: Sequence[ImagePatches]) -> bytes:
-    """A digest of everything about images but their features, 16 bytes."""
+    """A 16-byte digest of all fields of the images except `features`."""
     digest = hashlib.blake2b(digest_size=16)
     for image in images:
-        for leaf in image[:-1]:  # two pictures may have equal patches and differ in which of them give features
+        for leaf in image[:-1]:  # images with equal patches may still differ in `groups` or `tokens`
             digest.update(b"-" if leaf is None else np.ascontiguousarray(leaf).tobytes())
     return digest.digest()
 
@@ -325,12 +328,12 @@ def digest_of(images: Sequence[ImagePatches]) -> bytes:
 class PromptImages(NamedTuple):
     """The images of P right-padded prompts of S tokens.
 
-    images: as in `Images`; None if none of these prompts has any.
-    positions: int32 `[P, S, A]`; None where tokens are only counted.
-    offsets: int32 `[P]`, the position of the token after each prompt, minus the prompt's length; None likewise.
+    images: as in `Images`; None if no prompt has images.
+    positions: int32 `[P, S, A]`; None if positions are plain token indices.
+    offsets: int32 `[P]`, the position of the token after each prompt minus the prompt's length; None if `positions` is.
     """
 
-    images: Images | KeptFeatures | None
+    images: Images | PrecomputedFeatures | None
     positions: np.ndarray | None = None
     offsets: np.ndarray | None = None
 
@@ -339,8 +342,8 @@ TEXT_ALONE = PromptImages(None)
 
 
 def prompt_images(texts: Sequence[TextImages], tokens: int, shards: int = 1) -> PromptImages:
-    """Join the images of prompts that are padded to `tokens`. Each shard has an equal run of them; an image that
-    several prompts of a shard share is there once."""
+    """Join the images of prompts that are padded to `tokens`. Each shard has an equal number of consecutive prompts;
+    images that several prompts of a shard share are stored once."""
     each = len(texts) // shards
     passes = PassImages(np.zeros((shards, each, tokens), np.int32))
     axes = next((text.positions.shape[1] for text in texts if text.positions is not None), None)
@@ -355,7 +358,7 @@ def prompt_images(texts: Sequence[TextImages], tokens: int, shards: int = 1) -> 
     images = passes.joined()
     if images is not None:
         images = _by_image_leaf(lambda leaf: leaf[:, 0], images)._replace(at=images.at.reshape(len(texts), tokens))
-        if isinstance(images, KeptFeatures):
+        if isinstance(images, PrecomputedFeatures):
             images = images._replace(of_reference=None)
     if positions is None:
         return PromptImages(images)
@@ -365,7 +368,7 @@ def prompt_images(texts: Sequence[TextImages], tokens: int, shards: int = 1) -> 
 
 # Checkpoints
 
-_COUNTED = {  # the fields of ImagePatches that are arrays, by what their first axis counts
+_COUNTED = {  # the array fields of ImagePatches, grouped by the meaning of their first axis
     "patches": ("patches", "places", "spans", "windows", "table", "table_weights"),
     "groups": ("groups",),
     "tokens": ("tokens",),
@@ -373,7 +376,7 @@ _COUNTED = {  # the fields of ImagePatches that are arrays, by what their first 
 
 
 def images_to_arrays(texts: Sequence[TextImages | None]) -> dict[str, np.ndarray]:
-    """The images of texts as a few flat arrays, by name. Images that several texts share are there once."""
+    """The images of texts as a few flat arrays, by name. Images that several texts share are stored once."""
     unique = {text.key: text for text in texts if text is not None}
     found = list(unique.values())
     numbers = {key: number for number, key in enumerate(unique)}

@@ -36,18 +36,18 @@ def prepare(
 ) -> Dataset | IterableDataset:
     """Add the columns that KTO trains on.
 
-    These are TRL's `prompt_ids`, `completion_ids` and `KL_completion_ids`, and what a step reads: the prompt with
-    either answer, truncated to `max_length`, and their labels (`JOINED`, `KL_JOINED`). Pairs become two rows, in TRL's
-    order. Rows that already have `prompt_ids` and `completion_ids` are not tokenized. Rows that already have the joined
-    columns, as prepared by early TRL releases, are only truncated, unless they also have texts. Rows whose prompt alone
-    has at least `max_length` tokens are dropped.
+    These are TRL's `prompt_ids`, `completion_ids` and `KL_completion_ids`, and the columns that a step uses: the prompt
+    with either answer, truncated to `max_length`, and their labels (`JOINED`, `KL_JOINED`). Pairs become two rows, in
+    TRL's order. Rows that already have `prompt_ids` and `completion_ids` are not tokenized. Rows that already have the
+    joined columns, as prepared by early TRL releases, are only truncated, unless they also have texts. Rows whose
+    prompt alone has at least `max_length` tokens are dropped.
 
     Args:
         block: within each block of this many rows, every answer is also paired with the next row's prompt (the last
             answer with the first prompt) for the KL estimate. None if the loss has no KL term.
         max_prompt_length: if prompt and answer exceed `max_length`, only this many last tokens of the prompt are kept;
             None keeps all.
-        num_proc: processes that tokenize.
+        num_proc: number of processes for tokenization.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
 
     Raises:
@@ -78,7 +78,7 @@ def prepare(
 
 
 def check_image_columns(columns: Collection[str], where: str) -> None:
-    """Raise ValueError for a dataset with images whose rows are pairs, or that lacks a column."""
+    """Raise ValueError for a dataset with images if its rows are pairs or it lacks a column."""
     if found := [column for column in _PAIR if column in columns]:
         raise ValueError(
             "Vision datasets must be in unpaired format with `completion` and `label` columns. Paired format "
@@ -90,16 +90,16 @@ def check_image_columns(columns: Collection[str], where: str) -> None:
 
 
 def rotated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each row with images the row before it as `KL_row`, whose answer estimates the KL term with this row's
-    prompt. The first row gets the last one."""
+    """Add to each row with images its predecessor as `KL_row`, whose answer is paired with this row's prompt to
+    estimate the KL term. The first row gets the last one."""
     return [{**row, KL_ROW: other} for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True)]
 
 
 def image_example(row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
-    """The prompt with its answer and, if the row has been `rotated`, with the answer of the other row.
+    """An example of the prompt with its answer and, after `rotated`, also with the answer of `KL_row`.
 
     Raises:
-        ValueError: a column is missing or has another form, or `max_length` cuts an image.
+        ValueError: a column is missing or has the wrong format, or `max_length` truncates an image.
     """
     row = dict(row)
     other = row.pop(KL_ROW, None)
@@ -118,7 +118,7 @@ def is_prepared(columns: Any, block: int | None) -> bool:
 
 
 def tokenize_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
-    """Tokenize a row: ids of the prompt, and of what the answer adds to it. `index` and `where` name it in errors."""
+    """Tokenize a row: ids of the prompt, and the ids that the answer adds. `index` and `where` name it in errors."""
     place = f"Row {index} of {where}"
     read = preference.read_row(row, ("completion",), place)
     ids = preference.behind_prompt(*preference.tokenized(read, ("completion",), tokenizer, place))
@@ -128,7 +128,8 @@ def tokenize_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) ->
 def _unpaired(
     dataset: Dataset | IterableDataset, first: dict[str, Any], where: str, options: preference.Options
 ) -> tuple[Dataset | IterableDataset, str]:
-    """Rows with one answer each, and the dataset's name in errors. Unpairing does not depend on `num_proc`."""
+    """Convert pairs to rows with one answer each; returns also the dataset's name in errors. The order of the rows does
+    not depend on `num_proc`."""
     if not all(column in first for column in _PAIR):
         if not all(column in first for column in _NEEDED):
             raise ValueError(
@@ -168,7 +169,7 @@ def _kl_rows(
 
 def _warn_alone(where: str, block: int, state: tokenize.StreamState) -> None:
     what = (
-        f"The last row of {where} is alone in its block of per_device_train_batch_size={block} rows, so its KL is "
+        f"The last row of {where} is the only row in its batch of per_device_train_batch_size={block}, so its KL is "
         "estimated from its own answer, as in TRL, and its loss stays at 0.5 if it is desirable and has become more "
         "likely. Remove a row or add one"
     )
@@ -206,7 +207,7 @@ def _joined(
 
 
 def warn_of_order(dataset: Dataset | IterableDataset, batch_size: int) -> None:
-    """Warn if a dataset of pairs is so large that a micro-batch only holds chosen or only rejected answers."""
+    """Warn if a dataset of pairs is so large that each micro-batch has only chosen or only rejected answers."""
     first = dataset.column_names or tokenize.first_row(dataset, "train_dataset")
     if not all(column in first for column in _PAIR) or isinstance(dataset, Dataset) and len(dataset) < batch_size:
         return

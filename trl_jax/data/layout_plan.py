@@ -18,22 +18,22 @@ from trl_jax.data.packed import greedy_bins
 EARLY = 100  # steps during which a run may compile
 _LEAST_ROW = 256
 _LONGEST_ROUND = 2048
-_ONE_IN = 4  # a length is rounded up if this costs at most 1/_ONE_IN of a compilation
+_ONE_IN = 4  # a length is rounded up if the padding costs at most 1/_ONE_IN of a compilation
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The lengths that packed rows may have; each compiles once.
+    """The lengths that packed rows may have; each is compiled once.
 
-    Beyond the last of `lengths`, or without any, lengths grow by 128 tokens, and from about 2,000 tokens by 6%.
-    `serves_from` has the step of the run from which each length can be used; empty if all can from the first step.
+    Beyond the last of `lengths`, or if it is empty, lengths grow by 128 tokens, and from about 2,000 tokens by 6%.
+    `serves_from` is the step of the run from which each length can be used; empty: all lengths from the first step.
     """
 
     lengths: tuple[int, ...] = ()
     serves_from: tuple[int, ...] = ()
 
     def __call__(self, tokens: int, step: int = EARLY) -> int:
-        """The smallest length for `tokens` that can be used at this step, or the smallest of all if none can yet."""
+        """The smallest length >= `tokens` available at this step; the smallest of all if none is available yet."""
         fitting = [number for number, length in enumerate(self.lengths) if tokens <= length]
         serving = [number for number in fitting if not self.serves_from or self.serves_from[number] <= step]
         if fitting:
@@ -46,10 +46,10 @@ class Buckets:
 
 @dataclass(frozen=True)
 class ViewBuckets:
-    """The shapes that a run compiles if texts in packed rows are also viewed as rows.
+    """The shapes that a run compiles if the texts of packed rows are also viewed as rows.
 
-    Each of `shapes` is (length of packed rows, length of view rows). If none fits, the packed length is the next one of
-    `Buckets()` and the view length the next power of two.
+    Each of `shapes` is (length of packed rows, length of view rows). If none fits, the packed length comes from
+    `Buckets()` and the view length is rounded up to a power of two.
     """
 
     shapes: tuple[tuple[int, int], ...] = ()
@@ -67,7 +67,7 @@ def fitted(lengths: Sequence[int], bucket_cost: int) -> Buckets:
     """
     needed, counts = np.unique(-(-np.asarray(lengths) // BLOCK) * BLOCK, return_counts=True)
     before = np.concatenate([[0], np.cumsum(counts)])
-    cheapest, previous = [0.0], [0]  # cost of the shortest `end` lengths, and how many of these are in lower buckets
+    cheapest, previous = [0.0], [0]  # for the `end` shortest lengths: cost, and how many are in lower buckets
     for end in range(1, len(needed) + 1):
         costs = [cheapest[at] + (before[end] - before[at]) * needed[end - 1] + bucket_cost for at in range(end)]
         previous.append(int(np.argmin(costs)))
@@ -80,9 +80,8 @@ def fitted(lengths: Sequence[int], bucket_cost: int) -> Buckets:
 
 
 def rounded(buckets: Buckets, lengths: Sequence[int], bucket_cost: int) -> Buckets:
-    """Round bucket lengths up to a power of two, or three times one, where the padding is cheap compared to a
-    compilation, so that runs on other texts can reuse the compiled programs. Long rows are not rounded, to save
-    memory."""
+    """Round bucket lengths up to 2^n or 3 * 2^n if the padding is cheap compared to a compilation, so that runs on
+    other texts hit the compilation cache. Long rows are not rounded, to save memory."""
     taken = np.bincount(np.searchsorted(buckets.lengths, lengths), minlength=len(buckets.lengths))
     rounder = [_round(length) for length in buckets.lengths]
     every = zip(buckets.lengths, rounder, taken, strict=True)
@@ -107,8 +106,8 @@ def without_late(buckets: Buckets, lengths: Sequence[int]) -> Buckets:
 def compiled_while_training(buckets: Buckets, lengths: Sequence[int], bucket_cost: int, at_once: int) -> Buckets:
     """The buckets of a run that compiles in the background, `at_once` programs at a time, in order of first use.
 
-    Until a length is compiled, the next longer one is used. The step from which it is available is estimated from token
-    counts instead of a clock, so that results are reproducible, also after resuming.
+    Until a length is compiled, the next longer one is used. The step from which a length is available is estimated from
+    token counts rather than measured, so that results are reproducible, also after resuming.
     """
     wanted = [buckets(int(length)) for length in lengths[:EARLY]]
     before, serves_from = np.cumsum([0, *wanted]), {}
@@ -122,16 +121,16 @@ def compiled_while_training(buckets: Buckets, lengths: Sequence[int], bucket_cos
 
 # Layout plans
 
-_EPOCHS = 8  # maximum number of epochs to look at
-_PLACE = 0.1  # cost of a padding token in a view row relative to a computed token: it is only copied
+_EPOCHS = 8  # maximum number of epochs to simulate
+_PLACE = 0.1  # cost of a padding token in a view row relative to a computed token, because it is only copied
 
 
 @dataclass(frozen=True)
 class LayoutPlan:
     """A layout with the lengths of its packed rows.
 
-    padded, real, computed: tokens per step (mean): with TRL's padding, without padding, and in this layout.
-    views: replaces `buckets` if texts in packed rows are also viewed as rows.
+    padded, real, computed: mean tokens per step: with TRL's padding, without padding, and in this layout.
+    views: replaces `buckets` if the texts of packed rows are also viewed as rows.
     """
 
     layout: str
@@ -158,7 +157,7 @@ def plan_layout(
     documents: str | None = None,
     virtual: int = 0,
 ) -> LayoutPlan:
-    """Plan the lengths of packed rows by simulating the steps of the first epochs, whose orders differ.
+    """Plan the lengths of packed rows by simulating the steps of the first epochs, each with its own order.
 
     Args:
         columns: the token columns of the dataset, one per text.
@@ -166,7 +165,7 @@ def plan_layout(
         bucket_cost: cost of a compilation, in tokens of a packed row.
         run_steps: number of steps in the run, over which compilations are amortized.
         by_micro_batch: whether each micro-batch has its own packed row.
-        by_rows: whether texts are also viewed as rows.
+        by_rows: whether the texts of packed rows are also viewed as rows.
         at_once: number of programs compiled concurrently in the background; None if steps wait for compilation.
         documents, virtual: see `survey`.
     """
@@ -191,7 +190,7 @@ def plan_layout(
 
 
 def _views(buckets: Buckets, lengths: Sequence[int], texts: Sequence[int], bucket_cost: int, rows: int) -> ViewBuckets:
-    """The shapes that early steps use, and the largest one. Each view length can compile once per packed length."""
+    """The shapes that early steps use, and the largest one. A view length may be compiled once per packed length."""
     of_rows = fitted(texts, int(bucket_cost * len(buckets.lengths) / (_PLACE * rows)))
     early = zip(lengths[:EARLY], texts[:EARLY], strict=True)
     shapes = {(buckets(int(length)), of_rows(int(text))) for length, text in early}
@@ -200,11 +199,11 @@ def _views(buckets: Buckets, lengths: Sequence[int], texts: Sequence[int], bucke
 
 # Text lengths and shared prefixes of a dataset
 
-SURVEYED = 16_384  # number of examples to look at, over several epochs if the dataset is smaller
+SURVEYED = 16_384  # number of examples to measure, over several epochs if the dataset is smaller
 
 
 class StepSize(NamedTuple):
-    """Tokens of one step: with TRL's padding, without padding, of the longest packed row, and of the longest text."""
+    """Token counts of one step: with TRL's padding, without padding, in the longest packed row, in the longest text."""
 
     padded: int
     real: int
@@ -214,7 +213,7 @@ class StepSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """Token counts of examples in the order of visit: `[n, texts]` per text, and `[n]` of the shared prefix."""
+    """Token counts of examples in training order: `[n, texts]` per text, and `[n]` of the shared prefix."""
 
     texts: np.ndarray
     shared: np.ndarray
@@ -261,7 +260,7 @@ def survey(
 
 
 def _shared(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """`packed.shared_tokens` for many examples; each text is (concatenated ids, length of each row)."""
+    """Vectorized `packed.shared_tokens`; each text is (concatenated ids, length of each row)."""
     most = np.minimum(first[1], second[1]) - 1
     starts = np.cumsum(most) - most
     within = np.arange(most.sum()) - np.repeat(starts, most)

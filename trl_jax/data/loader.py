@@ -41,16 +41,16 @@ CHUNK_BATCHES = 64  # batches per evaluation chunk
 Weighting = Literal["examples", "tokens", "micro_batches", "shards"]
 
 
-# Evaluation chunks: examples are sorted by length within a chunk, and their outputs are put back in order.
+# Evaluation chunks: examples are sorted by length within a chunk, and outputs are restored to the original order.
 
 
 @dataclass
 class EvalChunk:
-    """Some batches, and the passes that compute the outputs of their examples.
+    """A number of batches, and the passes that compute the outputs of their examples.
 
-    passes: the arrays to compute on, and for each slot the index of its example within the chunk, -1 for padding. On
+    passes: for each pass its arrays, and for each slot the index of its example within the chunk, -1 for padding. On
         several devices both have a leading axis of shards.
-    batches: in dataset order, `batch_size` examples each except the last.
+    batches: in dataset order, with `batch_size` examples each except the last.
     rows: dataset indices of each batch's rows.
     """
 
@@ -85,7 +85,7 @@ class EvalChunk:
 class EvalChunks:
     """Iterates over the batches of a loader, one chunk at a time.
 
-    All packed rows have the same length, about the tokens of a batch, so that rarely more than one shape compiles.
+    All packed rows have the same length, about the tokens of a batch, so that usually only one shape is compiled.
 
     Args:
         sort: whether padded rows may be regrouped by length; False if the model's results depend on the other rows.
@@ -140,7 +140,7 @@ class EvalChunks:
         if layout.views is not None:
             _, text = layout.views(self._packed, max(one.example.longest_document for one in placed))
             self._text = max(self._text, text)
-        # Rotary embeddings that depend on the longest text use the longest in the batch of the same TRL rank.
+        # Rotary embeddings that depend on the longest text use the longest text in the batch of TRL's rank.
         longest = dict(zip((one.slot for one in placed), longest_in_batch(placed, self._share), strict=True))
         fitting = _fitting(placed, self._packed, max_examples) if parts is None else parts
         return [self._pass(fitting[at : at + shards], max_examples, longest) for at in range(0, len(fitting), shards)]
@@ -163,7 +163,7 @@ class EvalChunks:
         return arrays, self._by_shard(slots)
 
     def _tokens(self, placed: list[Placed], parts: list[list[Placed]] | None, batches: int) -> int:
-        """The required length of packed rows: that of the largest part, or without parts of an average batch."""
+        """The required length of packed rows: the tokens of the largest part or, without parts, of an average batch."""
         if parts is not None:
             return max(sum(one.tokens for one in part) for part in parts)
         mean = sum(one.tokens for one in placed) // (batches * self._layout.shards)
@@ -179,7 +179,7 @@ class EvalChunks:
 
 
 def _parts(placed: list[Placed], size: int) -> list[list[Placed]]:
-    """Group the examples by runs of `size` slots."""
+    """Group the examples into runs of `size` slots."""
     return [list(part) for _, part in groupby(placed, key=lambda one: one.slot // size)]
 
 
@@ -202,10 +202,10 @@ def _fitting(placed: list[Placed], length: int, max_examples: int) -> list[list[
 
 @dataclass
 class ExampleLoader:
-    """Iterates over the steps of one epoch, chosen by `set_epoch`.
+    """Iterates over the steps of the epoch chosen with `set_epoch`.
 
-    On several devices the last micro-batch of an epoch is completed with the first examples of the epoch, as on TRL's
-    ranks. `fill_last` overrides this, so that a resumed run on other devices keeps its order.
+    On several devices the last micro-batch of an epoch is filled up with the first examples of the epoch, as on TRL's
+    ranks. `fill_last` overrides this, so that a run resumed on a different number of devices keeps its order.
     """
 
     dataset: Dataset | IterableDataset
@@ -217,9 +217,9 @@ class ExampleLoader:
     seed: int = 0
     drop_last: bool = False
     lengths: np.ndarray | None = None  # lengths of the rows, to group rows of similar length
-    where: str = ""  # name of the dataset in errors of `example`; "" where rows are checked ahead
+    where: str = ""  # name of the dataset in errors of `example`; "" if rows were checked beforehand
     joined: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None  # see `Task.image_rows`
-    own_order: Callable[[int], np.ndarray] | None = None  # a script's order of the rows in an epoch
+    own_order: Callable[[int], np.ndarray] | None = None  # user-defined order of the rows in an epoch
     epoch: int = 0
     skipped: int = 0
     skipped_digest: int | None = None
@@ -241,8 +241,8 @@ class ExampleLoader:
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
         """Make the next iteration yield this epoch without its first `skip` examples.
 
-        A stream is still read from its start, so that a shuffled one has the same order. Iteration raises ValueError if
-        the digest of the skipped examples is not `skipped_digest`.
+        A stream is still read from its start, so that a shuffled stream has the same order. Iteration raises ValueError
+        if the digest of the skipped examples differs from `skipped_digest`.
         """
         self.epoch, self.skipped, self.skipped_digest = epoch, skip, skipped_digest
         if isinstance(self.dataset, IterableDataset):
@@ -260,11 +260,11 @@ class ExampleLoader:
             yield self.step_layout.step(group, number)
 
     def _steps_before(self) -> int:
-        """Number of steps of the run before the next iteration."""
+        """Number of steps that the run takes before the next iteration."""
         return self.epoch * len(self) + self.skipped // (self.batch_size * self.accumulation)
 
     def groups(self) -> Iterator[list[list[IndexedExample]]]:
-        """Iterate over steps, each a list of micro-batches of examples."""
+        """Iterate over steps as lists of micro-batches of examples."""
         return micro_batches(self._micro_batches(), self.accumulation, drop_last=False)
 
     def _micro_batches(self) -> Iterator[list[IndexedExample]]:
@@ -286,13 +286,13 @@ class ExampleLoader:
             yield self.examples(values, indices)
 
     def order(self, epoch: int) -> np.ndarray:
-        """The indices of a table's rows in an epoch, by the arguments."""
+        """The row indices of a table in the order of an epoch."""
         group = self.batch_size * self.accumulation
         options = {"seed": self.seed, "shuffle": self.shuffle, "lengths": self.lengths}
         return epoch_order(len(self.dataset), epoch=epoch, group=group, **options)
 
     def _stream(self) -> Iterator[tuple[dict[str, Any], int, int]]:
-        """The rows of a stream with their indices and the digests up to them."""
+        """The rows of a stream, with their indices and the chained digests up to them."""
         read, digest, first = 0, 0, []
         for row in self.dataset:
             digest = row_digest(row, self.columns, digest)
@@ -310,7 +310,7 @@ class ExampleLoader:
             yield row, index, digest
 
     def examples(self, rows: Sequence[dict[str, Any]], indices: Sequence[int]) -> list[IndexedExample]:
-        """The examples of a micro-batch."""
+        """Convert the rows of a micro-batch to examples."""
         if self.joined is not None:
             share = self.batch_size // self.step_layout.shards
             rows = [row for at in range(0, len(rows), share) for row in self.joined(list(rows[at : at + share]))]
@@ -373,7 +373,7 @@ def fingerprint(dataset: Dataset, columns: Columns) -> str:
 
 
 def _undecoded(dataset: Dataset) -> Dataset:
-    """The same rows, with images as paths and bytes."""
+    """The same rows, with images as paths and bytes instead of decoded."""
     for name, feature in dataset.features.items():
         inner = feature.feature if isinstance(feature, List) else feature
         if isinstance(inner, Image):
@@ -383,12 +383,12 @@ def _undecoded(dataset: Dataset) -> Dataset:
 
 
 def raw_row(row: dict[str, Any]) -> str:
-    """A row with images as text that is equal for equal rows: bytes and pixels are replaced by a digest."""
+    """A canonical text of a row with images, in which bytes and pixels are replaced by digests."""
 
     def described(value: Any) -> str:
         if isinstance(value, bytes):
             return f"{len(value)} bytes {xxhash.xxh3_64(value).hexdigest()}"
-        pixels = np.asarray(value)  # of an array or a PIL image; other objects become an array of one object
+        pixels = np.asarray(value)  # an array or a PIL image; any other object becomes an object array
         return repr(value) if pixels.dtype == object else f"{pixels.shape} {described(pixels.tobytes())}"
 
     return json.dumps(row, sort_keys=True, default=described)
@@ -413,17 +413,16 @@ def row_digest(row: dict[str, Any], columns: Columns, so_far: int) -> int:
     return digest.intdigest()
 
 
-# Order of rows (TRL's to the index) and length of a run
+# Order of rows (identical to TRL's) and length of a run
 
 
 def epoch_order(
     rows: int, *, seed: int, epoch: int, shuffle: bool, lengths: np.ndarray | None = None, group: int = 1
 ) -> np.ndarray:
-    """Row indices of one epoch, `[rows]`: `torch.randperm` seeded with `seed + epoch`, or 0, 1, 2, ... without
-    `shuffle`.
+    """Row indices of one epoch, `[rows]`: `torch.randperm` seeded with `seed + epoch`; 0, 1, 2, ... without `shuffle`.
 
     Args:
-        lengths: lengths of the rows; if given, rows of similar length are grouped into steps of `group` rows.
+        lengths: lengths of the rows; if not None, rows of similar length are grouped into steps of `group` rows.
     """
     order = TorchGenerator(seed + epoch).permutation(rows) if shuffle else np.arange(rows)
     return order if lengths is None else grouped_by_length(order, lengths, group)
@@ -432,8 +431,8 @@ def epoch_order(
 def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -> np.ndarray:
     """Group rows of similar length, like transformers' LengthGroupedSampler with this `order`.
 
-    Megabatches of up to 50 batches are sorted by length, with at least four megabatches per epoch if there are enough
-    batches. The longest row comes first, so that a step that does not fit into memory fails immediately.
+    Megabatches of up to 50 batches are sorted by length; there are at least four per epoch if there are enough batches.
+    The longest row comes first, so that an out-of-memory error occurs in the first step.
     """
     run = max(1, min(len(order) // (batch_size * 4), 50)) * batch_size
     runs = [sorted(order[i : i + run], key=lambda row: lengths[row], reverse=True) for i in range(0, len(order), run)]
@@ -443,7 +442,7 @@ def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -
 
 
 def micro_batches(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list]:
-    """Group items by `size`; the last group may be shorter, or is dropped with `drop_last`."""
+    """Split items into groups of `size`; a shorter last group is dropped with `drop_last`."""
     items = iter(items)
     while batch := list(islice(items, size)):
         if len(batch) == size or not drop_last:
@@ -465,7 +464,7 @@ class RunLength:
 def run_length(
     rows: int | None, *, batch_size: int, accumulation: int, drop_last: bool, epochs: float, max_steps: int
 ) -> RunLength:
-    """The length of a run from TRL's arguments: `max_steps` overrides `epochs`, and an incomplete last step counts.
+    """The length of a run from TRL's arguments: `max_steps` overrides `epochs`; an incomplete last step is included.
 
     Raises:
         ValueError: the dataset has no length and `max_steps` is not set, or `drop_last` leaves no batch.
@@ -492,9 +491,9 @@ def run_length(
 
 
 class IndexedExample(NamedTuple):
-    """An example with its index and, for a stream, the digest up to it.
+    """An example with its index and, for a stream, the chained digest up to it.
 
-    index: of its row in the dataset (for a stream, within the epoch), or a number chosen by the creator of the example.
+    index: index of its row in the dataset (for a stream, within the epoch), or a number chosen by the caller.
     """
 
     example: Example
@@ -505,13 +504,13 @@ class IndexedExample(NamedTuple):
 class StepBatch(NamedTuple):
     """The arrays of one optimizer or evaluation step, with counts.
 
-    num_micro_batches, num_examples, num_tokens: without padding.
-    num_texts: per example.
-    num_primary_tokens: tokens of the texts that count in token metrics (`Example.num_primary_texts`).
+    num_micro_batches, num_examples, num_tokens: totals without padding.
+    num_texts: texts per example.
+    num_primary_tokens: tokens of the texts that token metrics include (`Example.num_primary_texts`).
     num_targets: the divisor of a mean over tokens.
-    num_padded_tokens: `num_primary_tokens` with TRL's padding: each row of a micro-batch as long as the longest one, or
-        all end to end.
-    num_places: tokens computed here, padding included.
+    num_padded_tokens: `num_primary_tokens` with TRL's padding: rows padded to the longest of the micro-batch, or
+        concatenated (padding-free).
+    num_places: tokens computed in this layout, padding included.
     rows: index of each example.
     passes: indices of the examples in each pass.
     rows_digest: digest of a stream from the start of the epoch to the end of this batch.
@@ -553,18 +552,18 @@ class StepLayout:
     packed rows regardless of their micro-batch, unless `by_micro_batch`. On several devices each micro-batch is divided
     over `shards`, and arrays have a shard axis after the pass axis.
 
-    The loss of a step is a weighted sum over its examples. By `weighting`, this is TRL's mean over micro-batches of
-    means over "examples", a mean over all targets ("tokens"), a mean over "micro_batches" of means over their targets,
-    or a mean over "shards" of means over their targets.
+    The loss of a step is a weighted sum over its examples. Depending on `weighting`, it is TRL's mean over
+    micro-batches of the mean over their examples ("examples"), the mean over all targets ("tokens"), or the mean over
+    micro-batches ("micro_batches") or shards ("shards") of the mean over their targets.
 
     Attributes:
         layout: "padded", "packed", or "shared": packed, with the common prefix of an example's two texts stored once.
         buckets: the lengths of packed rows.
-        views: replaces `buckets` if attention reads the texts of packed rows as rows.
-        divided: False lays out examples for one device, whatever `shards`.
-        trains: whether these are training steps, whose token means count targets as transformers does
-            (`Example.num_counted_targets`); evaluation counts all targets.
-        padding_free: whether TRL's collator concatenates the texts of a micro-batch, and so pads them as one.
+        views: replaces `buckets` if attention views the texts of packed rows as rows.
+        divided: False lays out examples for a single device, regardless of `shards`.
+        trains: whether these are training steps, in which means over targets use transformers' count of targets
+            (`Example.num_counted_targets`); evaluation uses the number of all targets.
+        padding_free: whether TRL's collator concatenates the texts of a micro-batch and pads them as one.
     """
 
     batch_size: int
@@ -586,7 +585,7 @@ class StepLayout:
 
         Args:
             group: the examples of at most `accumulation` micro-batches, at most `batch_size` each.
-            number: of the step in the run; determines which `buckets` are available.
+            number: number of the step in the run; determines which `buckets` are available.
         """
         shards = self.shards if self.divided else 1
         examples = by_shard([[indexed.example for indexed in batch] for batch in group], shards)
@@ -617,7 +616,7 @@ class StepLayout:
     def _weights(
         self, group: Sequence[Sequence[IndexedExample]], runs: list[list[Example]], shards: int
     ) -> list[float]:
-        """The weight of the examples in each run of `by_shard`, according to `weighting`."""
+        """The weight of an example in each run of `by_shard`, according to `weighting`."""
         if self.weighting == "examples":
             return [1 / (len(group) * len(batch)) for batch in group for _ in range(shards)]
         if self.weighting == "micro_batches":
@@ -634,7 +633,7 @@ class StepLayout:
     def _laid_out(
         self, micro_batches: list[list[Example]], weights: list[float], bucket: Callable[[int], int]
     ) -> tuple[Batch, list[int]]:
-        """The arrays of a step, and for each example the index pass * shards + shard of its place."""
+        """The arrays of a step, and for each example its (pass * shards + shard)."""
         shards = self.shards if self.divided else 1
         examples, passes = self.batch_size // shards, self.accumulation * shards
         if self.layout == "padded":
@@ -659,7 +658,7 @@ class StepLayout:
         return (arrays if shards == 1 else in_shards(arrays, shards)), pass_of
 
     def _max_examples(self, examples: int, passes: int, shards: int) -> int | None:
-        """Maximum number of examples in a packed row; None if unbounded."""
+        """Maximum number of examples in a packed row; None: no limit."""
         if self.by_micro_batch:
             return examples
         if self.views is not None:
@@ -667,7 +666,7 @@ class StepLayout:
         return None if shards == 1 else room(examples, self.accumulation)
 
     def _trl_tokens(self, lengths: list[int]) -> int:
-        """Number of tokens, padding included, of TRL's batch for texts of these lengths."""
+        """Number of tokens, padding included, in TRL's batch of texts with these lengths."""
         if self.padding_free or not lengths:
             return self._trl_length(sum(lengths))
         return len(lengths) * self._trl_length(max(lengths))

@@ -23,8 +23,8 @@ def filled(order: np.ndarray, size: int) -> np.ndarray:
 
 
 def by_shard(micro_batches: Sequence[Sequence[Any]], shards: int) -> list[list[Any]]:
-    """Split each micro-batch into `shards` consecutive runs; if uneven, the first runs have one item more and the last
-    may be empty."""
+    """Split each micro-batch into `shards` consecutive runs. If it is not divisible, some runs have one item more than
+    others, and some may be empty."""
     runs = []
     for items in micro_batches:
         ends = [(shard * len(items) + shards - 1) // shards for shard in range(shards + 1)]
@@ -33,7 +33,7 @@ def by_shard(micro_batches: Sequence[Sequence[Any]], shards: int) -> list[list[A
 
 
 def room(examples: int, accumulation: int) -> int:
-    """Maximum number of examples in a packed row on one of several devices, whose share of a micro-batch is `examples`.
+    """Maximum number of examples in a packed row with several devices, whose share of a micro-batch is `examples`.
 
     Without this bound, every packed row would need slots for all examples of the step.
     """
@@ -91,25 +91,25 @@ def in_shards(batch: Batch, shards: int) -> Batch:
 
 
 def pass_weights(real: np.ndarray) -> np.ndarray:
-    """The weight of each example in the mean over passes of the means over their examples, float32 `[..., E]`.
+    """The weight of each example in a mean over passes of each pass's mean over its examples, float32 `[..., E]`.
 
     Args:
-        real: bool `[..., E]`, which examples of each pass are real; empty passes do not count.
+        real: bool `[..., E]`, which examples of each pass are real; empty passes are ignored.
     """
     examples = real.sum(axis=-1, keepdims=True)
     return (real / np.maximum(examples, 1) / np.count_nonzero(examples)).astype(np.float32)
 
 
-# Packed rows: texts end to end without padding between them, and common prefixes stored once
+# Packed rows: texts are concatenated without padding, and common prefixes stored once
 
 
 class PackingSpec(NamedTuple):
-    """How packed rows are laid out.
+    """The layout options of packed rows.
 
-    pad_token_id: fills the rows, and decides where classifiers read a text.
+    pad_token_id: the padding, which also determines where classifiers read a text.
     share_prefix: whether the two texts of an example share their common prefix, and examples their context.
-    bucket: maps the tokens of the fullest packed row to the length of all.
-    row_view: also view texts as rows, with lengths from its `shape`; None if attention runs along packed rows.
+    bucket: maps the number of tokens in the fullest packed row to the length of all rows.
+    row_view: also view texts as rows, with lengths from its `shape`; None if attention runs on packed rows.
     """
 
     pad_token_id: int
@@ -220,8 +220,8 @@ def _empty(
 
 
 def _num_reads(placed: Sequence[Placed], into: Sequence[int], length: int) -> int:
-    """Number of reads per packed row with targets: the row length, independent of how many are used, or a multiple of
-    it if texts that share tokens need more."""
+    """Number of reads per packed row with targets: the row length, or a multiple of it if texts that share tokens need
+    more. It does not depend on the exact number of targets, to limit compilations."""
     targets = np.bincount(into, [one.example.num_targets for one in placed])
     return max(1, -(-int(targets.max()) // length)) * length
 
@@ -267,7 +267,7 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
                 packed.prompt[row, 0, run] = run[0]
     for at in places[: one.example.num_primary_texts]:
         batch.router_token_count[row, 0, at] += 1
-    if one.shared:  # the first text's own tokens are reversed: each sees itself up to the end of the shared prefix
+    if one.shared:  # the first text's own tokens are reversed: each attends from itself to the end of the shared prefix
         own = places[0][one.shared :]
         first[own], end[own] = own, places[0][0] + one.shared
     batch.enter((row,), one.slot, one.example, one.weight)
@@ -275,7 +275,7 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
 
 
 def _axes(batch: Batch) -> int | None:
-    """The number of axes of the positions of a batch; None where tokens are only counted."""
+    """The number of position axes of a batch; None if positions are plain token indices."""
     return batch.positions.shape[-1] if batch.positions.ndim > batch.tokens.ndim else None
 
 
@@ -286,7 +286,7 @@ def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.n
         context: positions of the context if the packed row already has it; otherwise it is written at `start`.
 
     Raises:
-        ValueError: the context has other tokens than an earlier one with the same key.
+        ValueError: the context's tokens differ from those of an earlier one with the same key.
     """
     [ids], shared = one.example.texts, one.context_tokens
     tokens, positions, packed = batch.tokens[row, 0], batch.positions[row, 0], batch.packed
@@ -310,10 +310,10 @@ def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.n
 
 
 def _write_reads(batch: Batch, row: int, read: int, one: Placed, places: list[np.ndarray], pad_token_id: int) -> int:
-    """Write the reads of an example, those of targets starting at `read`. Returns the end.
+    """Write the reads of an example; reads of targets start at `read`. Returns the end.
 
-    A text identical to the first one is read at the same positions: otherwise a different summation order would give
-    the two different outputs, unlike in TRL.
+    A text identical to the first one is read at the same positions. Otherwise a different summation order would make
+    their outputs differ, unlike in TRL.
     """
     texts, slots = one.example.texts, batch.weight.shape[1]
     for number, (ids, at) in enumerate(zip(texts, places, strict=True)):
@@ -331,7 +331,7 @@ def _write_reads(batch: Batch, row: int, read: int, one: Placed, places: list[np
 
 
 class RowViewShape(NamedTuple):
-    """How texts in packed rows are viewed as rows.
+    """The shape in which the texts of packed rows are viewed as rows.
 
     examples: maximum number of examples in a packed row.
     shape: maps (tokens of the fullest packed row, tokens of the longest text) to the lengths of packed and view rows.
@@ -364,7 +364,7 @@ def write_view(view: RowView, row: int, number: int, at: np.ndarray, shared: int
     Args:
         row: the packed row.
         at: positions of the text's tokens in the packed row.
-        shared: the number of leading tokens that `side` earlier texts share with it.
+        shared: number of leading tokens that it shares with `side` earlier texts.
     """
     at_view, back = view.places[row, 0], view.rows[row, 0]
     own = number * at_view.shape[1] + np.arange(len(at))
@@ -373,7 +373,7 @@ def write_view(view: RowView, row: int, number: int, at: np.ndarray, shared: int
     back[side if shared else 0, at[:shared]] = own[:shared]
 
 
-# Padded rows: one row per text, or per document, as long as the longest
+# Padded rows: one row per text, or per document, padded to the longest
 
 
 def pad_examples(
@@ -391,9 +391,9 @@ def pad_examples(
         micro_batches: the examples of each; the last may be short, the first is not empty.
         examples: E, the number of examples in a full micro-batch; shorter ones are padded with examples of weight 0.
         count: number of micro-batches in a full step; a shorter step is padded likewise.
-        pad_token_id: fills rows, and decides where classifiers read a text.
+        pad_token_id: the padding, which also determines where classifiers read a text.
         pad_to_multiple_of: see `padded_length`.
-        weights: per micro-batch, for examples without a weight of their own; None gives TRL's mean of means.
+        weights: one per micro-batch, for examples without their own weight; None: TRL's mean of means.
     """
     every, like = [example for batch in micro_batches for example in batch], micro_batches[0][0]
     length = padded_length(max(example.longest_document for example in every), pad_to_multiple_of)
@@ -481,12 +481,12 @@ def _write_padded(
 
 
 class Placed(NamedTuple):
-    """An example with its place in a step.
+    """An example with its slot in a step.
 
     slot: its index, counted over the step's micro-batches.
-    weight: in the step's loss.
+    weight: its weight in the step's loss.
     shared: number of tokens in the common prefix of its two texts.
-    context: micro-batch and key of the context that it shares with other examples; None without one.
+    context: (micro-batch, key) of the context that it shares with other examples; None without a context.
     """
 
     slot: int
@@ -497,7 +497,7 @@ class Placed(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that it takes in a packed row, including its context."""
+        """Number of tokens that it occupies in a packed row, including its context."""
         return self.example.tokens - self.shared
 
     @property
@@ -509,8 +509,8 @@ class Placed(NamedTuple):
 def shared_tokens(texts: Sequence[Sequence[int]]) -> int:
     """Length of the common prefix of two texts, excluding the last token of each.
 
-    0 unless there are exactly two texts: a token attends to one contiguous range of its row, so only one text can
-    precede a prefix and one follow it.
+    0 unless there are exactly two texts: a token attends to one contiguous range of its row, so one text can precede
+    the shared prefix and one can follow it.
     """
     if len(texts) != 2:
         return 0
@@ -523,13 +523,13 @@ def shared_tokens(texts: Sequence[Sequence[int]]) -> int:
 def greedy_bins(
     costs: Sequence[int], bins: int, most: int | None = None, sizes: Sequence[int] | None = None
 ) -> list[int]:
-    """Assign items to bins to balance costs: items in order of decreasing cost, each into the least full bin (Graham
-    1969).
+    """Assign items to bins to balance costs: in order of decreasing cost, each item goes to the least full bin (LPT,
+    Graham 1969).
 
     Args:
         most: maximum total of `sizes` per bin. The caller must ensure that all items fit; with different sizes, that
             holds if they fill at most half of the total room and no item exceeds half of a bin.
-        sizes: of the items; None means 1 each.
+        sizes: sizes of the items; None: 1 each.
     """
     if bins == 1:
         return [0] * len(costs)
@@ -574,7 +574,7 @@ def place(
 ) -> list[Placed]:
     """Number the examples of a step, with `examples` slots per micro-batch, and find what they share.
 
-    An example's weight is its own, else that of its micro-batch in `weights`, else the one of TRL's mean of means.
+    The weight of an example is its own; if None, its micro-batch's in `weights`; if that is None, TRL's mean of means.
     """
     return [
         Placed(
@@ -590,7 +590,7 @@ def place(
 
 
 def _context_of(example: Example, micro_batch: int) -> Hashable:
-    """The micro-batch and the key of an example's context; None without one.
+    """(micro-batch, key) of an example's context; None without a context.
 
     Contexts are only shared within a micro-batch, because rotary embeddings may depend on its longest text.
 

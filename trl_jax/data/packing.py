@@ -19,9 +19,9 @@ def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwarg
 
     Args:
         dataset: Dataset, IterableDataset or a dict of either.
-        strategy: "bfd" truncates longer rows and packs best-fit decreasing (Ding et al. 2024, arXiv:2404.10830);
-            "bfd_split" also packs what was cut off; "wrapped" concatenates all rows and cuts them evenly. The first two
-            add the column `seq_lengths`, the lengths of the pieces in each row.
+        strategy: "bfd" truncates long rows and packs best-fit decreasing (Ding et al. 2024, arXiv:2404.10830);
+            "bfd_split" splits long rows instead of truncating them; "wrapped" concatenates all rows and splits the
+            result. The first two add the column `seq_lengths`, the lengths of the pieces in each row.
         map_kwargs: passed to the dataset's `map`; each of its batches is packed separately.
 
     Raises:
@@ -44,7 +44,7 @@ def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwarg
 def _form(dataset: Any) -> dict[str, Any]:
     """The arguments of `with_format` that restore a dataset's format."""
     one = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-    if not isinstance(one, Dataset):  # a stream has no public name for its format
+    if not isinstance(one, Dataset):  # streams have no public attribute for their format
         return {"type": None if one._formatting is None else one._formatting.format_type}
     form = dict(one.format)
     return form | form.pop("format_kwargs")
@@ -67,7 +67,7 @@ def _lists(table: pa.Table) -> dict[str, pa.Array]:
 
 
 def _recut(lists: dict[str, pa.Array], offsets: np.ndarray) -> dict[str, pa.Array]:
-    """The same items in lists with other `offsets`."""
+    """The same items, split into lists at these `offsets`."""
     return {
         name: type(column).from_arrays(pa.array(offsets, column.offsets.type), column.flatten())
         for name, column in lists.items()
@@ -101,8 +101,8 @@ def _best_fit(table: pa.Table, seq_length: int, split: bool) -> pa.Table:
 
 
 def _rows(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Assign pieces to rows by best-fit decreasing: each goes into the row with the least sufficient space; among equal
-    rows, into the one that has had this space longest."""
+    """Assign pieces to rows by best-fit decreasing: each goes into the row with the least sufficient space; ties go to
+    the row that has had this space longest."""
     rows: list[list[int]] = []
     with_space: dict[int, deque[list[int]]] = defaultdict(deque)
     spaces: list[int] = []  # sorted keys of with_space that have a row

@@ -41,8 +41,8 @@ def prepare_dpo(
 ) -> Dataset | IterableDataset:
     """Add the columns that DPO trains on.
 
-    These are TRL's `prompt_ids`, `chosen_ids` and `rejected_ids`, and what a step reads: `chosen_input_ids` and
-    `rejected_input_ids`, the prompt with each answer truncated to `max_length`, and their labels. Rows that already
+    These are TRL's `prompt_ids`, `chosen_ids` and `rejected_ids`, and the columns that a step uses: `chosen_input_ids`
+    and `rejected_input_ids`, the prompt with each answer truncated to `max_length`, and their labels. Rows that already
     have the first three are not tokenized. Rows that already have the joined columns, as prepared by early TRL
     releases, are only truncated, unless they also have the texts, which TRL prefers. Unless `keep_end`, rows whose
     prompt alone has at least `max_length` tokens are dropped.
@@ -50,7 +50,7 @@ def prepare_dpo(
     Args:
         keep_end: truncate at the start instead of at the end.
         max_prompt_length: keep only this many last tokens of a prompt, before any other truncation; None keeps all.
-        num_proc: processes that tokenize.
+        num_proc: number of processes for tokenization.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
 
     Raises:
@@ -84,7 +84,7 @@ def prepare_dpo(
 
 
 def tokenize_dpo_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
-    """Tokenize a row: ids of the prompt, and of what each answer adds. `index` and `where` name the row in errors."""
+    """Tokenize a row: ids of the prompt, and the ids that each answer adds. `index` and `where` name it in errors."""
     place = f"Row {index} of {where}"
     read = read_row(row, _NEEDED, place)
     ids = behind_prompt(*tokenized(read, _NEEDED, tokenizer, place))
@@ -141,7 +141,7 @@ def prepare_reference_free(
     Args:
         max_prompt_length: if prompt and answer exceed `max_length`, only this many last tokens of the prompt are kept;
             None keeps all.
-        num_proc: processes that tokenize.
+        num_proc: number of processes for tokenization.
         name: "train", "eval", "test", or the dataset's name in errors.
 
     Raises:
@@ -199,7 +199,7 @@ def _rendered(row: dict[str, Any], tokenizer: Any, place: str) -> list[str]:
 
 
 def _behind_prompt(texts: list[str], tokenizer: Any, place: str) -> list[tuple[list[int], list[int]]]:
-    """For each answer, the tokens of its prompt and its own.
+    """For each answer, its prompt's tokens and its own tokens.
 
     Raises:
         ValueError: the prompt is tokenized differently before the two answers.
@@ -207,7 +207,7 @@ def _behind_prompt(texts: list[str], tokenizer: Any, place: str) -> list[tuple[l
     alone, *whole = tokenizer(texts, add_special_tokens=False)["input_ids"]
     sides = []
     for ids in whole:
-        start = len(alone) - (ids[: len(alone)] != alone)  # the prompt's last token may have merged with the answer
+        start = len(alone) - (ids[: len(alone)] != alone)  # the prompt's last token may be merged with the answer
         start = max(start, 0)
         sides.append((ids[:start], ids[start:]))
     (one, _), (other, _) = sides
@@ -233,7 +233,7 @@ def _ended(answer: list[int], tokenizer: Any) -> list[int]:
 
 
 def map_options(dataset: Dataset | IterableDataset, where: str, num_proc: int | None) -> Options:
-    """A function from a progress bar's text to arguments of `map` and `filter`; empty for a stream."""
+    """A function from a progress bar's text to the arguments of `map` and `filter`, which are empty for a stream."""
 
     def options(words: str) -> dict[str, Any]:
         streams = isinstance(dataset, IterableDataset)
@@ -243,7 +243,7 @@ def map_options(dataset: Dataset | IterableDataset, where: str, num_proc: int | 
 
 
 def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[str, Any]:
-    """Check a row and return the columns that are used. A missing prompt is extracted from the answers.
+    """Check a row and return only the columns that are used. A missing prompt is extracted from the answers.
 
     Args:
         answers: the columns of the answers.
@@ -277,27 +277,25 @@ def tokenized(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place
 
 
 def behind_prompt(prompt: list[int], *whole: list[int]) -> list[list[int]]:
-    """Split token ids into the prompt and what each answer adds to it.
-
-    The split is at the end of the longest prefix that the prompt shares with all of `whole`.
-    """
+    """Split token ids into the prompt and the answers, at the end of the longest common prefix of the prompt and all of
+    `whole`."""
     alike = min(common_prefix(prompt, ids) for ids in whole)
     return [prompt[:alike], *(ids[alike:] for ids in whole)]
 
 
 def extract_prompt(chosen: str | list, rejected: str | list, where: str) -> dict[str, Any]:
-    """Split the common prefix off both answers as their prompt; the prompt of texts ends before a space.
+    """Split the common prefix off both answers as their prompt, as TRL's `extract_prompt`: in texts that differ, a
+    space at its end stays with the answers; if one answer begins with the other, the last message or character does.
 
     Raises:
-        ValueError: conversations whose first messages differ.
+        ValueError: the answers are conversations whose first messages differ.
     """
     pairs = zip(chosen, rejected, strict=False)
-    alike = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
-    if alike == min(len(chosen), len(rejected)):
-        alike -= 1  # an answer keeps its last message or character
-    if isinstance(chosen, str):
-        alike -= alike > 0 and chosen[alike - 1] == " "
-    alike = max(alike, 0)
+    alike = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+    if alike is None:
+        alike = max(min(len(chosen), len(rejected)) - 1, 0)
+    elif alike and chosen[alike - 1] == " ":
+        alike -= 1
     if not alike and not isinstance(chosen, str):
         raise ValueError(
             f"{where}: 'chosen' and 'rejected' begin with different messages, so no prompt can be extracted. Add a "
@@ -317,11 +315,11 @@ def without_full_prompts(
     """Drop rows whose prompt alone has at least `max_length` tokens, and warn.
 
     Args:
-        max_prompt_length: the length that prompts will be truncated to; None if they are not.
+        max_prompt_length: the length to which prompts will be truncated; None if they are not.
         column: column of the prompt's tokens.
 
     Raises:
-        ValueError: no row of a table is left.
+        ValueError: all rows of a table would be dropped.
     """
     if max_length is None:
         return dataset
@@ -374,8 +372,8 @@ def warn_of_rows(
     """Warn about rows of a table without a prompt, and about rows with two equal answers.
 
     Args:
-        texts: the columns of whole texts, one or two.
-        labels: the column of the first one's labels.
+        texts: the columns of the full texts, one or two.
+        labels: the label column of the first one.
 
     Returns:
         The same dataset.
@@ -421,7 +419,7 @@ def _unpaired(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def get_dataset_column_names(dataset: Dataset | IterableDataset | DatasetDict) -> list[str]:
-    """Column names of a dataset; for a stream without that information, those of its first row."""
+    """Column names of a dataset; if a stream does not know them, the keys of its first row."""
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()))
     return list(next(iter(dataset))) if dataset.column_names is None else dataset.column_names

@@ -33,8 +33,9 @@ def check_prompts(
 ) -> Dataset | IterableDataset:
     """Check that every row has a valid `prompt`, and return the dataset. Other columns are for reward functions.
 
-    A table is checked now, and a stream's first row; `checked_stream` checks the others as they arrive. Rows of a table
-    with a transform are left to `check_row`: reading one here could change what the transform returns for the next.
+    A table is checked completely, a stream only at its first row; `checked_stream` checks the others as they arrive. In
+    a table with a transform no rows are read, because a random transform would then return different rows later;
+    `check_row` checks them.
 
     Args:
         images: whether rows may have images.
@@ -42,8 +43,8 @@ def check_prompts(
     Raises:
         TypeError: not a dataset.
         KeyError: there is no column `prompt`.
-        ValueError: a row has images that it may not have, or its prompt is neither a text nor messages with content,
-            or is empty.
+        ValueError: a row has images that are not allowed, or its prompt is empty or neither text nor messages with
+            content.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(f"{name} must be a Dataset or IterableDataset of datasets, got a {type(dataset).__name__}.")
@@ -64,18 +65,18 @@ def check_prompts(
 
 
 def checked_stream(dataset: IterableDataset, name: str, tokenizer: Any, *, images: bool) -> IterableDataset:
-    """A stream that checks each of its rows as it is read; arguments and errors of `check_prompts`."""
+    """A stream that checks each row when it is read; arguments and errors as for `check_prompts`."""
     facts = {"name": name, "begins": _begins(tokenizer), "images": images}
     return dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
 
 
 def check_row(row: Mapping[str, Any], number: int, name: str, tokenizer: Any, *, images: bool) -> None:
-    """Raise for a row that a transform made as `check_prompts` raises for others."""
+    """Check a row that a transform returned; errors as for `check_prompts`."""
     _checked(row, number, name, _begins(tokenizer), images)
 
 
 def _begins(tokenizer: Any) -> bool:
-    """Whether the tokenizer begins each text with a token, so that an empty one has some."""
+    """Whether the tokenizer starts each text with a special token, so that an empty text is not empty."""
     return bool(_ids([""], tokenizer)[0])
 
 
@@ -92,7 +93,7 @@ def _check_table(dataset: Dataset, name: str, begins: bool, images: bool) -> Non
 
 
 def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
-    """Which prompts `_checked` might refuse, bool `[rows]`."""
+    """The prompts that `_checked` might reject, bool `[rows]`."""
     kind = prompts.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         bad = prompts.is_null() if begins else pc.equal(pc.fill_null(prompts, ""), "")
@@ -106,7 +107,7 @@ def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
     messages, rows = prompts.flatten(), numbers_of(pc.list_parent_indices(prompts))
     role, content = (pc.struct_field(messages, column) for column in ("role", "content"))
     if len(messages) != len(rows) or not (pa.types.is_string(content.type) or pa.types.is_large_string(content.type)):
-        return every  # contents are lists of parts, or JSON, in which null is a text
+        return every  # contents are lists of parts, or JSON, in which null is text
     bad = numbers_of(pc.or_(role.is_null(), content.is_null()))
     if "tool_calls" in names and is_list((calls := pc.struct_field(messages, "tool_calls")).type):
         called = pc.greater(pc.fill_null(pc.list_value_length(calls), 0), 0)
@@ -142,7 +143,7 @@ def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool, image
 
 
 def _check_messages(prompt: Any) -> None:
-    """Raise ValueError, in TRL's words, for a prompt with images that is no conversation."""
+    """Raise ValueError, in TRL's words, for a prompt with images that is not a conversation."""
     if not is_conversation(prompt):
         raise ValueError(
             "Multimodal training requires conversational prompts. It looks like the dataset contains "
@@ -175,7 +176,7 @@ def prompt_ids(
     """Token ids of prompts: texts with the tokenizer's special tokens, conversations with the generation prompt.
 
     Args:
-        template_options: further arguments of the chat template.
+        template_options: extra arguments for the chat template.
         max_prompt_length: keep only this many last tokens; None keeps all.
     """
     kinds = {is_conversation(prompt) for prompt in prompts}
@@ -213,7 +214,7 @@ def _warn_of_answers(prompts: Sequence[Any]) -> None:
 
 
 def prompts_with_images(rows: Sequence[Mapping[str, Any]]) -> list:
-    """The prompts of rows, in which the images of their columns have their places."""
+    """The prompts of rows, with the images of their image columns inserted into the messages."""
     pictures = [pictures_of(row) for row in rows]
     if not any(pictures):
         return [without_null(row["prompt"]) for row in rows]
@@ -229,10 +230,10 @@ def encoded_prompts(
     template_options: Mapping[str, Any] | None = None,
     max_prompt_length: int | None = None,
 ) -> tuple[list[list[int]], list[TextImages]]:
-    """Token ids of conversations with the generation prompt, and their images; arguments as of `prompt_ids`.
+    """Token ids of conversations with the generation prompt, and their images; arguments as for `prompt_ids`.
 
     Raises:
-        ValueError: `max_prompt_length` cuts a prompt with images.
+        ValueError: a prompt with images exceeds `max_prompt_length`.
     """
     _warn_of_answers(prompts)
     ids, images = [], []
@@ -256,10 +257,10 @@ def encoded_prompts(
 
 
 def encoded_messages(messages: list[dict[str, Any]], encoder: Encoder, where: str, **options: Any) -> Any:
-    """The token ids of a conversation of parts, and its images.
+    """Tokenize a conversation whose contents are lists of parts, with its images.
 
     Args:
-        options: of the chat template.
+        options: arguments for the chat template.
     """
     text, bos = rendered(encoder.tokenizer, messages, where, tokenize=False, **options), encoder.tokenizer.bos_token
     special = bos is None or not text.startswith(bos)  # as transformers' processors tokenize a rendered text
@@ -267,10 +268,10 @@ def encoded_messages(messages: list[dict[str, Any]], encoder: Encoder, where: st
 
 
 def placed_images(prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], encoder: Encoder) -> list[TextImages]:
-    """The images of prompts that a script tokenized.
+    """The images of prompts that a script has tokenized.
 
     Raises:
-        ValueError: a prompt has another number of image tokens than its images have features.
+        ValueError: the number of image tokens in a prompt differs from the number that its images need.
     """
     images: list[TextImages] = []
     for (prompt, ids), alike in groupby(zip(prompts, map(list, prompt_ids), strict=True)):
@@ -288,12 +289,12 @@ def completion_texts(
     tokenizer: Any,
     prompt_ids: Sequence[Sequence[int]] | None = None,
 ) -> list[Any]:
-    """Completions as reward functions see them: texts without special tokens, or one assistant message each if the
+    """Completions as reward functions see them: text without special tokens, or a list of one assistant message if the
     prompts are conversations.
 
     Args:
         prompt_ids: token ids of the prompts, needed to parse messages with the tokenizer's `response_template`, if it
-            has one; None does not parse them.
+            has one; None: messages are not parsed.
     """
     if prompt_ids is not None and is_conversation(prompts[0]) and vars(tokenizer).get("response_template") is not None:
         both = zip(ids, prompt_ids, strict=True)
@@ -307,7 +308,7 @@ def completion_texts(
 def parsed_message(
     ids: list[int], before: list[int], tokenizer: Any, tools: list[Callable] | None = None
 ) -> dict[str, Any]:
-    """Parse a message with the tokenizer's `response_template` into content, reasoning and tool calls; a malformed
+    """Parse a message into content, reasoning and tool calls with the tokenizer's `response_template`; a malformed
     message becomes plain text.
 
     Args:
@@ -319,7 +320,9 @@ def parsed_message(
         if message is None:
             raise ValueError("no message")
         content = message.get("content")
-        message["content"] = content.removesuffix(tokenizer.eos_token) if isinstance(content, str) else content or ""
+        message["content"] = (
+            content.removesuffix(tokenizer.eos_token or "") if isinstance(content, str) else content or ""
+        )
         for call in message.get("tool_calls") or ():
             _settle_call(call)
         return message
@@ -328,7 +331,7 @@ def parsed_message(
 
 
 def _settle_call(call: Any) -> None:
-    """Add missing arguments, {}, to a tool call. Raises ValueError if it has no name."""
+    """Set missing arguments of a tool call to {}. Raises ValueError if it has no name."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a call of a tool without a name")
@@ -336,7 +339,7 @@ def _settle_call(call: Any) -> None:
         function["arguments"] = {}
 
 
-# Tokenized prompts, as RLOOTrainer took them up to TRL 0.21
+# Tokenized prompts, which RLOOTrainer accepted up to TRL 0.21
 
 
 def as_prompts(dataset: Any, name: str, tokenizer: Any) -> Any:
@@ -375,6 +378,6 @@ def _with_prompt(row: dict[str, Any], number: int, tokenizer: Any, name: str) ->
 
 
 def _without_pads(ids: list[int], pad: int | None) -> list[int]:
-    """The ids without pads at either end."""
+    """The ids without leading and trailing pad tokens."""
     real = [place for place, token in enumerate(ids) if token != pad]
     return ids[real[0] : real[-1] + 1] if real else []

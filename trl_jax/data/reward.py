@@ -38,14 +38,14 @@ def prepare(
     that already have token ids are not tokenized.
 
     Args:
-        num_proc: processes that tokenize.
+        num_proc: number of processes for tokenization.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
 
     Raises:
         TypeError, ValueError: the dataset, a column or a row is invalid; a stream raises when it reaches the row.
     """
     checks.check_type(dataset, name)
-    plain = dataset.with_format(None)  # rows as Python values, whatever format the user has set
+    plain = dataset.with_format(None)  # rows as Python values, regardless of the user's format
     if isinstance(plain, IterableDataset):
         opening = first_row(plain, checks.argument(name), ("prompt", "chosen", "rejected"))
         plain, read = settle(plain, list(opening), name)
@@ -109,8 +109,8 @@ def _check_pairs(dataset: Dataset, max_length: int | None, where: str) -> np.nda
     """Check the ids of all pairs and warn about identical answers.
 
     Returns:
-        Number of tokens of each pair's longer answer, `[rows]`; for texts that were cut, some number above
-        `max_length`.
+        Number of tokens of each pair's longer answer, `[rows]`; for texts that were cut before tokenizing, some number
+        above `max_length`.
     """
     scanned = [check_ids(block, first, where) for first, block in checks.blocks(dataset, IDS)]
     lengths, identical = (np.concatenate(part) for part in zip(*scanned, strict=True))
@@ -136,7 +136,7 @@ def prepare_stream(
     max_length: int | None,
     where: str,
 ) -> IterableDataset:
-    """`prepare` for a stream: rows are tokenized, unmasked, checked and filtered as they arrive.
+    """`prepare` for a stream: rows are tokenized, stripped of padding, checked and filtered as they arrive.
 
     Warnings name the first row of each kind instead of a count, because the number of rows is unknown.
 
@@ -209,7 +209,7 @@ _TWICE = "If 'chosen' and 'rejected' already start with the prompt, drop it: dat
 
 
 class Pair(NamedTuple):
-    """Both answers, each including the prompt.
+    """The chosen and rejected answers, each including the prompt.
 
     options: chat template arguments, empty for text.
     where: the row's name in errors.
@@ -227,7 +227,7 @@ def tokenize_batch(
     """Tokenize a batch of `Dataset.map` to `chosen_ids` and `rejected_ids`.
 
     Only the ids are returned, so the user's own columns are kept. `indices` and `where` name the rows in errors. Texts
-    of more than `max_characters` are cut there, because they are certainly too long.
+    are cut at `max_characters` before tokenizing; those are certainly longer than `max_length`.
 
     Raises:
         ValueError: a row is neither text nor a conversation, or a conversation has no template.
@@ -241,7 +241,7 @@ def tokenize_batch(
 
 
 def read_pair(row: dict[str, Any], where: str, tokenizer: Any) -> Pair:
-    """Prepend an explicit prompt to both answers and append EOS to texts; templates end conversations themselves.
+    """Prepend an explicit prompt to both answers and append EOS to texts; conversations are ended by the template.
 
     `where` names the row in errors. Whether a text already ends with EOS is checked on the answer without the prompt.
     """
@@ -429,11 +429,11 @@ def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Colum
     """Rename legacy columns and determine which are used. If there are both texts and ids under the earliest names, the
     texts are used, as in TRL.
 
-    Warns about legacy names, and about columns that look as if they had an effect but do not.
+    Warns about legacy names, and about columns that have no effect although a user might expect one.
 
     Args:
         column_names: the dataset's columns; a stream may not know its own.
-        name: of the dataset, as passed to `prepare`.
+        name: name of the dataset, as passed to `prepare`.
 
     Raises:
         ValueError: there are neither texts nor ids.

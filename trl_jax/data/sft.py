@@ -54,16 +54,16 @@ def prepare(
     have `seq_lengths`) are not changed.
 
     Args:
-        num_proc: processes that tokenize.
+        num_proc: number of processes for tokenization.
         name: "train", "eval", "test", or the dataset's name in errors, such as "eval_dataset['key']".
-        packing_parts: number of parts of a table that are packed separately, as TRL packs what each of its processes
-            has tokenized; None packs the whole table.
+        packing_parts: number of parts of a table that are packed separately, as TRL packs the rows of each of its
+            tokenizing processes separately; None packs the whole table.
         completion_only_loss: None enables it for rows with prompts and completions.
-        chat_template: replaces the tokenizer's. None uses the tokenizer's own, or with `assistant_only_loss` one that
-            marks assistant content.
-        seed: for `shuffle_dataset`.
+        chat_template: replaces the tokenizer's chat template. None keeps it or, with `assistant_only_loss`, uses one
+            that marks assistant content.
+        seed: seed for `shuffle_dataset`.
         skip_prepare_dataset: the rows are already tokenized; nothing is truncated, packed or shuffled.
-        answer_marks: replaces the labels by those of the answers that these tokens mark; not for packed rows.
+        answer_marks: only the answers that these tokens mark have labels; not for packed rows.
 
     Raises:
         TypeError, ValueError, RuntimeError: the dataset, an option or a row is invalid; a stream raises when it reaches
@@ -133,7 +133,7 @@ def marked_template(tokenizer: Any) -> str | None:
 
 @cache
 def _training_template(chat_template: str) -> str:
-    return training_template(chat_template)  # once per process: rows with images ask while the model trains
+    return training_template(chat_template)  # computed once per process: rows with images call this during training
 
 
 def warn_of_stop_token(tokenizer: Any, chat_template: str | None) -> None:
@@ -181,7 +181,7 @@ def _labeled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dat
     """Warn about rows whose labels are all -100, and drop them if `drops`.
 
     Raises:
-        ValueError: all rows of a table are like this.
+        ValueError: this is the case for all rows of a table.
     """
     if isinstance(dataset, IterableDataset):
         facts = {"where": where, "state": tokenize.StreamState()}
@@ -329,7 +329,7 @@ def _of_texts(rows: list[dict], places: list[str], tokenizer: Any, row_format: R
 
 
 def _formatted(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], Any]) -> Any:
-    """The text that `formatting_func` makes of a row.
+    """The text that `formatting_func` returns for a row.
 
     If the function returns a list or fails, it may be written for earlier TRL releases, which passed a batch (a dict of
     columns) and expected one text per row.
@@ -430,9 +430,10 @@ def _options(row: dict[str, Any], tokenizer: Any, masking: Masking, where: str) 
 def _tokenize(
     talks: list[_Talk], tokenizer: Any, assistant: bool = False, **options: Any
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """The ids of conversations, and a list with the assistant masks if `assistant`, else an empty list.
+    """Tokenize conversations. Returns their ids, and a list with the assistant masks as its only item, or an empty list
+    if not `assistant`.
 
-    Without masks, conversations are rendered one by one and tokenized together, which is faster.
+    Without masks, conversations are rendered one by one but tokenized together, which is faster.
     """
     if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(talk.options) for talk in talks):
         texts = [_render(talk, tokenizer, tokenize=False, **options) for talk in talks]
@@ -460,7 +461,7 @@ def _said(rendered: dict[str, list[int]], where: str) -> list[int]:
 
 
 def _behind(prompt: list[int], whole: list[int]) -> list[int]:
-    """The mask of the completion: 0 for the common prefix of prompt and whole text, then 1."""
+    """The mask of the completion: 0 for the common prefix of the prompt and the whole text, then 1."""
     alike = common_prefix(prompt, whole)
     return [0] * alike + [1] * (len(whole) - alike)
 
@@ -475,7 +476,7 @@ def common_prefix(prompt: list[int], whole: list[int]) -> int:
 
 @cache
 def warn_of_prefix() -> None:
-    """Warn once per process, thanks to the cache."""
+    """Warn once per process (cached)."""
     logger.warning(
         "The tokenized prompt is not a prefix of the tokenized prompt+completion: the chat template renders the prompt "
         "differently without the completion, or tokens merge at the boundary. The completion is taken to start where "
@@ -505,9 +506,9 @@ _READERS = {
 class AnswerMarks(NamedTuple):
     """Token sequences that mark answers.
 
-    response: ids after which an answer starts.
-    instruction: ids with which a question starts, ending the answer before it; None if a text has a single answer,
-        after the last `response`.
+    response: ids that precede an answer.
+    instruction: ids that start a question and so end the preceding answer; None if each text has a single answer, after
+        the last `response`.
     pad: id that is never a target; None if there is none.
     """
 
@@ -590,7 +591,7 @@ class RowFormat(NamedTuple):
         ShareGPT `conversations`, or `prompt` and `completion` ("completion").
     conversational: whether rows have messages for a chat template.
     column: the text column.
-    formatting_func: makes the text of a row.
+    formatting_func: computes the text of a row.
     masks: mask columns of tokenized rows that labels are built from; empty if the rows have labels.
     """
 

@@ -46,8 +46,8 @@ def prepare_texts(
 ) -> Dataset | IterableDataset:
     """Add a task's token id columns to a dataset and drop rows that are too long.
 
-    The tokenizer's EOS token is appended to texts, as in TRL. A dataset that already has these columns is not tokenized
-    again, only checked and filtered.
+    The tokenizer's EOS token is appended to texts, as in TRL. A dataset that already has these columns is only checked
+    and filtered.
 
     Args:
         texts_of: maps a row to its texts, keyed by the column that gets their token ids. Define it at module level, so
@@ -171,7 +171,7 @@ def opened(dataset: Any, name: str, messages: Sequence[str] = ()) -> tuple[Datas
 
 
 def with_columns(dataset: Dataset | IterableDataset, columns: Sequence[str], where: str) -> Dataset | IterableDataset:
-    """Make a stream raise for rows without these columns; a table is returned unchanged."""
+    """Make a stream raise ValueError for rows without these columns; a table is returned unchanged."""
     if isinstance(dataset, Dataset):
         return dataset
     return dataset.map(_had, with_indices=True, fn_kwargs={"columns": tuple(columns), "where": where})
@@ -214,7 +214,7 @@ def without_long(
 
     Args:
         where, unit: names of the dataset and of one row in messages, such as "train_dataset" and "pair".
-        max_characters: number of characters after which texts were cut before tokenizing; None if not cut.
+        max_characters: the number of characters at which texts were cut before tokenizing; None: they were not cut.
     """
     if max_length is None:
         return dataset
@@ -224,7 +224,7 @@ def without_long(
 
 
 def check_has(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
-    """Raise ValueError for a row that lacks columns of the first row."""
+    """Raise ValueError if a row lacks columns of the first row."""
     missing = [column for column in columns if column not in row]
     if missing:
         raise ValueError(
@@ -259,7 +259,7 @@ def _fits(
 
 
 def _report_removed(index: int, max_length: int, where: str, state: StreamState, unit: str) -> None:
-    """Warn about a stream without usable rows; raise after MAX_REMOVED rows, because the stream may be infinite."""
+    """Warn after many consecutive removed rows; raise after MAX_REMOVED, because the stream may be infinite."""
     what = (
         f"max_length={max_length} removed {state.removed:,} consecutive rows of {where}, up to row {index}; the "
         f"shortest of these has {state.about}{state.shortest:,} tokens."
@@ -273,7 +273,7 @@ def _report_removed(index: int, max_length: int, where: str, state: StreamState,
 
 
 def warn_once(what: str, kind: str, state: StreamState) -> None:
-    """Warn about the first row of each kind only."""
+    """Warn only for the first row of each kind."""
     if kind not in state.warned:
         state.warned.add(kind)
         logger.warning(f"{what}; further rows like it are not reported.")
@@ -283,10 +283,10 @@ def warn_once(what: str, kind: str, state: StreamState) -> None:
 
 
 def character_bound(tokenizer: Any, max_length: int | None) -> int | None:
-    """The number of characters beyond which a text certainly has more than `max_length` tokens; None if there is none.
+    """The number of characters beyond which a text certainly has more than `max_length` tokens; None if unbounded.
 
-    A bound exists for byte-level BPE: every byte is part of a token, and no token has more bytes than the longest in
-    the vocabulary. Other tokenizers may drop characters, or merge any number of unknown ones into one token.
+    A bound exists for byte-level BPE: every byte is part of a token, and no token has more bytes than the longest one
+    in the vocabulary. Other tokenizers may drop characters, or merge any number of unknown ones into one token.
     """
     if max_length is None or not _is_byte_level(tokenizer):
         return None

@@ -1,10 +1,10 @@
 """TRL's modules `trl.experimental.async_grpo`, `.cpo`, `.distillation`, `.gkd`, `.kto`, `.online_dpo` and `.orpo`.
-`trl_jax` itself has their names, too, but for AsyncGRPO, GKD and online DPO."""
+Except for AsyncGRPO, GKD and online DPO, their names are also in `trl_jax`."""
 
 import sys
 from types import ModuleType
 
-from trl_jax.core.trainers import EXPERIMENTAL, fetching
+from trl_jax.core.trainers import EXPERIMENTAL, lazy_getattr
 
 
 def _add_module(name: str, where: dict[str, str]) -> None:
@@ -15,7 +15,7 @@ def _add_module(name: str, where: dict[str, str]) -> None:
     """
     module = ModuleType(f"{__name__}.{name}", f"The names of TRL's `trl.experimental.{name}`.")
     module.__path__, module.__all__ = [], list(where)
-    module.__getattr__ = fetching(module.__name__, where)
+    module.__getattr__ = lazy_getattr(module.__name__, where)
     sys.modules[module.__name__] = module
 
 

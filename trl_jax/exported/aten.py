@@ -29,13 +29,13 @@ def run(
     remat: bool = False,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """The results of the program, `[R, 1]`.
+    """The output of the program: scores `[R, 1]` or logits `[R, T, V]`.
 
     Args:
         params: by the names in `program.parameters`.
         rows: int32 `[2, R, T]`, token ids and mask.
-        remat: keep only the values that pass between layers, and recompute the rest in the backward pass.
-        key: for random operations; None if there are none.
+        remat: save only the values that pass between layers, and recompute the rest in the backward pass.
+        key: for random operations; None if the program has none.
     """
     values: dict[str, Any] = {
         name: jax.lax.stop_gradient(params[path]) if path in program.frozen else params[path]
@@ -50,7 +50,7 @@ def run(
 
 
 def _run_piece(piece: Piece, values: dict[str, Any], key: jax.Array | None, remat: bool) -> dict[str, Any]:
-    """The values that later pieces read. Python numbers are not traced, because shapes must stay static."""
+    """The values that later pieces read. Python numbers are not traced, because shapes must be static."""
     given = {name: values[name] for name in piece.needs}
     numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
     arrays = {name: value for name, value in given.items() if name not in numbers}
@@ -85,7 +85,7 @@ def _filled(value: Any, values: dict[str, Any]) -> Any:
 
 
 def _cast(value: Any, dtype: str | tuple | None) -> Any:
-    """The dtypes recorded in the node, in the widths that JAX computes with."""
+    """Cast to the dtypes recorded in the node, in the widths that JAX computes with."""
     if dtype is None:
         return value
     if isinstance(dtype, tuple):
@@ -121,13 +121,13 @@ class Node:
     layer: str | None
 
     def reads(self) -> Iterator[str]:
-        """Names of the values that it is computed from."""
+        """Names of the values that it reads."""
         return _names((self.args, tuple(self.kwargs.values())))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive nodes of one layer. `needs`: values that they read from before; `gives`: values read afterward."""
+    """Consecutive nodes of one layer. `needs`: earlier values that they read; `gives`: values that are read later."""
 
     nodes: tuple[Node, ...]
     layer: str | None
@@ -137,10 +137,10 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A function from int32 `[2, R, T]` (token ids and mask) to scores `[R, 1]`.
+    """A function from int32 `[2, R, T]` (token ids and mask) to scores `[R, 1]` or logits `[R, T, V]`.
 
-    input, output: names of these values. parameters: value name -> the parameter's name in the exported model; those in
-    `frozen` get no gradient. constants: value name -> array.
+    input, output: names of these values. parameters: value name -> the parameter's name in the exported model;
+        parameters in `frozen` get no gradient. constants: value name -> array.
     """
 
     nodes: tuple[Node, ...]
@@ -242,7 +242,7 @@ def _repeat(x, times):
 
 
 def _pad(x, pads, value=0.0):
-    """Two pad widths per axis, from the last axis on; a negative width cuts."""
+    """Two pad widths per axis, starting with the last axis; negative widths crop."""
     widths = [(0, 0)] * x.ndim
     for i in range(len(pads) // 2):
         widths[x.ndim - 1 - i] = (pads[2 * i], pads[2 * i + 1])
@@ -365,7 +365,7 @@ def _index_select(x, axis, index):
 
 
 def _like_index(x, axis, index):
-    """`x` cut to the size of the index in every axis but one."""
+    """`x` cropped to the size of the index along every other axis."""
     sizes = [x.shape[i] if i == axis % x.ndim else index.shape[i] for i in range(x.ndim)]
     return x[tuple(slice(size) for size in sizes)]
 
@@ -416,7 +416,13 @@ def _topk(x, count, axis=-1, largest=True, is_sorted=True):
 
 
 def _histc(x, bins=100, low=0, high=0):
-    """Counts of elements in `bins` equal bins from `low` to `high`; elements outside are not counted."""
+    """Counts of elements in `bins` equal bins from `low` to `high`; elements outside are not counted. If both are 0,
+    the bins span the data; a range of width 0 is widened by 1 on either side, as in torch."""
+    if low == high == 0:
+        low, high = jnp.min(x), jnp.max(x)
+        low, high = low - (low == high), high + (low == high)
+    elif low == high:
+        low, high = low - 1, high + 1
     place = jnp.minimum(jnp.floor((x - low) * (bins / (high - low))).astype(jnp.int32), bins - 1)
     inside = (x >= low) & (x <= high)
     return jnp.zeros(bins, x.dtype).at[jnp.where(inside, place, bins)].add(1, mode="drop")
@@ -475,7 +481,7 @@ NUMBERS = {f"operator.{name}": getattr(operator, name) for name in _NAMES} | {
 
 
 # ----------------------------------------------------------------------------------------------------
-# Elementwise operations. At a kink, gradients are torch's.
+# Elementwise operations. At kinks, gradients are those of torch.
 
 
 _LARGEST = jnp.iinfo(jnp.int32).max
@@ -522,7 +528,7 @@ def _array_power(base, exponent):
 
 
 def _clamp(x, low=None, high=None):
-    """Values at the bounds pass the gradient on, as in torch."""
+    """Values at the bounds pass the gradient through, as in torch."""
     if low is not None:
         x = jnp.where(x < low, low, x)
     return x if high is None else jnp.where(x > high, high, x)
@@ -702,14 +708,15 @@ PRODUCTS = {
 def linear_recurrence(decay: jax.Array, drive: jax.Array, axis: int) -> jax.Array:
     """h[t] = decay[t] h[t - 1] + drive[t] along an axis, with h[-1] = 0; all arrays have the same shape.
 
-    Its gradient is the same recurrence from the end: g[t] = dh[t] + decay[t + 1] g[t + 1] is that of drive[t], and
-    g[t] h[t - 1] that of decay[t].
+    The gradient is the same recurrence, backward: g[t] = dh[t] + decay[t + 1] g[t + 1] is the gradient of drive[t], and
+    g[t] h[t - 1] the gradient of decay[t].
     """
     return _scan(decay, drive, axis, reverse=False)
 
 
 def _scan(decay: jax.Array, drive: jax.Array, axis: int, reverse: bool) -> jax.Array:
-    """Sequential on a CPU; elsewhere log T passes over all positions, because one position is too little work."""
+    """A sequential scan on CPUs; elsewhere an associative scan, in log T passes, because one position is too little
+    work."""
     how = {"axis": axis, "reverse": reverse}
     return jax.lax.platform_dependent(decay, drive, cpu=partial(_in_turn, **how), default=partial(_joined, **how))
 
@@ -780,7 +787,7 @@ def _variance(x, axes=None, *, correction=1, keepdim=False):
 
 
 def _most(x, axis, keepdim=False):
-    """The largest values and their first positions, which alone get the gradient."""
+    """The largest values and their first positions; only these get a gradient."""
     place = jnp.argmax(x, axis, keepdims=True)
     values = jnp.take_along_axis(x, place, axis)
     return (values, place) if keepdim else (jnp.squeeze(values, axis), jnp.squeeze(place, axis))
@@ -818,7 +825,14 @@ def _all(x, axis=None, keepdim=False):
 
 
 def _norm(x, p=2, axes=None, keepdim=False):
-    return jnp.sum(jnp.abs(_wide(x)) ** p, _axes(axes), keepdims=keepdim) ** (1.0 / p)
+    """torch.linalg.vector_norm. The gradient at a zero vector is 0, as in torch."""
+    size, axes = jnp.abs(_wide(x)), _axes(axes)
+    if p in (math.inf, -math.inf):
+        return (jnp.max if p > 0 else jnp.min)(size, axes, keepdims=keepdim)
+    if p == 0:
+        return jnp.sum(size != 0, axes, keepdims=keepdim).astype(size.dtype)
+    total = jnp.sum(size**p, axes, keepdims=keepdim)
+    return jnp.where(total == 0, 0, jnp.where(total == 0, 1, total) ** (1.0 / p))
 
 
 def _cumsum(x, axis):
@@ -868,11 +882,11 @@ REDUCTIONS = {
 
 
 def _dropout(x, rate, train=True, *, key):
-    """The values with dropped ones set to zero and the others scaled up, and the mask of kept values."""
+    """The values, dropped ones set to zero and the others scaled up, and the mask of kept values."""
     if not train or rate == 0.0:
         return x, jnp.ones(x.shape, bool)
     kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(kept, x / (1.0 - rate), 0), kept
+    return jnp.where(kept, x / (1.0 - rate), 0) if rate < 1.0 else jnp.zeros_like(x), kept
 
 
 def _bernoulli(x, probability=None, *, key):
@@ -894,5 +908,5 @@ RNG = {
 # All operations, by their name in a program
 
 
-RANDOM = RNG  # these take a `key` besides their arguments
+RANDOM = RNG  # these take a `key` in addition to their arguments
 OPERATIONS = POINTWISE | SHAPES | INDEXING | REDUCTIONS | RECURRENCES | PRODUCTS | NUMBERS | RNG

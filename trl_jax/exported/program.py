@@ -1,4 +1,4 @@
-"""Model types without a family: transformers' code, exported by torch and run as JAX programs."""
+"""Models without a JAX implementation: transformers' code, exported by torch and run as JAX programs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from trl_jax.core.outputs import TokenOutputs
 from trl_jax.exported.aten import OPERATIONS, Node, Program, run
 from trl_jax.hub import torch_bridge
 from trl_jax.hub.backend import Backend
-from trl_jax.hub.checkpoint import Placement
+from trl_jax.hub.checkpoint import ShardingRule
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.model_types import max_positions_of
 from trl_jax.hub.torch_bridge import of_rows, operation_of, plain, recorded, scanned
 from trl_jax.mesh.mesh import owned
 from trl_jax.models.encoder import valid_tokens
 from trl_jax.nn.head import outputs_of_logits, tempered
+
+logger = logging.getLogger(__name__)
 
 # The model: its computation is a program
 
@@ -47,7 +49,7 @@ class ExportedModel(nnx.Module):
     Parameters have the names of the exported model.
     """
 
-    needs_valid = True  # its attention may otherwise see pads
+    needs_valid = True  # without it, the attention may see padding
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], programs: Programs):
         self._programs, self._names = programs, tuple(shapes)
@@ -72,14 +74,14 @@ class ExportedModel(nnx.Module):
 
         Args:
             tokens: int32 `[R, T]`.
-            reads: int32 `[N]`, flat indices (row * T + place) of the tokens to read; None means all.
+            reads: int32 `[N]`, flat indices (row * T + column) of the tokens to return; None means all.
             targets: int32 `[N]`, as in `Model`.
             valid: bool `[R, T]`, False at pads; None means the first `lengths` of each row.
             lengths: int32 `[R]`, the length of each row's text; None means T.
             dtype: of matrix products.
             remat: recompute each layer from its input in the backward pass.
-            dropout_key: turns on dropout, at the config's rates.
-            temperature: the logits are divided by it.
+            dropout_key: enables dropout, at the config's rates.
+            temperature: divides the logits.
         """
         del positions
         if not len(tokens):
@@ -138,7 +140,7 @@ def _at(part: Any, path: list[str]) -> Any:
     return part
 
 
-# A forward pass of the torch module over tensors that have shapes and no data
+# Forward passes of the torch module on fake tensors, which have shapes but no data
 
 _TRACER = "torch._subclasses.fake_tensor"  # logs failures as errors
 
@@ -214,7 +216,7 @@ def _recorder(operations: list[tuple], names: dict[int, str]) -> Any:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             flat, tree = tree_flatten((args, kwargs, result))
-            if func.namespace != "prim":  # questions, as for the device
+            if func.namespace != "prim":  # queries, e.g. of the device
                 operations.append((str(func), str(tree), *map(told, flat)))
             return result
 
@@ -231,7 +233,7 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-# The backend of transformers' own models: torch exports one program for each kind of shape, and JAX runs it
+# The backend: torch exports one program for each kind of shape, and JAX runs it
 
 
 _MODELS = {"score": ExportedScorer, "lm": ExportedLm}
@@ -263,7 +265,7 @@ class ExportedBackend(Backend):
         if writes:
             self._model.save(folder, whole)
 
-    def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
+    def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:
         return _take_params(TorchModel(folder, dtype="auto", seed=seed, head=self.head))
 
     def resized(self, rows: int) -> Backend:
@@ -279,13 +281,13 @@ class ExportedBackend(Backend):
 def load_exported(
     folder: Path, *, dtype: str, seed: int, head: HeadName, config: Any = None
 ) -> tuple[dict[str, jax.Array], ExportedBackend, Any]:
-    """The parameters, the backend, and the config object that exports and saves use; arguments as in TorchModel."""
+    """The parameters, the backend, and the config object used for exporting and saving; arguments as in TorchModel."""
     model = TorchModel(folder, dtype=dtype, seed=seed, head=head, config=config)
     return _take_params(model), ExportedBackend(model), model.config
 
 
 def _take_params(model: TorchModel) -> dict[str, jax.Array]:
-    """Copy the parameters to float32 JAX arrays, and free torch's memory one by one."""
+    """Copy the parameters to float32 JAX arrays, freeing torch's memory one by one."""
     return {name: jax.block_until_ready(owned(values)) for name, values in model.take()}
 
 
@@ -293,13 +295,11 @@ def _take_params(model: TorchModel) -> dict[str, jax.Array]:
 # transformers' models: their parameters and programs
 
 
-logger = logging.getLogger(__name__)
-
 _MANY = 5000  # operations; a longer program has unrolled a loop over tokens
 
 
 class TorchModel:
-    """A model of transformers: its config, its programs, and once the values of its parameters.
+    """A transformers model: its config, its programs and, until they are taken, the values of its parameters.
 
     Attributes:
         head: its head.
@@ -327,14 +327,14 @@ class TorchModel:
 
     @cached_property
     def undecayed(self) -> frozenset[str]:
-        """The parameters of layer norms, frozen parameters, and those that no logit depends on."""
+        """Parameters without weight decay: those of layer norms, frozen ones, and those that no logit depends on."""
         inside = torch_bridge.members(self._module, "LayerNorm")
         named = self._module.named_parameters()
         undecayed = {name for name, parameter in named if id(parameter) in inside or not parameter.requires_grad}
         return self._without_gradient() | undecayed
 
     def _without_gradient(self) -> frozenset[str]:
-        """The parameters that no logit has a gradient for, which torch's optimizers skip."""
+        """The parameters that get no gradient from any logit; torch's optimizers skip them."""
         found = fake_pass(self._module, 2, 16, training=False, head=self.head)
         if found is None:
             return self.program(2, 16, dtype="float32", training=False).unread()
@@ -370,18 +370,18 @@ class TorchModel:
         return {name: first[id(parameter)] for name, parameter in every}
 
     def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
-        """A program that is valid for `[rows, length]`, exported now unless there is one."""
+        """A program that is valid for `[rows, length]`; exported on the first call that needs it."""
         pad = self.config.get_text_config().pad_token_id
         found = self._fitting((dtype, training, pad), rows, length)
         other = None if found else self._fitting((dtype, not training, pad), rows, length)
-        if other and self._trains_as_it_evaluates(rows, length):
+        if other and self._has_no_train_mode(rows, length):
             return other
         return found or self._exported((dtype, training, pad), rows, length)
 
     def _fitting(self, kind: tuple, rows: int, length: int) -> Program | None:
         return next((program for fits, program in self._programs.get(kind, []) if fits(rows, length)), None)
 
-    def _trains_as_it_evaluates(self, rows: int, length: int) -> bool:
+    def _has_no_train_mode(self, rows: int, length: int) -> bool:
         """Whether training and evaluation compute the same, for example without dropout."""
         first, second = (fake_pass(self._module, rows, length, training, self.head) for training in (False, True))
         return first is not None and second is not None and first.operations == second.operations
@@ -413,18 +413,12 @@ class TorchModel:
 _MODEL = "model."  # the module's name in the exported program
 _LAYER = re.compile(r"\.\d+(?:@\d+)?$")  # a numbered submodule; @1 marks its second call
 _SILENT = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
-_INERT = {
-    "device",
-    "layout",
-    "pin_memory",
-    "memory_format",
-    "non_blocking",
-    "dtype",
-}  # dtypes are recorded in the result
+# Keyword arguments to ignore; dtypes are recorded in the result
+_INERT = {"device", "layout", "pin_memory", "memory_format", "non_blocking", "dtype"}
 
 
 def domain(exported: Any) -> Callable[[int, int], bool]:
-    """A function that tells from the tracer's guards whether the program is valid for (rows, length)."""
+    """A predicate, based on the tracer's guards: whether the program is valid for (rows, length)."""
     value = _input(exported).meta["val"]
     sizes = value.shape[1:]
     guards = [guard.expr for guard in value.fake_mode.shape_env.guards]
@@ -490,7 +484,7 @@ def _node(node: Any, layer: str | None) -> Node:
 
 
 def _layer(node: Any, before: str | None) -> str | None:
-    """The outermost numbered submodule of the node, or that of the node before if torch recorded none."""
+    """The outermost numbered submodule of the node, or `before` (that of the previous node) if torch recorded none."""
     stack = node.meta.get("nn_module_stack", {})
     if not any(key.startswith("L__self__") for key in stack):
         return before

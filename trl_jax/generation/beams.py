@@ -1,7 +1,7 @@
 """Beam search and beam sampling, as in transformers: each completion has several beams, and the best one is returned.
 
-Each beam is a completion of its prompt in the cache. After a step, beams take the rows of the candidates that go on.
-Suffixes of array names: B completions, N beams, K candidates, V vocabulary, T tokens.
+In the cache, each beam is a completion of its prompt; after each step, cache rows are reordered to the surviving
+candidates. Suffixes of array names: B completions, N beams, K candidates, V vocabulary, T tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from trl_jax.generation.decode import (
     Decoding,
     Stops,
     Weights,
-    begun,
-    length_of_turn,
+    initial_state,
+    longrope_switch_length,
+    model_with_cast_head,
     prefill,
     trunk_of,
-    with_head_in,
 )
-from trl_jax.generation.generator import Completions, Drawing, Progress, Request, places
+from trl_jax.generation.generator import Completions, Drawing, Progress, Request, cache_capacity
 from trl_jax.generation.noise import Noise, NoiseSource
 from trl_jax.generation.sampling import process
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
 
-_NEVER = -1e9  # added to scores of beams that cannot be chosen, as in transformers
+_NEVER = -1e9  # added to scores of beams that must not be chosen, as in transformers
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Beams:
 
     count: beams of each completion.
     returned: how many of the best beams are returned, each as a separate completion.
-    length_penalty: exponent of the length that a beam's log-probability is divided by.
-    early_stopping: True ends a search with `count` finished beams, False if no beam is likely to become better, "never"
-        if none can.
+    length_penalty: exponent of the length by which a beam's log-probability is divided.
+    early_stopping: True stops once `count` beams have finished; False stops if a better beam is unlikely, "never" only
+        if none is possible.
     """
 
     count: int
@@ -65,20 +65,21 @@ def search(
     """Complete all prompts in one batch.
 
     Args:
-        noise: of each completion, for `count * V` candidates, in chunks of `steps` steps; None takes the best ones.
+        noise: for `count * V` candidates per completion, in chunks of `steps` steps; None picks the best candidates.
         progress: called after each step.
 
     Returns:
         The completions, and the number of steps.
 
     Raises:
-        ValueError: the weights are divided over devices, or LongRoPE would rotate the texts differently on the way.
+        ValueError: the weights are sharded over devices, or texts would grow beyond the length at which LongRoPE
+            changes.
     """
     _check(weights, request)
     wide = replace(request, group=request.group * beams.count)
     inputs, stops = wide.drawing(), request.stops()
     longest = max(map(len, request.texts))
-    lengths = {"max_tokens": padded_length(longest, "auto") + places(request.max_new_tokens)}
+    lengths = {"max_tokens": padded_length(longest, "auto") + cache_capacity(request.max_new_tokens)}
     logits, found = _begun(weights, wide, beams, longest, **lengths)
     options = {"beams": beams, "kept": max(2, 1 + len(request.eos)) * beams.count}
     rows, count, chunk, goes_on = np.arange(request.rows), 0, None, True
@@ -94,7 +95,7 @@ def search(
         if progress is not None:
             ended = request.rows - int(status.open) if goes_on else request.rows
             progress(ended, count * request.rows)
-    fill = request.pad or next(iter(request.eos), 0)  # transformers takes a pad id of 0 for none
+    fill = request.pad or next(iter(request.eos), 0)  # transformers treats a pad id of 0 as unset
     return found.best(beams.returned, fill), count
 
 
@@ -104,11 +105,11 @@ def _check(weights: Weights, request: Request) -> None:
             "generate: beam search on a mesh of several devices is not in this release of trl_jax. Leave num_beams "
             "out, or use one device."
         )
-    turn = length_of_turn(weights)
+    switch = longrope_switch_length(weights)
     shortest, longest = (chosen(map(len, request.texts)) for chosen in (min, max))
-    if turn is not None and shortest <= turn < longest + request.max_new_tokens:
+    if switch is not None and shortest <= switch < longest + request.max_new_tokens:
         raise ValueError(
-            f"generate: beam search of texts that become longer than {turn} tokens, from where this model's LongRoPE "
+            f"generate: beam search of texts that become longer than {switch} tokens, from where this model's LongRoPE "
             "rotates all tokens differently, is not in this release of trl_jax. Leave num_beams out, or keep prompts "
             "and completions within that length."
         )
@@ -117,13 +118,13 @@ def _check(weights: Weights, request: Request) -> None:
 class Search(NamedTuple):
     """The state between two steps.
 
-    decoding: the beams that go on, `[B x N]` rows, with all their tokens.
+    decoding: the running beams, `[B x N]` rows, with all their tokens.
     scores: their log-probabilities, float32 `[B, N]`.
     tokens, logps: of the best finished beams, `[B, N, T]`, the best one first; logps is None if not requested.
     lengths: their tokens, int32 `[B, N]`.
     finished_scores: float32 `[B, N]`, divided by the length.
-    finished: bool `[B, N]`, whether there is a finished beam in this place.
-    open: bool `[B]`, whether a beam that goes on may become better than the finished ones.
+    finished: bool `[B, N]`, whether this slot has a finished beam.
+    open: bool `[B]`, whether a running beam may still become better than the finished ones.
     """
 
     decoding: Decoding
@@ -136,7 +137,7 @@ class Search(NamedTuple):
     open: jax.Array
 
     def best(self, count: int, fill: int) -> Completions:
-        """The `count` best finished beams of each completion, with `fill` after their ends."""
+        """The `count` best finished beams of each completion, padded with `fill`."""
         lengths = np.asarray(self.lengths)[:, :count].reshape(-1)
         longest = max(1, int(lengths.max()))
         within = np.arange(longest) < lengths[:, None]
@@ -149,7 +150,7 @@ class Search(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What the host looks at after a step: whether the search goes on, and how many completions are open."""
+    """What the host reads after a step: whether the search goes on, and how many completions are open."""
 
     goes_on: jax.Array
     open: jax.Array
@@ -158,22 +159,22 @@ class Status(NamedTuple):
 def _begun(
     weights: Weights, request: Request, beams: Beams, longest: int, *, max_tokens: int
 ) -> tuple[jax.Array, Search]:
-    """The logits of each prompt's first token, `[P, V]`, and the state before it."""
+    """The logits of the first token after each prompt, `[P, V]`, and the state before it."""
     texts, rows = request.texts, request.rows
     tokens = np.full((len(texts), padded_length(longest, "auto")), request.pad, np.int32)
     for row, ids in zip(tokens, texts, strict=True):
         row[: len(ids)] = ids
     seen = TEXT_ALONE if request.images is None else prompt_images(request.images, tokens.shape[1], 1)
-    capacity = places(request.max_new_tokens)
+    capacity = cache_capacity(request.max_new_tokens)
     logits, cache = prefill(
         weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in texts], np.int32), np.int32(longest),
         seen, group=request.group, capacity=capacity, max_tokens=max_tokens, dtype=weights.dtype,
         head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
     )  # fmt: skip
-    decoding = begun(cache, np.ones(rows, bool), capacity, logps=request.logps)
+    decoding = initial_state(cache, np.ones(rows, bool), capacity, logps=request.logps)
     shape = rows // beams.count, beams.count
     scores, finished_scores = np.zeros(shape, np.float32), np.full(shape, _NEVER, np.float32)
-    scores[:, 1:] = _NEVER  # all beams are the prompt
+    scores[:, 1:] = _NEVER  # all beams start as the prompt, so only the first one may be continued
     kept = np.full((*shape, capacity), request.pad, np.int32)
     logps = np.zeros(kept.shape, np.float32) if request.logps else None
     ended = np.zeros(shape, bool)
@@ -211,13 +212,13 @@ def _advanced(
         logits: `[P, V]`, the prompts' logits for the first token; None to run the model on the latest tokens.
         step: within the `noise` chunk.
         longest: int32 scalar, tokens of the longest text before this step.
-        kept: number of candidates per completion. It leaves at least `beams.count` that do not end.
+        kept: number of candidates per completion; at least `beams.count` of them do not end.
     """
     state, new = found.decoding, None
     if logits is None:
-        trunk, headed = trunk_of(merge(graph, arrays)), with_head_in(graph, arrays, head_dtype)
+        trunk, headed = trunk_of(merge(graph, arrays)), model_with_cast_head(graph, arrays, head_dtype)
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
-        positions = _by_prompt(state.cache.places.next_positions, state)[:, None]
+        positions = _by_prompt(state.cache.fill.next_positions, state)[:, None]
         inputs = {"layers": layers, "cache": state.cache, "angles": trunk.angles(positions, longest)}
         hidden, new = with_keys(
             trunk, tokens, positions, None, longest, dtype=dtype, max_tokens=max_tokens, **inputs
@@ -261,7 +262,8 @@ def _candidates(
     beams: Beams,
     kept: int,
 ) -> Candidates:
-    """The best of all continuations, or those sampled without replacement, as by torch.multinomial."""
+    """The best of all continuations or, with noise, continuations sampled without replacement as by
+    torch.multinomial."""
     state, count, vocabulary = found.decoding, beams.count, logits.shape[1]
     logps = jax.nn.log_softmax(logits, axis=-1)
     scores = process(drawing.processors, drawing.history(state), logps) if drawing.processors else logps
@@ -285,18 +287,18 @@ def _candidates(
 
 def _with_candidates(found: Search, chosen: Candidates, stops: Stops, beams: Beams) -> tuple[Search, Status]:
     state, count = found.decoding, beams.count
-    length = state.count + 1  # of the candidates
+    length = state.count + 1  # length of the candidates
     ended = (chosen.ids[..., None] == stops.eos).any(axis=-1) | (length >= stops.max_new) | (chosen.ids < 0)
 
     def of_candidates(rows: jax.Array, new: jax.Array) -> jax.Array:
-        """What candidates have, `[B, K, T]`, from what beams have, `[B x N, T]`."""
+        """The rows `[B x N, T]` of the beams that the candidates continue, with the new value: `[B, K, T]`."""
         rows = jnp.take_along_axis(rows.reshape(-1, count, rows.shape[1]), chosen.beam[..., None], axis=1)
         return rows.at[:, :, state.count].set(new.astype(rows.dtype))
 
     tokens = of_candidates(state.tokens, chosen.ids)
     logps = None if state.logps is None else of_candidates(state.logps, chosen.logps)
 
-    # The beams that go on.
+    # Running beams
     running, at = jax.lax.top_k(chosen.scores + ended * jnp.float32(_NEVER), count)
     beam = jnp.take_along_axis(chosen.beam, at, axis=1)
     decoding = _reordered(state, beam)._replace(
@@ -305,7 +307,7 @@ def _with_candidates(found: Search, chosen: Candidates, stops: Stops, beams: Bea
         count=length,
     )
 
-    # The best finished ones, old and new.
+    # The best finished beams, old and new
     just = ended & (jnp.arange(ended.shape[1]) < count)
     scores = chosen.scores / length.astype(jnp.float32) ** beams.length_penalty
     full = found.finished.all(axis=1, keepdims=True) & (beams.early_stopping is True)
@@ -333,8 +335,8 @@ def _taken(values: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def _reordered(state: Decoding, beam: jax.Array) -> Decoding:
-    """The state with the cache of beam `beam` `[B, N]` of each completion in its rows."""
-    prompts = len(state.cache.places.prompt_lengths)
+    """Reorder the cache: row n of each completion gets the cache of its beam `beam[:, n]`, `[B, N]`."""
+    prompts = len(state.cache.fill.prompt_lengths)
     first = jnp.arange(len(beam))[:, None] * beam.shape[1]
     members = (first + beam).reshape(prompts, -1) % (len(state.tokens) // prompts)
 

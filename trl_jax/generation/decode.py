@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trl_jax.core.outputs import reads_of_rows
 from trl_jax.data.images import TEXT_ALONE, PromptImages
-from trl_jax.mesh.mesh import SEQUENCE, TENSOR, Parts, only, platform
+from trl_jax.mesh.mesh import SEQUENCE, TENSOR, ShardedParams, only, platform
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.decoder import Features, in_a_stack
 from trl_jax.models.model import merge
-from trl_jax.nn.cache import Cache, CachePlaces, Kept, Room, grown_ring
+from trl_jax.nn.cache import Cache, CacheFill, Kept, Room, grown_ring
 from trl_jax.nn.linear import Quantized
 
 # Prefill
@@ -73,12 +73,12 @@ def prefill(
         logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
         parts = [own.cache(lengths, room) for own, room in zip(kept, _rooms(trunk, group, capacity), strict=True)]
         parts = by_layers(parts, trunk.arch) if by_layer else parts
-        return logits, Cache(parts, CachePlaces(lengths, jnp.zeros_like(lengths), jnp.int32(0), seen.offsets))
+        return logits, Cache(parts, CacheFill(lengths, jnp.zeros_like(lengths), jnp.int32(0), seen.offsets))
 
-    def places(own: Shards) -> tuple:
+    def specs(own: Shards) -> tuple:
         return (own.params, own.rows, own.rows, own.whole, own.rows), (own.rows, own.cache)
 
-    return on_each(shards, of_shard, places, parameters=True)(arrays, tokens, lengths, longest, seen)
+    return shard_mapped(shards, of_shard, specs, parameters=True)(arrays, tokens, lengths, longest, seen)
 
 
 def _through(
@@ -95,7 +95,7 @@ def _through(
     """Run right-padded texts through the decoder.
 
     Args:
-        positions: int32 `[R, T, A]`; None counts the tokens.
+        positions: int32 `[R, T, A]`; None to count the tokens.
         features: of the texts' images.
 
     Returns:
@@ -117,7 +117,7 @@ def full_cache(
         weights: may be shapes.
         prompts: their number, and their padded length.
         group: completions per prompt.
-        capacities: after `prefill` and after `grown`.
+        capacities: after `prefill` and after `grow`.
         max_tokens: see `prefill`.
     """
     tokens, lengths, longest = (jax.ShapeDtypeStruct(shape, np.int32) for shape in (prompts, prompts[:1], ()))
@@ -127,7 +127,7 @@ def full_cache(
         max_tokens=max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
         shards=None,
     )  # fmt: skip
-    state = begun(cache, np.ones(prompts[0] * group, bool), first, logps=False)
+    state = initial_state(cache, np.ones(prompts[0] * group, bool), first, logps=False)
     return grown_shapes(state, capacity=last).cache
 
 
@@ -152,19 +152,19 @@ def recomputed(
     """
 
     def of_shard(arrays, state, texts, longest):
-        filled = state.cache.places
-        group = len(texts) // len(filled.prompt_lengths)
-        lengths = jnp.maximum(jnp.repeat(filled.prompt_lengths + filled.own, group), 1)
+        fill = state.cache.fill
+        group = len(texts) // len(fill.prompt_lengths)
+        lengths = jnp.maximum(jnp.repeat(fill.prompt_lengths + fill.own, group), 1)
         trunk = trunk_of(merge(graph, arrays))
         _, kept = _through(trunk, texts, lengths, longest, dtype, max_tokens)
         rooms = _rooms(trunk, group, state.capacity)
-        parts = [own.cache_of_texts(filled, room) for own, room in zip(kept, rooms, strict=True)]
-        return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, filled))
+        parts = [own.cache_of_texts(fill, room) for own, room in zip(kept, rooms, strict=True)]
+        return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, fill))
 
-    def places(own: Shards) -> tuple:
-        return (own.params, Decoding.places(own), own.rows, own.whole), Decoding.places(own)
+    def specs(own: Shards) -> tuple:
+        return (own.params, Decoding.specs(own), own.rows, own.whole), Decoding.specs(own)
 
-    return on_each(shards, of_shard, places, parameters=True)(arrays, state, texts, longest)
+    return shard_mapped(shards, of_shard, specs, parameters=True)(arrays, state, texts, longest)
 
 
 def _rooms(trunk: nnx.Module, group: int, capacity: int) -> list[Room]:
@@ -213,7 +213,7 @@ class Decoding(NamedTuple):
     @property
     def begun(self) -> jax.Array:
         """The step at which each completion started, int32 `[B]`."""
-        begun_P = self.cache.places.begun
+        begun_P = self.cache.fill.begun
         return jnp.repeat(begun_P, len(self.alive) // len(begun_P))
 
     @property
@@ -222,7 +222,7 @@ class Decoding(NamedTuple):
         return self.count - self.begun
 
     @classmethod
-    def places(cls, shards: Shards) -> Decoding:
+    def specs(cls, shards: Shards) -> Decoding:
         """Partition specs."""
         rows, whole = shards.rows, shards.whole
         return cls(shards.cache, rows, whole, rows, rows, rows)
@@ -233,22 +233,22 @@ class Decoding(NamedTuple):
         return jnp.take_along_axis(self.tokens, at, axis=1)
 
 
-def begun(cache: Cache, alive: np.ndarray, capacity: int, *, logps: bool) -> Decoding:
+def initial_state(cache: Cache, alive: np.ndarray, capacity: int, *, logps: bool) -> Decoding:
     """The state before the first token. `alive`, bool `[B]`, is False for padding rows."""
     tokens = np.zeros((len(alive), capacity), np.int32)
     kept = np.zeros(tokens.shape, np.float32) if logps else None
     return Decoding(cache, tokens, np.int32(0), np.zeros(len(alive), np.int32), alive, kept)
 
 
-def grown(state: Decoding, *, capacity: int) -> Decoding:
-    """Grow the state, which is consumed, to a larger capacity. Each array is freed before the next one is copied, so
-    two caches are never alive at once."""
-    cache = state.cache.grown(capacity - state.capacity, _grown_alone)
-    logps = None if state.logps is None else _grown_alone(state.logps, state.count, 1, capacity)
-    return state._replace(cache=cache, tokens=_grown_alone(state.tokens, state.count, 1, capacity), logps=logps)
+def grow(state: Decoding, *, capacity: int) -> Decoding:
+    """Grow the state to a larger capacity; consumes the old state. Each array is freed before the next one is copied,
+    so two caches are never alive at once."""
+    cache = state.cache.grown(capacity - state.capacity, _grow_and_free)
+    logps = None if state.logps is None else _grow_and_free(state.logps, state.count, 1, capacity)
+    return state._replace(cache=cache, tokens=_grow_and_free(state.tokens, state.count, 1, capacity), logps=logps)
 
 
-def _grown_alone(array: jax.Array, written: jax.Array, axis: int, size: int) -> jax.Array:
+def _grow_and_free(array: jax.Array, written: jax.Array, axis: int, size: int) -> jax.Array:
     if size == array.shape[axis]:
         return array
     new = _grown_ring(array, written, axis, size)
@@ -260,20 +260,20 @@ _grown_ring = jax.jit(grown_ring, static_argnums=(2, 3))
 
 
 def grown_shapes(state: Decoding, *, capacity: int) -> Decoding:
-    """The shapes of `grown`, for a state of shapes."""
+    """The shapes of `grow`, for a state of shapes."""
 
-    def grow(state: Decoding) -> Decoding:
+    def grow_state(state: Decoding) -> Decoding:
         rings = {"tokens": state.tokens} | ({} if state.logps is None else {"logps": state.logps})
         rings = {name: grown_ring(ring, state.count, 1, capacity) for name, ring in rings.items()}
         return state._replace(cache=state.cache.grown(capacity - state.capacity, grown_ring), **rings)
 
-    return jax.eval_shape(grow, state)
+    return jax.eval_shape(grow_state, state)
 
 
 def selected(
     state: Decoding, prompts: np.ndarray, members: np.ndarray, alive: np.ndarray, *, shards: Shards | None = None
 ) -> Decoding:
-    """Select a subset of completions. Consumes the cache of `state`, array by array like `grown`.
+    """Select a subset of completions. Consumes the cache of `state`, array by array like `grow`.
 
     Args:
         prompts: int32 `[P']`, prompt indices within the shard; every shard has equally many.
@@ -302,11 +302,11 @@ def _selected_array(
         at = (prompts,) if members is None else (prompts[:, None], members)
         return array[(slice(None),) * axis + at]
 
-    def places(own: Shards) -> tuple:
+    def specs(own: Shards) -> tuple:
         of_array = PartitionSpec(*[None] * axis, own.axes)
         return (of_array, own.rows, own.rows), of_array
 
-    return on_each(shards, of_shard, places)(array, prompts, members)
+    return shard_mapped(shards, of_shard, specs)(array, prompts, members)
 
 
 @partial(jax.jit, static_argnames=("shards",))
@@ -319,18 +319,18 @@ def _selected_rows(
         rows = (prompts[:, None] * _group(state) + members).reshape(-1)
         logps = None if state.logps is None else state.logps[rows]
         own = {"tokens": state.tokens[rows], "lengths": state.lengths[rows], "alive": alive.reshape(-1), "logps": logps}
-        return state._replace(cache=state.cache._replace(places=state.cache.places.selected(prompts)), **own)
+        return state._replace(cache=state.cache._replace(fill=state.cache.fill.selected(prompts)), **own)
 
-    def places(own: Shards) -> tuple:
-        return (Decoding.places(own), *[own.rows] * 3), Decoding.places(own)
+    def specs(own: Shards) -> tuple:
+        return (Decoding.specs(own), *[own.rows] * 3), Decoding.specs(own)
 
-    return on_each(shards, of_shard, places)(state, prompts, members, alive)
+    return shard_mapped(shards, of_shard, specs)(state, prompts, members, alive)
 
 
 @partial(jax.jit, static_argnames=("count",))
-def with_prompt_places(state: Decoding, *, count: int) -> Decoding:
+def with_prompt_capacity(state: Decoding, *, count: int) -> Decoding:
     """Change the capacity for prompt tokens to `count`."""
-    return state._replace(cache=state.cache.with_prompt_places(count))
+    return state._replace(cache=state.cache.with_prompt_capacity(count))
 
 
 @partial(jax.jit, static_argnames=("shards",), donate_argnames=("state",))
@@ -341,10 +341,10 @@ def refilled(state: Decoding, slots: jax.Array, fresh: Decoding, *, shards: Shar
         slots: int32 `[P']`, numbered within the shard; prompts with an out-of-range slot are dropped.
     """
 
-    def places(own: Shards) -> tuple:
-        return (Decoding.places(own), own.rows, Decoding.places(own)), Decoding.places(own)
+    def specs(own: Shards) -> tuple:
+        return (Decoding.specs(own), own.rows, Decoding.specs(own)), Decoding.specs(own)
 
-    return on_each(shards, _refilled, places)(state, slots, fresh)
+    return shard_mapped(shards, _refilled, specs)(state, slots, fresh)
 
 
 def _refilled(state: Decoding, slots: jax.Array, fresh: Decoding) -> Decoding:
@@ -365,12 +365,12 @@ def _refilled(state: Decoding, slots: jax.Array, fresh: Decoding) -> Decoding:
 
 def _group(state: Decoding) -> int:
     """Completions per prompt."""
-    return len(state.tokens) // len(state.cache.places.prompt_lengths)
+    return len(state.tokens) // len(state.cache.fill.prompt_lengths)
 
 
 def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops: Stops) -> Decoding:
-    """Append the sampled tokens `drawn` `[B]` to the completions that are alive. Ended ones get pads, unless their ring
-    buffer is full, in which case they keep their tokens."""
+    """Append the sampled tokens `drawn` `[B]` to the completions that are alive. Ended ones are padded, unless their
+    ring buffer is full, in which case they keep their tokens."""
     place = state.count % state.capacity
     full = state.drawn >= state.capacity
 
@@ -391,15 +391,15 @@ def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops
 
 # Weights
 
-_LARGEST = 512 * 2**20  # largest size in bytes of layers that are unstacked for decoding on a CPU
+_LARGEST = 512 * 2**20  # most bytes of layers that are unstacked for decoding on a CPU
 
 
 class Weights(NamedTuple):
-    """The model's arrays as generation uses them; copies are made for the duration of a call where that is faster.
+    """The model's arrays as generation uses them, including copies that make a call faster.
 
-    layers: each layer's arrays on their own (see `layers_for_decoding`); None decodes along the stack.
-    dtype, head_dtype: computation dtypes of the decoder and of the head.
-    shards: the devices that rows are divided over; None on a single device.
+    layers: each layer's arrays, separately (see `layers_for_decoding`); None decodes along the stack.
+    dtype, head_dtype: compute dtypes of the decoder and of the head.
+    shards: the devices that rows are sharded over; None on a single device.
     """
 
     graph: Any
@@ -415,14 +415,14 @@ class Weights(NamedTuple):
         dtype = jnp.dtype(dtype)
         head_dtype = dtype if head_dtype is None else jnp.dtype(head_dtype)
         arrays = matrices_in(graph, arrays, dtype, head_dtype)
-        arrays, shards = divided(arrays, device_memory())
+        arrays, shards = shard_for_generation(arrays, device_memory())
         layers = layers_for_decoding(graph, arrays, shards, platform())
         shards = None if shards is None else replace(shards, by_layer=layers is not None)
         return cls(graph, arrays, layers, dtype, head_dtype, shards)
 
 
-def divided(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any], Shards | None]:
-    """The arrays as placed for generation, and the devices that rows are divided over. For `memory` and for shapes
+def shard_for_generation(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any], Shards | None]:
+    """The arrays as sharded for generation, and the devices that rows are sharded over. For `memory` and for shapes
     instead of arrays, see `gathered_once`."""
     stacked = frozenset(filter(in_a_stack, arrays))
     shards = shards_of(arrays, stacked)
@@ -437,14 +437,14 @@ def device_memory() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def length_of_turn(weights: Weights) -> int | None:
+def longrope_switch_length(weights: Weights) -> int | None:
     """The text length above which LongRoPE rotates all tokens differently; None without LongRoPE."""
     ropes = trunk_of(merge(weights.graph, weights.arrays)).arch.ropes
-    turns = [rope.turn for rope in ropes if rope is not None]
-    return min((turn for turn in turns if turn is not None), default=None)
+    lengths = [rope.switch_length for rope in ropes if rope is not None]
+    return min((length for length in lengths if length is not None), default=None)
 
 
-def with_head_in(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> nnx.Module:
+def model_with_cast_head(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> nnx.Module:
     """The model for computing logits, with the table of a tied head cast to the head's `dtype` once instead of in every
     step. Do not use its trunk for embedding lookups."""
     model = merge(graph, arrays)
@@ -481,7 +481,7 @@ def by_layers(parts: list[Any], arch: Any) -> list[Any]:
 def layers_for_decoding(
     graph: Any, arrays: dict[str, jax.Array], shards: Shards | None, platform: str
 ) -> list[nnx.State] | None:
-    """Each layer's parameters on their own, for small models on a CPU; None decodes along the stack.
+    """Each layer's parameters, separately, for small models on a CPU; None decodes along the stack.
 
     On a CPU, a scan copies each layer's weights and cache out of the stacks in every iteration, which takes half of a
     small model's time. Other backends do not copy, and a large model has no memory for another copy.
@@ -491,7 +491,7 @@ def layers_for_decoding(
 
 def decodes_by_layer(arrays: Mapping[str, Any], shards: Shards | None, platform: str) -> bool:
     """Whether `layers_for_decoding` unstacks the layers; `arrays` may be shapes."""
-    if shards is not None and not shards.undivided:
+    if shards is not None and not shards.params_replicated:
         return False
     stacked = [array for path, array in arrays.items() if in_a_stack(path)]
     return platform == "cpu" and sum(array.size * array.dtype.itemsize for array in stacked) <= _LARGEST
@@ -505,7 +505,7 @@ def layer_shapes(graph: Any, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list
 def matrices_in(
     graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype, head_dtype: jnp.dtype | None = None
 ) -> dict[str, jax.Array]:
-    """Cast the weight matrices to `dtype` once. The products are the same, and each step reads half the bytes.
+    """Cast the weight matrices to `dtype` once. The products are the same, but each step reads half the bytes.
 
     Norms, biases, adapters and the embedding table are not cast.
     """
@@ -553,8 +553,8 @@ _WHOLE = 1 / 4  # fraction of a device's memory up to which parameters are gathe
 
 @dataclass(frozen=True)
 class Shards:
-    """How generation is divided over devices: each device (or group along `tensor`) has an equal run of the prompts
-    with all their completions.
+    """How generation is sharded: each device (or group of devices along `tensor`) gets an equal contiguous run of the
+    prompts with all their completions.
 
     mesh: the product of its axes other than `tensor` is the number of shards.
     specs: partition spec of each parameter, by path.
@@ -589,7 +589,7 @@ class Shards:
     def cache(self) -> Cache:
         """Specs of a cache."""
         parts = self.rows if self.by_layer else PartitionSpec(None, self.axes)
-        return Cache(parts, CachePlaces(self.rows, self.rows, self.whole, self.rows))
+        return Cache(parts, CacheFill(self.rows, self.rows, self.whole, self.rows))
 
     @property
     def params(self) -> dict[str, PartitionSpec]:
@@ -597,27 +597,27 @@ class Shards:
         return self._parts.own
 
     @property
-    def undivided(self) -> bool:
-        """Whether each shard has all parameters (divided over `tensor` at most)."""
+    def params_replicated(self) -> bool:
+        """Whether each shard has all parameters (sharded over `tensor` at most)."""
         return not any(axis for spec in self.params.values() for axis in spec)
 
     @property
-    def _parts(self) -> Parts:
-        return Parts(dict(self.specs), self.stacked)
+    def _parts(self) -> ShardedParams:
+        return ShardedParams(dict(self.specs), self.stacked)
 
     def mapped(self, body: Callable, of_arguments: Any, of_results: Any, *, parameters: bool) -> Callable:
         """Wrap `body` in a shard_map, so that each shard computes its own rows.
 
         Args:
             of_arguments, of_results: partition specs: `rows`, `cache`, `params` or `whole`.
-            parameters: whether the first argument is a dict of parameters by path, which must be gathered.
+            parameters: whether the first argument is a dict of parameters by path, which must be all-gathered.
         """
         body = self._parts.with_whole(body) if parameters else body
-        if not self.axes:  # a single shard; XLA divides the products over `tensor`
+        if not self.axes:  # a single shard; XLA partitions the products over `tensor`
             return self._named(body)
-        places = {"in_specs": of_arguments, "out_specs": of_results}
+        specs = {"in_specs": of_arguments, "out_specs": of_results}
         # check_vma only matters for gradients.
-        return jax.shard_map(body, mesh=self.mesh, **places, axis_names=set(self.axes), check_vma=False)
+        return jax.shard_map(body, mesh=self.mesh, **specs, axis_names=set(self.axes), check_vma=False)
 
     def _named(self, body: Callable) -> Callable:
         def run(*arguments):
@@ -630,16 +630,16 @@ class Shards:
 def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | None:
     """The devices that a model's parameters are placed on; None for a single device.
 
-    `arrays` may be shapes with shardings. The sequence axis of training, if any, also divides prompts here.
+    `arrays` may be shapes with shardings. The sequence axis of training, if any, also shards prompts here.
     """
-    places = {path: array.sharding for path, array in arrays.items()}
-    mesh = next((place.mesh for place in places.values() if isinstance(place, NamedSharding)), None)
+    shardings = {path: array.sharding for path, array in arrays.items()}
+    mesh = next((own.mesh for own in shardings.values() if isinstance(own, NamedSharding)), None)
     if mesh is None or mesh.size == 1:
         return None
     names = ["copies" if axis == SEQUENCE and size > 1 else axis for axis, size in mesh.shape.items()]
     mesh = Mesh(mesh.devices, names, axis_types=mesh.axis_types)
     whole = PartitionSpec()
-    specs = ((path, place.spec if isinstance(place, NamedSharding) else whole) for path, place in places.items())
+    specs = ((path, own.spec if isinstance(own, NamedSharding) else whole) for path, own in shardings.items())
     return Shards(mesh, tuple(specs), stacked)
 
 
@@ -650,61 +650,61 @@ def on_their_mesh(arrays: dict[str, Any], shards: Shards) -> dict[str, Any]:
 
 
 def _named(array: Any, mesh: Mesh) -> Any:
-    place = array.sharding
-    if not isinstance(place, NamedSharding) or place.mesh == mesh:
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
         return array
-    place = NamedSharding(mesh, place.spec)
+    sharding = NamedSharding(mesh, sharding.spec)
     if not isinstance(array, jax.Array):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
     parts = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, place, parts)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
 def gathered_once(arrays: dict[str, Any], shards: Shards, memory: int | None) -> dict[str, Any]:
-    """Gather the parameters on every device (up to their division over `tensor`), unless that takes more than a quarter
-    of a device's memory; each step then gathers one layer at a time.
+    """All-gather the parameters on every device (they stay sharded over `tensor`) unless that takes more than a quarter
+    of a device's memory, in which case each step gathers one layer at a time.
 
     Args:
         arrays: may be shapes with shardings.
         memory: bytes per device; None if unknown.
     """
-    places = {path: NamedSharding(shards.mesh, only((TENSOR,), spec)) for path, spec in shards.specs}
-    numbers = {path: prod(place.shard_shape(arrays[path].shape)) for path, place in places.items()}
+    shardings = {path: NamedSharding(shards.mesh, only((TENSOR,), spec)) for path, spec in shards.specs}
+    numbers = {path: prod(own.shard_shape(arrays[path].shape)) for path, own in shardings.items()}
     taken = sum(number * arrays[path].dtype.itemsize for path, number in numbers.items())
     if memory is not None and taken > _WHOLE * memory:
         return arrays
-    divided = {path: place for path, place in places.items() if any(shards.params[path])}
-    own = {path: arrays[path] for path in divided}
+    partitioned = {path: sharding for path, sharding in shardings.items() if any(shards.params[path])}
+    own = {path: arrays[path] for path in partitioned}
     if not all(isinstance(array, jax.Array) for array in own.values()):
         shapes = {path: (array.shape, array.dtype) for path, array in own.items()}
-        return arrays | {path: jax.ShapeDtypeStruct(*of, sharding=divided[path]) for path, of in shapes.items()}
-    return arrays | _at(own, tuple(divided.items()))
+        return arrays | {path: jax.ShapeDtypeStruct(*of, sharding=partitioned[path]) for path, of in shapes.items()}
+    return arrays | _at(own, tuple(partitioned.items()))
 
 
 @partial(jax.jit, static_argnums=1)
-def _at(arrays: dict[str, jax.Array], places: tuple[tuple[str, NamedSharding], ...]) -> dict[str, jax.Array]:
-    return {path: jax.lax.with_sharding_constraint(arrays[path], place) for path, place in places}
+def _at(arrays: dict[str, jax.Array], shardings: tuple[tuple[str, NamedSharding], ...]) -> dict[str, jax.Array]:
+    return {path: jax.lax.with_sharding_constraint(arrays[path], own) for path, own in shardings}
 
 
-def on_each(
-    shards: Shards | None, body: Callable, places: Callable[[Shards], tuple[Any, Any]], *, parameters: bool = False
+def shard_mapped(
+    shards: Shards | None, body: Callable, specs: Callable[[Shards], tuple[Any, Any]], *, parameters: bool = False
 ) -> Callable:
-    """`Shards.mapped` with the specs that `places` returns; `body` itself without shards."""
-    return body if shards is None else shards.mapped(body, *places(shards), parameters=parameters)
+    """`Shards.mapped` with the partition specs that `specs` returns; `body` itself without shards."""
+    return body if shards is None else shards.mapped(body, *specs(shards), parameters=parameters)
 
 
-def anywhere(shards: Shards | None, flag: jax.Array) -> jax.Array:
+def any_shard(shards: Shards | None, flag: jax.Array) -> jax.Array:
     """Whether `flag` is True on any shard."""
     return flag if shards is None or not shards.axes else jax.lax.pmax(flag.astype(jnp.int32), shards.axes) > 0
 
 
-def of_all(shards: Shards | None, rows: jax.Array) -> jax.Array:
+def all_gather_rows(shards: Shards | None, rows: jax.Array) -> jax.Array:
     """All-gather rows over the shards."""
     return rows if shards is None or not shards.axes else jax.lax.all_gather(rows, shards.axes, tiled=True)
 
 
 def part_of_group(prompts: int, group: int, shards: int) -> int:
-    """Number of copies of each prompt to divide its completions over, minimizing the rows per shard. Of equal choices
+    """Number of copies of each prompt to split its completions over, minimizing the rows per shard. Among equal choices
     the smallest, because each copy prefills the prompt."""
     parts = [number for number in range(1, group + 1) if group % number == 0]
     return min(parts, key=lambda number: -(-prompts * number // shards) * (group // number))

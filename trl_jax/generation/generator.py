@@ -1,4 +1,4 @@
-"""Generate completions for prompts. Host side: how many at once, scheduling of slots, calls of compiled programs."""
+"""Generate completions for prompts. Host side: batch size, scheduling of slots, and calls of compiled programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.core.outputs import NONE, VirtualTokens
+from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
 from trl_jax.data.batch import padded_length
 from trl_jax.data.images import TEXT_ALONE, PromptImages, TextImages, prompt_images
 from trl_jax.generation.decode import (
@@ -22,21 +22,21 @@ from trl_jax.generation.decode import (
     Shards,
     Stops,
     Weights,
-    anywhere,
-    begun,
+    all_gather_rows,
+    any_shard,
     full_cache,
-    grown,
-    length_of_turn,
-    of_all,
-    on_each,
+    grow,
+    initial_state,
+    longrope_switch_length,
+    model_with_cast_head,
     part_of_group,
     prefill,
     recomputed,
     refilled,
     selected,
+    shard_mapped,
     trunk_of,
-    with_head_in,
-    with_prompt_places,
+    with_prompt_capacity,
     with_token,
 )
 from trl_jax.generation.noise import Noise, NoiseSource, QueueSource, sample
@@ -47,9 +47,9 @@ from trl_jax.models.model import merge
 from trl_jax.nn.cache import Kept, LayerCache, LayersCache
 
 STEPS = 16  # decoding steps per call, after which the host checks which completions have ended
-FIRST_PLACES = 32  # initial capacity in tokens; doubled whenever it is full
-SHARE = 3 / 4  # of the free memory that the cache may take; the rest is for a pass over the prompts and for growing
-_COPIES = 1 / 16  # largest ratio of the copies of prompts to the completions in the cache, if a group is divided
+FIRST_CAPACITY = 32  # initial capacity in tokens; doubled whenever it is full
+SHARE = 3 / 4  # fraction of the free memory that the cache may use; the rest is for prefill and for growing the cache
+_COPIES = 1 / 16  # if a group is split over slots: largest ratio of copied prompts to completions in the cache
 _PARTS = 8  # waiting prompts are admitted together, at least 1/8 of the slots at a time
 
 
@@ -98,13 +98,13 @@ def generate_queue(
     _Generation(weights, request, noise, steps, slots, done).run(progress)
 
 
-def places(tokens: int) -> int:
+def cache_capacity(tokens: int) -> int:
     """Cache capacity for this many tokens, rounded up to a power of two to limit the number of compilations."""
-    return max(FIRST_PLACES, power_of_two(tokens))
+    return max(FIRST_CAPACITY, power_of_two(tokens))
 
 
 class _Generation:
-    """One call of `generate` or `generate_queue`. `_used` counts the steps used of the current noise chunk."""
+    """One call of `generate` or `generate_queue`. `_used` is the number of used steps of the current noise chunk."""
 
     def __init__(
         self,
@@ -122,18 +122,18 @@ class _Generation:
         parts = part_of_group(min(slots, len(request.prompts)), request.group, self._shards)
         self._request = request = request.in_parts(parts)
         self._slots = Slots(request, -(-slots * parts // self._shards) * self._shards, done, self._shards)
-        self._prompt_places = padded_length(self._longest(self._slots.members), "auto")
+        self._prompt_capacity = padded_length(self._longest(self._slots.members), "auto")
         self._stops = request.stops()
         self._inputs = request.drawing()  # for all rows of the request
         longest = padded_length(max(map(len, request.texts)), "auto")
-        self._max_tokens = longest + places(request.max_new_tokens)  # bound on prompt + completion
-        self._turn = length_of_turn(weights)
-        self._turned = self._turn is not None and self._slots.longest(0) > self._turn
+        self._max_tokens = longest + cache_capacity(request.max_new_tokens)  # bound on prompt + completion
+        self._switch_length = longrope_switch_length(weights)
+        self._switched = self._switch_length is not None and self._slots.longest(0) > self._switch_length
 
     def run(self, progress: Progress | None) -> None:
-        slots, capacity = self._slots, places(min(self._request.max_new_tokens, FIRST_PLACES))
+        slots, capacity = self._slots, cache_capacity(min(self._request.max_new_tokens, FIRST_CAPACITY))
         noise = self._noise(0, slots.members.reshape(-1) >= 0)
-        state, status = self._first(slots.members, slots.longest(0), self._prompt_places, capacity, noise)
+        state, status = self._first(slots.members, slots.longest(0), self._prompt_capacity, capacity, noise)
         self._used += 1
         while True:
             alive = self._alive(state, status)
@@ -147,7 +147,7 @@ class _Generation:
         slots.give(state, np.ones(slots.members.shape, bool))
 
     def _first(
-        self, members: np.ndarray, longest: int, prompt_places: int, capacity: int, noise: Noise | None
+        self, members: np.ndarray, longest: int, prompt_capacity: int, capacity: int, noise: Noise | None
     ) -> tuple[Decoding, Status]:
         """Prefill the prompts of `members` `[P', G]` and sample the first token of each completion.
 
@@ -155,24 +155,29 @@ class _Generation:
             longest: tokens of the longest text in the batch.
         """
         request, weights, prompts = self._request, self._weights, self._slots.prompts(members)
-        tokens = np.full((len(prompts), prompt_places), request.pad, np.int32)
+        tokens = np.full((len(prompts), prompt_capacity), request.pad, np.int32)
         for row, ids in zip(tokens, prompts, strict=True):
             row[: len(ids)] = ids
         logits, cache = prefill(
             weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in prompts], np.int32),
-            np.int32(longest), self._seen(members, prompt_places), group=request.group, capacity=capacity,
+            np.int32(longest), self._seen(members, prompt_capacity), group=request.group, capacity=capacity,
             max_tokens=self._max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype,
             by_layer=weights.layers is not None, shards=weights.shards,
         )  # fmt: skip
-        state, drawing = begun(cache, members.reshape(-1) >= 0, capacity, logps=request.logps), self._drawing(members)
+        state, drawing = (
+            initial_state(cache, members.reshape(-1) >= 0, capacity, logps=request.logps),
+            self._drawing(members),
+        )
         return first_tokens(logits, state, self._stops, noise, drawing, shards=weights.shards)
 
-    def _seen(self, members: np.ndarray, prompt_places: int) -> PromptImages:
+    def _seen(self, members: np.ndarray, prompt_capacity: int) -> PromptImages:
         """The images of these members' prompts."""
         texts = self._request.images
         if texts is None:
             return TEXT_ALONE
-        return prompt_images([texts[row // self._request.group] for row in members[:, 0]], prompt_places, self._shards)
+        return prompt_images(
+            [texts[row // self._request.group] for row in members[:, 0]], prompt_capacity, self._shards
+        )
 
     def _longest(self, members: np.ndarray) -> int:
         """Tokens of the longest of these prompts."""
@@ -193,10 +198,10 @@ class _Generation:
     def _advanced(self, state: Decoding, alive: np.ndarray, count: int) -> tuple[Decoding, Status]:
         weights, noise = self._weights, self._noise(count, alive)
         first, longest = self._used, self._slots.longest(count)
-        state, most = self._at_turn(state, longest)
+        state, most = self._switch_rope(state, longest)
         steps = min(self._steps - first, most)
         if self._slots.drawn(count)[alive].max() + steps > state.capacity < self._request.max_new_tokens:
-            state = grown(state, capacity=places(state.capacity + 1))
+            state = grow(state, capacity=cache_capacity(state.capacity + 1))
         drawing = self._drawing(self._slots.members)
         state, status = next_tokens(
             weights.graph, weights.arrays, weights.layers, state, self._stops, noise, drawing, np.int32(first),
@@ -206,17 +211,17 @@ class _Generation:
         self._used = first + steps
         return state, status
 
-    def _at_turn(self, state: Decoding, longest: int) -> tuple[Decoding, int]:
-        """The state for a step whose longest text has `longest` tokens, and for how many steps it is valid.
+    def _switch_rope(self, state: Decoding, longest: int) -> tuple[Decoding, int]:
+        """The state for a step whose longest text has `longest` tokens, and the number of steps for which it is valid.
 
         LongRoPE changes the rotation of all tokens once a text exceeds a certain length; the cache is then recomputed.
         """
-        if self._turn is None:
+        if self._switch_length is None:
             return state, self._steps
-        if self._turned != (longest > self._turn):
-            self._turned = not self._turned
-            weights, places = self._weights, self._prompt_places
-            texts = np.zeros((len(state.tokens), places + state.capacity), np.int32)
+        if self._switched != (longest > self._switch_length):
+            self._switched = not self._switched
+            weights, prompt_capacity = self._weights, self._prompt_capacity
+            texts = np.zeros((len(state.tokens), prompt_capacity + state.capacity), np.int32)
             prompts, completions = self._slots.prompts(self._slots.rows[:, None]), fetched(state.in_order())
             for row, prompt, own in zip(texts, prompts, completions, strict=True):
                 row[: len(prompt)] = prompt
@@ -225,10 +230,11 @@ class _Generation:
                 weights.graph, weights.arrays, state, texts, np.int32(longest), max_tokens=self._max_tokens,
                 dtype=weights.dtype, by_layer=weights.layers is not None, shards=weights.shards,
             )  # fmt: skip
-        return state, self._steps if self._turned else self._turn + 1 - longest
+        return state, self._steps if self._switched else self._switch_length + 1 - longest
 
     def _alive(self, state: Decoding, status: Status) -> np.ndarray:
-        """Which completions continue, bool `[P' x G']`, according to the program and the watch."""
+        """Which completions continue, bool `[P' x G']`, according to the compiled program, the stop rule and the
+        watch."""
         alive = np.asarray(status.alive)
         if self._request.stop is not None:
             alive = self._slots.stopped(state, alive, self._request.stop)
@@ -241,7 +247,7 @@ class _Generation:
     def _refilled(self, state: Decoding, alive: np.ndarray) -> tuple[Decoding, np.ndarray]:
         """Move waiting prompts into free slots once enough are free; returns the state and which completions continue.
 
-        Only between noise chunks, because a chunk holds the numbers of the rows that it started with.
+        Only between noise chunks, because a chunk is drawn for the rows at its start.
         """
         slots = self._slots
         together = max(1, slots.each // _PARTS)  # per shard
@@ -260,9 +266,9 @@ class _Generation:
         longest = self._slots.longest(int(state.count) - 1)
         first, _ = self._first(fresh, longest, power_of_two(max(32, self._longest(fresh))), 1, noise)
         longest = self._longest(self._slots.members)
-        if not self._prompt_places // 2 < longest <= self._prompt_places:
-            self._prompt_places = power_of_two(max(32, longest))
-            state = with_prompt_places(state, count=self._prompt_places)
+        if not self._prompt_capacity // 2 < longest <= self._prompt_capacity:
+            self._prompt_capacity = power_of_two(max(32, longest))
+            state = with_prompt_capacity(state, count=self._prompt_capacity)
         return refilled(state, at, first, shards=self._weights.shards)
 
     def _compacted(self, state: Decoding, alive: np.ndarray) -> tuple[Decoding, np.ndarray]:
@@ -285,7 +291,7 @@ class Slots:
     Args:
         count: number of slots; rounded up to a multiple of `shards`.
         done: receives completions that have ended.
-        shards: number of devices that the slots are divided over, in equal runs.
+        shards: number of devices that the slots are sharded over, in equal contiguous runs.
 
     Attributes:
         members: rows of the request, `[P, G]`; -1 for padding.
@@ -355,7 +361,7 @@ class Slots:
         return self._rows_of(prompts.reshape(-1)), slots.reshape(-1)
 
     def compact(self, state: Decoding, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Hand over and drop ended completions, if that at least halves the batch.
+        """Hand over and drop ended completions, if that at least halves the batch size.
 
         Returns:
             Arguments of `decode.selected`: prompts `[P']` of each shard, their members `[P', G']`, and which of these
@@ -433,7 +439,7 @@ def power_of_two(number: int) -> int:
 class Limit(NamedTuple):
     """Limits of a generation, for each device (or group of devices along `tensor`).
 
-    completions: the most that are generated at once; None for as many as `memory` allows.
+    completions: the most to generate at once; None for as many as `memory` allows.
     memory: free bytes; None if unknown, for no limit.
     """
 
@@ -441,7 +447,7 @@ class Limit(NamedTuple):
     memory: int | None = None
 
     def after_copies(self, weights: Weights, arrays: Mapping[str, Any]) -> Limit:
-        """The limit with the memory that is left by generation's own copies of a model's arrays. Both may be shapes."""
+        """The limit minus the memory of generation's own copies of a model's arrays. Both arguments may be shapes."""
         if self.memory is None:
             return self
         copied = [
@@ -456,7 +462,7 @@ NO_LIMIT = Limit()
 
 
 def device_bytes(arrays: Any) -> int:
-    """Bytes of arrays, or of their shapes, on one of the devices that they are divided over. Host arrays take none."""
+    """Bytes of arrays, or of their shapes, on one of the devices that they are sharded over. Host arrays count as 0."""
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
     shapes = [leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
     return sum(prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
@@ -466,7 +472,7 @@ class Queue(NamedTuple):
     """How completions are generated a few at a time.
 
     slots: prompts at once, on all devices.
-    parts: number of slots that the completions of a prompt are divided over.
+    parts: number of slots that the completions of a prompt are split over.
     """
 
     slots: int
@@ -483,12 +489,12 @@ class Lengths(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> Lengths:
         """The lengths of a request's longest prompt and of its longest possible completion."""
-        longest, new = padded_length(max(map(len, request.texts)), "auto"), places(request.max_new_tokens)
+        longest, new = padded_length(max(map(len, request.texts)), "auto"), cache_capacity(request.max_new_tokens)
         return cls(longest, new, longest + new)
 
 
 def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit) -> Queue | None:
-    """How to stay within the limit; None generates all completions at once.
+    """The queue with which a generation stays within the limit; None if all completions fit at once.
 
     Args:
         weights: may be shapes.
@@ -514,7 +520,7 @@ def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit
 def _slot_sizes(group: int, lengths: Lengths, most: int) -> list[int]:
     """Numbers of completions per slot to try, the best first.
 
-    Small slots are free again earlier, but each has a copy of the prompt.
+    Small slots become free earlier, but each has a copy of the prompt.
     """
     sizes = [size for size in range(1, group + 1) if group % size == 0 and size <= most]
     cheap = [size for size in sizes if lengths.prompt <= _COPIES * size * lengths.new]
@@ -523,8 +529,8 @@ def _slot_sizes(group: int, lengths: Lengths, most: int) -> list[int]:
 
 
 def cache_bytes(weights: Weights, prompts: int, group: int, lengths: Lengths) -> int:
-    """Bytes of the full cache of so many prompts with `group` completions each, on one device."""
-    first = min(lengths.new, FIRST_PLACES)
+    """Bytes of the full cache of this many prompts with `group` completions each, on one device."""
+    first = min(lengths.new, FIRST_CAPACITY)
     cache = full_cache(weights, (prompts, lengths.prompt), group, (first, lengths.new), lengths.max_tokens)
     tensor = 1 if weights.shards is None else weights.shards.mesh.shape.get(TENSOR, 1)
     return sum(_bytes(part, tensor) for part in cache.parts)
@@ -548,11 +554,11 @@ class Watch(Protocol):
 
 
 class StopRule(Protocol):
-    """Ends completions by what the host reads in them."""
+    """Ends completions by their tokens, on the host."""
 
     def __call__(self, prompt: np.ndarray, tokens: np.ndarray, first: int) -> int | None:
-        """The number of `tokens` after which a completion of `prompt` ends; None if it continues. Those before `first`
-        were checked."""
+        """The number of `tokens` after which a completion of `prompt` ends; None if it continues. Tokens before `first`
+        were already checked."""
 
 
 @dataclass(frozen=True)
@@ -566,11 +572,11 @@ class Request:
     max_new_tokens: maximum length of a completion.
     processors: logits processors, in order.
     width: left-padded length of the prompts as processors see them; None means the longest prompt.
-    temperature, logps: whether to record log-probabilities, of the logits divided by `temperature`.
+    temperature, logps: whether to record log-probabilities, and the temperature that divides their logits.
     virtual: virtual tokens before each prompt, which processors do not see.
-    images: of each prompt, if any has some; not with virtual tokens.
-    stop: ends completions besides `eos`. Each check by the host reads the new tokens; what was sampled after the end of
-        a completion is dropped.
+    images: of each prompt, if any prompt has images; not with virtual tokens.
+    stop: ends completions in addition to `eos`. Each check by the host passes it the new tokens; tokens after the end
+        of a completion are dropped.
     """
 
     prompts: list[np.ndarray]
@@ -582,7 +588,7 @@ class Request:
     width: int | None = None
     temperature: float = 1.0
     logps: bool = False
-    virtual: VirtualTokens = NONE
+    virtual: VirtualTokens = NO_VIRTUAL_TOKENS
     images: list[TextImages] | None = None
     stop: StopRule | None = None
 
@@ -596,7 +602,7 @@ class Request:
         return len(self.prompts) * self.group
 
     def in_parts(self, number: int) -> Request:
-        """The same rows, with each prompt repeated `number` times and its completions divided among the copies."""
+        """The same rows, with each prompt repeated `number` times and its completions split among the copies."""
         if number == 1:
             return self
         prompts = [ids for ids in self.prompts for _ in range(number)]
@@ -671,7 +677,7 @@ class Completions(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """Sampling inputs: the logits processors, and the prompts as these see them.
+    """Sampling inputs: the logits processors, and the prompts as the processors see them.
 
     processors: in order.
     prompt_ids: int32 `[B, W]`, left-padded; columns from `prompt_length` on are unused.
@@ -687,7 +693,7 @@ class Drawing(NamedTuple):
     temperature: jax.Array
 
     @classmethod
-    def places(cls, shards: Shards) -> Drawing:
+    def specs(cls, shards: Shards) -> Drawing:
         """Partition specs."""
         return cls(shards.whole, shards.rows, shards.whole, shards.rows, shards.whole)
 
@@ -705,7 +711,7 @@ class Status(NamedTuple):
 
     @classmethod
     def of(cls, state: Decoding, shards: Shards | None) -> Status:
-        return cls(state.count, of_all(shards, state.alive))
+        return cls(state.count, all_gather_rows(shards, state.alive))
 
 
 def _drawn(logits, state: Decoding, noise: Noise | None, step, drawing: Drawing):
@@ -737,16 +743,16 @@ def first_tokens(
         state = with_token(state, *_drawn(logits, state, noise, 0, drawing), stops)
         return state, Status.of(state, shards)
 
-    def places(own: Shards) -> tuple:
-        given = own.rows, Decoding.places(own), own.whole, *_drawn_by(own, noise)
-        return given, (Decoding.places(own), own.whole)
+    def specs(own: Shards) -> tuple:
+        given = own.rows, Decoding.specs(own), own.whole, *_drawn_by(own, noise)
+        return given, (Decoding.specs(own), own.whole)
 
-    return on_each(shards, of_shard, places)(logits, state, stops, noise, drawing)
+    return shard_mapped(shards, of_shard, specs)(logits, state, stops, noise, drawing)
 
 
 def _drawn_by(shards: Shards, noise: Noise | None) -> tuple:
     """Partition specs of noise and `Drawing`."""
-    return None if noise is None else noise.places(shards), Drawing.places(shards)
+    return None if noise is None else noise.specs(shards), Drawing.specs(shards)
 
 
 @partial(jax.jit, static_argnames=("graph", "dtype", "head_dtype", "max_tokens", "shards"), donate_argnames=("state",))
@@ -777,11 +783,11 @@ def next_tokens(
     """
     steps_of = _Steps(graph, dtype, head_dtype, max_tokens, shards)
 
-    def places(own: Shards) -> tuple:
-        given = own.params, own.whole, Decoding.places(own), own.whole, *_drawn_by(own, noise), *[own.whole] * 3
-        return given, (Decoding.places(own), own.whole)
+    def specs(own: Shards) -> tuple:
+        given = own.params, own.whole, Decoding.specs(own), own.whole, *_drawn_by(own, noise), *[own.whole] * 3
+        return given, (Decoding.specs(own), own.whole)
 
-    of_shard = on_each(shards, steps_of, places, parameters=True)
+    of_shard = shard_mapped(shards, steps_of, specs, parameters=True)
     return of_shard(arrays, layers, state, stops, noise, drawing, first, steps, longest)
 
 
@@ -796,26 +802,26 @@ class _Steps:
     shards: Shards | None
 
     def __call__(self, arrays, layers, state, stops, noise, drawing, first, steps, longest):
-        trunk, headed = trunk_of(merge(self.graph, arrays)), with_head_in(self.graph, arrays, self.head_dtype)
+        trunk, headed = trunk_of(merge(self.graph, arrays)), model_with_cast_head(self.graph, arrays, self.head_dtype)
         options = {"layers": layers, "dtype": self.dtype, "max_tokens": self.max_tokens}
 
         def angles(state: Decoding, number: jax.Array) -> dict[str, jax.Array]:
             return trunk.angles(_positions(state), longest + number)
 
-        def forward(state: Decoding, number: jax.Array, turned: dict[str, jax.Array]) -> tuple[jax.Array, list[Kept]]:
+        def forward(state: Decoding, number: jax.Array, rotation: dict[str, jax.Array]) -> tuple[jax.Array, list[Kept]]:
             tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
-            inputs = options | {"cache": state.cache, "angles": turned}
+            inputs = options | {"cache": state.cache, "angles": rotation}
             hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **inputs)
             logits = headed.outputs(hidden.astype(self.dtype), None, self.head_dtype, None, 1.0)
             return logits.astype(jnp.float32), new
 
         def step(carry):
-            number, state, turned, _ = carry
-            logits, new = forward(state, number, turned)
+            number, state, rotation, _ = carry
+            logits, new = forward(state, number, rotation)
             ids, logps = _drawn(logits, state, noise, first + number, drawing)
             state = with_token(state._replace(cache=state.cache.appended(new, after=ids)), ids, logps, stops)
-            # Compute the angles for the next step here: used in the same step, XLA would recompute them in every layer
-            # and head.
+            # Compute the angles for the next step here: if they were used in the same step, XLA would recompute them in
+            # every layer and head.
             return number + 1, state, angles(state, number + 1), self._lives(state)
 
         def goes_on(carry):
@@ -828,10 +834,10 @@ class _Steps:
 
     def _lives(self, state: Decoding) -> jax.Array:
         """Whether any completion continues. All shards run the same number of steps because each step communicates."""
-        return anywhere(self.shards, jnp.any(state.alive))
+        return any_shard(self.shards, jnp.any(state.alive))
 
 
 def _positions(state: Decoding) -> jax.Array:
     """Positions of the next tokens, int32 `[B, 1]`."""
-    positions_P = state.cache.places.next_positions
+    positions_P = state.cache.fill.next_positions
     return jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]

@@ -4,10 +4,10 @@ A token is sampled as in torch.multinomial: each id gets an exponential random n
 p / q wins. q comes from one of two sources, which the decode loop treats alike:
 
 - TorchNoise, the stream of torch's CPU generator: gives the tokens that transformers samples from the same seed. Each
-  step takes 2 * rows * V words of the stream, including rows that have ended. Step s of row r has the same
-  words whether all rows are generated at once (`PrefetchedWords`) or some of them later (`RowWords`).
-- KeyedNoise, JAX's generator with a key per row and position: a row's tokens do not depend on the rest of the batch, on
-  the devices or on the order of completion.
+  step consumes 2 * rows * V words of the stream, including rows that have ended. Step s of row r gets the same words
+  whether all rows are generated at once (`PrefetchedWords`) or some of them later (`RowWords`).
+- KeyedNoise, JAX's generator with a key per row and position: a row's tokens do not depend on the rest of the batch,
+  the devices, or the order in which rows end.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.generation.decode import Shards
 
 _LOW_21 = np.uint32(2**21 - 1)
-_CHUNK_BYTES = 2**27  # of words for the steps of a chunk
-_STATE_BYTES, _MOST_STATES_BYTES = 2500, 2**28  # of one state of torch's generator, and of all that a generation keeps
+_CHUNK_BYTES = 2**27  # maximum bytes of the words of a chunk
+_STATE_BYTES, _MOST_STATES_BYTES = 2500, 2**28  # of one state of torch's generator, and limit for all
 
 
 class Noise(Protocol):
     """Random numbers for a chunk of steps: a pytree that is passed to jitted code."""
 
-    def places(self, shards: Shards) -> Noise:
+    def specs(self, shards: Shards) -> Noise:
         """Partition specs."""
 
     def exponentials(self, step: jax.Array | int, vocabulary: int) -> jax.Array:
-        """q of one step, float32 `[R, V]`, at least 0. `step` counts from the chunk's first and may be traced."""
+        """q of one step, float32 `[R, V]`, at least 0. `step` is relative to the chunk's start and may be traced."""
 
 
 class TorchNoise(NamedTuple):
@@ -44,7 +44,7 @@ class TorchNoise(NamedTuple):
 
     words: jax.Array | np.ndarray
 
-    def places(self, shards: Shards) -> TorchNoise:
+    def specs(self, shards: Shards) -> TorchNoise:
         return TorchNoise(PartitionSpec(None, *shards.rows))
 
     def exponentials(self, step: jax.Array | int, vocabulary: int) -> jax.Array:
@@ -64,7 +64,7 @@ class KeyedNoise(NamedTuple):
     rows: jax.Array
     positions: jax.Array
 
-    def places(self, shards: Shards) -> KeyedNoise:
+    def specs(self, shards: Shards) -> KeyedNoise:
         return KeyedNoise(shards.whole, shards.rows, shards.rows)
 
     def exponentials(self, step: jax.Array | int, vocabulary: int) -> jax.Array:
@@ -119,7 +119,7 @@ class NoiseSource(Protocol):
         """The next chunk for `rows`, int `[R]`, which have `drawn` tokens each, int `[R]`. Row -1 needs no numbers."""
 
     def close(self, steps: int) -> None:
-        """Finish after `steps` steps whose numbers were used."""
+        """Finish a generation that used the numbers of `steps` steps."""
 
 
 class QueueSource(NoiseSource, Protocol):
@@ -205,8 +205,8 @@ class RowWords:
     def __init__(self, generator: TorchGenerator, *, rows: int, vocabulary: int, steps: int, max_steps: int):
         self._generator, self._again = generator, TorchGenerator(0)
         self._rows, self._vocabulary, self._steps, self._max_steps = rows, vocabulary, steps, max_steps
-        self._block = -(-rows * max_steps * _STATE_BYTES // _MOST_STATES_BYTES)  # rows from one state to the next
-        self._states: list[list[GeneratorState]] = []  # of the blocks of each step that was read
+        self._block = -(-rows * max_steps * _STATE_BYTES // _MOST_STATES_BYTES)  # rows between two saved states
+        self._states: list[list[GeneratorState]] = []  # for each step that was read, the state at each block
 
     def noise(self, rows: np.ndarray, drawn: np.ndarray) -> TorchNoise:
         """The next chunk for `rows`, int `[R]`, which have `drawn` tokens each, int `[R]`. Row -1 gets zeros."""
@@ -243,7 +243,7 @@ class RowWords:
                 pass
 
     def _words(self, step: int, wanted: Collection[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The words `[rows, V, 2]` of the wanted blocks of a step, which was read before or is the next to be read."""
+        """The words `[rows, V, 2]` of the wanted blocks of a step that was read before or is the next to be read."""
         if step < len(self._states):
             for block in wanted:
                 self._again.restore(self._states[step][block])

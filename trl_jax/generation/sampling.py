@@ -75,7 +75,8 @@ def sampling_processors(options: Options, least: int = 1) -> dict[str, Processor
     """Processors that only apply to sampling, by field, in transformers' order.
 
     Args:
-        least: how many of the likeliest ids each of them keeps, for beams. Not with `top_h` and `typical_p`.
+        least: how many of the likeliest ids each processor keeps at least, for beam search. Not for `top_h` and
+            `typical_p`.
     """
     built = {name: build(vars(options)[name]) for name, build in _SAMPLING.items() if vars(options)[name] is not None}
     built = {name: processor for name, processor in built.items() if processor is not None}
@@ -243,7 +244,7 @@ _SAMPLING: dict[str, Callable[[Any], Processor | None]] = {
 _TOP_H_IDS = 100  # number of ids that TopH considers, as in transformers
 
 
-def keep(kept_RV: jax.Array, scores_RV: jax.Array) -> jax.Array:
+def mask_scores(kept_RV: jax.Array, scores_RV: jax.Array) -> jax.Array:
     """Set the scores of ids that are not kept to -inf."""
     return jnp.where(kept_RV, scores_RV, -jnp.inf)
 
@@ -290,12 +291,12 @@ class TopH(NamedTuple):
     top_h: Number
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
-        first_RV = leading(-scores_RV, jnp.ones_like(scores_RV), _TOP_H_IDS)
-        top_RV = keep(first_RV, scores_RV)
+        first_RV = leading_mask(-scores_RV, jnp.ones_like(scores_RV), _TOP_H_IDS)
+        top_RV = mask_scores(first_RV, scores_RV)
         p_RV = jax.nn.softmax(top_RV, axis=-1)
         terms_RV = jnp.where(p_RV > 0, -p_RV * jnp.log(p_RV), 0)
-        within_RV = leading(-top_RV, terms_RV, entropy(top_RV) * self.top_h) & (p_RV > 0)
-        return keep(within_RV | is_first_largest(scores_RV), scores_RV)
+        within_RV = leading_mask(-top_RV, terms_RV, entropy(top_RV) * self.top_h) & (p_RV > 0)
+        return mask_scores(within_RV | is_first_largest(scores_RV), scores_RV)
 
 
 class TopK(NamedTuple):
@@ -304,7 +305,7 @@ class TopK(NamedTuple):
     top_k: Number
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
-        return keep(among_largest(scores_RV, self.top_k), scores_RV)
+        return mask_scores(among_largest(scores_RV, self.top_k), scores_RV)
 
 
 class TopP(NamedTuple):
@@ -316,14 +317,14 @@ class TopP(NamedTuple):
     tail: Number
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
-        removed_RV = leading(scores_RV, jax.nn.softmax(scores_RV, axis=-1), self.tail)
+        removed_RV = leading_mask(scores_RV, jax.nn.softmax(scores_RV, axis=-1), self.tail)
 
         def but_for_the_last():
             places, largest_R1 = jnp.arange(scores_RV.shape[-1]), scores_RV.max(axis=-1, keepdims=True)
             last_R1 = jnp.where(scores_RV >= largest_R1, places, -1).max(axis=-1, keepdims=True)
             return removed_RV & (places != last_R1)
 
-        return keep(~jax.lax.cond(self.tail > 0.99, but_for_the_last, lambda: removed_RV), scores_RV)
+        return mask_scores(~jax.lax.cond(self.tail > 0.99, but_for_the_last, lambda: removed_RV), scores_RV)
 
 
 class MinP(NamedTuple):
@@ -333,7 +334,7 @@ class MinP(NamedTuple):
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         p_RV = jax.nn.softmax(scores_RV, axis=-1)
-        return keep(p_RV >= self.min_p * p_RV.max(axis=-1, keepdims=True), scores_RV)
+        return mask_scores(p_RV >= self.min_p * p_RV.max(axis=-1, keepdims=True), scores_RV)
 
 
 class TypicalP(NamedTuple):
@@ -347,7 +348,7 @@ class TypicalP(NamedTuple):
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         logp_RV = jax.nn.log_softmax(scores_RV, axis=-1)
         distance_RV = jnp.abs(-logp_RV - entropy(scores_RV))
-        return keep(until(distance_RV, jax.nn.softmax(scores_RV, axis=-1), self.typical_p), scores_RV)
+        return mask_scores(until_mask(distance_RV, jax.nn.softmax(scores_RV, axis=-1), self.typical_p), scores_RV)
 
 
 class EpsilonCutoff(NamedTuple):
@@ -373,7 +374,7 @@ class EtaCutoff(NamedTuple):
 
 def _cut(scores_RV: jax.Array, least: jax.Array) -> jax.Array:
     likely_RV = jax.nn.softmax(scores_RV, axis=-1) >= least
-    return keep(likely_RV | (scores_RV >= scores_RV.max(axis=-1, keepdims=True)), scores_RV)
+    return mask_scores(likely_RV | (scores_RV >= scores_RV.max(axis=-1, keepdims=True)), scores_RV)
 
 
 class Renormalize(NamedTuple):
@@ -467,15 +468,15 @@ def process(processors: Sequence[Processor], history: History, scores_RV: jax.Ar
     return scores_RV
 
 
-def named(ids: jax.Array, vocabulary: int) -> jax.Array:
+def ids_mask(ids: jax.Array, vocabulary: int) -> jax.Array:
     """Mask of the given ids: bool `[V]`; ids outside the vocabulary are ignored."""
     ids = jnp.where(ids < 0, vocabulary, ids)
     return jnp.zeros(vocabulary, jnp.bool_).at[ids].set(True, mode="drop")
 
 
-def seen(ids_RT: jax.Array, counts_RT: jax.Array, vocabulary: int) -> jax.Array:
-    """Mask of the ids that occur in each row where `counts_RT`: bool `[R, V]`; ids outside the vocabulary are
-    ignored."""
+def seen_mask(ids_RT: jax.Array, counts_RT: jax.Array, vocabulary: int) -> jax.Array:
+    """Mask of the ids that occur in each row at positions where `counts_RT` is True: bool `[R, V]`; ids outside the
+    vocabulary are ignored."""
     ids_RT = jnp.where(counts_RT & (ids_RT >= 0), ids_RT, vocabulary)
     rows_R1 = jnp.arange(ids_RT.shape[0])[:, None]
     return jnp.zeros((ids_RT.shape[0], vocabulary), jnp.bool_).at[rows_R1, ids_RT].set(True, mode="drop")
@@ -514,7 +515,7 @@ class SequenceBias(NamedTuple):
 class RepetitionPenalty(NamedTuple):
     """Divides positive scores of ids that already occur by `penalty`, and multiplies negative ones by it.
 
-    The prompt counts, its padding does not. Keskar et al. 2019, arXiv:1909.05858.
+    Tokens of the prompt are included, its padding is not. Keskar et al. 2019, arXiv:1909.05858.
     """
 
     penalty: Number
@@ -539,14 +540,14 @@ class PromptRepetitionPenalty(NamedTuple):
 def _penalized(history: History, counts_RT: jax.Array, penalty: Number, scores_RV: jax.Array) -> jax.Array:
     counts_RT = jnp.broadcast_to(counts_RT, history.ids.shape)
     penalized_RV = jnp.where(scores_RV < 0, scores_RV * penalty, scores_RV / penalty)
-    return jnp.where(seen(history.ids, counts_RT, scores_RV.shape[-1]), penalized_RV, scores_RV)
+    return jnp.where(seen_mask(history.ids, counts_RT, scores_RV.shape[-1]), penalized_RV, scores_RV)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("size", "of_prompt"))
 @dataclasses.dataclass(frozen=True)
 class NoRepeatNGram:
     """Removes ids that would complete an n-gram of `size` tokens that already occurs in the row, or in its prompt if
-    `of_prompt`; padding counts. Both fields are static."""
+    `of_prompt`; padding is included. Both fields are static."""
 
     size: int
     of_prompt: bool = False
@@ -561,7 +562,7 @@ class NoRepeatNGram:
         suffix_RB = history.last(before)
         for i in range(before):
             begun_RN &= ids_RT[:, i : ids_RT.shape[1] - before + i] == suffix_RB[:, i, None]
-        return jnp.where(seen(ids_RT[:, before:], begun_RN, scores_RV.shape[-1]), -jnp.inf, scores_RV)
+        return jnp.where(seen_mask(ids_RT[:, before:], begun_RN, scores_RV.shape[-1]), -jnp.inf, scores_RV)
 
 
 class MinLength(NamedTuple):
@@ -571,7 +572,7 @@ class MinLength(NamedTuple):
     eos: jax.Array
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
-        removed_RV = (history.lengths < self.length) & named(self.eos, scores_RV.shape[-1])
+        removed_RV = (history.lengths < self.length) & ids_mask(self.eos, scores_RV.shape[-1])
         return jnp.where(removed_RV, -jnp.inf, scores_RV)
 
 
@@ -582,7 +583,7 @@ class MinNewTokens(NamedTuple):
     eos: jax.Array
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
-        removed_RV = (history.new < self.count) & named(self.eos, scores_RV.shape[-1])
+        removed_RV = (history.new < self.count) & ids_mask(self.eos, scores_RV.shape[-1])
         return jnp.where(removed_RV, -jnp.inf, scores_RV)
 
 
@@ -593,7 +594,7 @@ class ForcedTokens(NamedTuple):
     ids: jax.Array
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
-        forced_V = jnp.where(named(self.ids, scores_RV.shape[-1]), 0.0, -jnp.inf)
+        forced_V = jnp.where(ids_mask(self.ids, scores_RV.shape[-1]), 0.0, -jnp.inf)
         return jnp.where(history.lengths == self.length, forced_V, scores_RV)
 
 
@@ -616,7 +617,7 @@ class ExponentialDecay(NamedTuple):
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         behind = history.new - self.start
         growth = jnp.expm1(behind * self.log_factor)
-        raised_RV = (behind > 0) & named(self.eos, scores_RV.shape[-1]) & jnp.isfinite(scores_RV)
+        raised_RV = (behind > 0) & ids_mask(self.eos, scores_RV.shape[-1]) & jnp.isfinite(scores_RV)
         return scores_RV + jnp.where(raised_RV, jnp.abs(scores_RV) * growth, 0.0)
 
 
@@ -626,7 +627,7 @@ class SuppressTokens(NamedTuple):
     ids: jax.Array
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
-        return jnp.where(named(self.ids, scores_RV.shape[-1]), -jnp.inf, scores_RV)
+        return jnp.where(ids_mask(self.ids, scores_RV.shape[-1]), -jnp.inf, scores_RV)
 
 
 class SuppressTokensAtBegin(NamedTuple):
@@ -637,7 +638,7 @@ class SuppressTokensAtBegin(NamedTuple):
 
     def __call__(self, history: History, scores_RV: jax.Array) -> jax.Array:
         begin = jnp.where((history.lengths - history.new <= 1) & self.after_bos, 1, 0)
-        removed_RV = (history.new == begin) & named(self.ids, scores_RV.shape[-1])
+        removed_RV = (history.new == begin) & ids_mask(self.ids, scores_RV.shape[-1])
         return jnp.where(removed_RV, -jnp.inf, scores_RV)
 
 
@@ -703,7 +704,7 @@ def among_largest(x_RV: jax.Array, k: jax.Array | int) -> jax.Array:
     return keys_RV >= _of_blocks(kth, tops_RB >= least_R1, (keys_RV, _LEAST))
 
 
-def leading(order_RV: jax.Array, weights_RV: jax.Array, limit: jax.Array | float) -> jax.Array:
+def leading_mask(order_RV: jax.Array, weights_RV: jax.Array, limit: jax.Array | float) -> jax.Array:
     """Mask of the leading ids whose cumulative weight is at most `limit`: bool `[R, V]`.
 
     Args:
@@ -722,7 +723,7 @@ def leading(order_RV: jax.Array, weights_RV: jax.Array, limit: jax.Array | float
     return jax.lax.cond(jnp.any(equals_R1 > 1), some_of_equals, lambda: keys_RV < t_R1)
 
 
-def until(order_RV: jax.Array, weights_RV: jax.Array, mass: jax.Array | float) -> jax.Array:
+def until_mask(order_RV: jax.Array, weights_RV: jax.Array, mass: jax.Array | float) -> jax.Array:
     """Mask of the shortest run of leading ids, ascending by `order_RV`, with total weight at least `mass`: bool
     `[R, V]`.
 
@@ -748,8 +749,8 @@ def _where_weights_reach(
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest key of each row for which the monotone predicate `holds`, int32 `[R, 1]`; it holds for the least
-    key."""
+    """The largest key of each row for which the monotone predicate `holds`, int32 `[R, 1]`; it must hold for the
+    smallest key."""
 
     def key_of(place_R1):
         return jax.lax.bitcast_convert_type(place_R1 ^ _SIGN, jnp.int32)
@@ -779,7 +780,7 @@ def _blocks(x_RV: jax.Array, fill: int) -> jax.Array:
 
 
 def _of_blocks(search: Callable[..., Any], wanted_RB: jax.Array, *arrays: tuple[jax.Array, int]) -> Any:
-    """Run `search` on arrays `[R, V]` of which only the wanted blocks matter; each comes with its fill value."""
+    """Run `search` on arrays `[R, V]`, each with its fill value, of which only the wanted blocks matter."""
     rows, count = wanted_RB.shape
     most = count // _FEW
 

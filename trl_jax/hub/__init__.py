@@ -1,1 +1,1 @@
-"""The only room that knows Hugging Face's formats: config.json, safetensors, and which name on disk is which array."""
+"""Hugging Face formats: config.json, safetensors and the names of tensors on disk. No other package knows them."""

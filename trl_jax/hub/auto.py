@@ -16,14 +16,14 @@ from flax import nnx
 from trl_jax.config.devices import mesh_axis_sizes, parse_mesh_shape
 from trl_jax.core.text import api_boundary
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.hub.checkpoint import Placement, Source, resized_config, tables_of_tokens
+from trl_jax.hub.checkpoint import ShardingRule, Source, resized_config, tables_of_tokens
 from trl_jax.hub.config import (
-    PASSED_OVER,
+    IGNORED_IF_UNKNOWN,
     NativeConfig,
     checked_arguments,
     native_config,
-    not_taken,
     transformers_config,
+    unknown_arguments_error,
     with_values,
 )
 from trl_jax.hub.config_reader import read_config
@@ -36,7 +36,7 @@ from trl_jax.hub.peft import adapt, outline_adapted
 from trl_jax.hub.peft_adapters import tokens_of
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import CONFIG as ADAPTER
-from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, positions_beside, read_adapter_config
+from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, positions_left, read_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization, formats, halves
 from trl_jax.hub.tensor_map import make_tensor_map
@@ -141,7 +141,8 @@ class AutoModelForSequenceClassification:
                 rms_norm_eps=1e-5.
 
         Raises:
-            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message
+                names it.
         """
         kwargs |= {"num_labels": num_labels, "dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "score", seed, **kwargs)
@@ -177,7 +178,8 @@ class AutoModelForCausalLM:
             **kwargs: as in `AutoModelForSequenceClassification.from_pretrained`.
 
         Raises:
-            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message
+                names it.
         """
         kwargs |= {"dtype": dtype, "mesh_shape": mesh_shape}
         return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, text_class=True, **kwargs)
@@ -192,25 +194,26 @@ class AutoModelForCausalLM:
             dtype: dtype that the weights are saved in, as in `from_pretrained`; None uses the config's.
 
         Raises:
-            ValueError: names the unsupported model_type, key or value.
+            ValueError: the model_type, a key or a value is not supported; the message names it.
         """
         return new_model(config, "lm", seed, dtype)
 
 
 class AutoModelForImageTextToText:
     """Load a vision-language model by name or folder, with its vision tower, as transformers' class of the same name
-    does. `AutoModelForCausalLM` loads its text part alone."""
+    does. `AutoModelForCausalLM` only loads its text model."""
 
     @staticmethod
     @api_boundary
     def from_pretrained(
         pretrained_model_name_or_path: str | Path, *, dtype: Any = "auto", seed: int = 42, **kwargs: Any
     ) -> PreTrainedModel:
-        """Load a checkpoint of a model type whose images are computed (docs/pages/vision.md); arguments as of
+        """Load a checkpoint of a model type for which images are supported (docs/pages/vision.md). Arguments are as in
         `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
-            ValueError, TypeError: names the invalid argument, or what is wrong with the checkpoint.
+            ValueError, TypeError: an argument is invalid, or something is wrong with the checkpoint; the message
+                names it.
         """
         return _from_pretrained(str(pretrained_model_name_or_path), "lm", seed, images=True, dtype=dtype, **kwargs)
 
@@ -221,7 +224,8 @@ class AutoModelForImageTextToText:
 
 
 class _WholeModel(AutoModelForCausalLM):
-    """The classes of transformers that have a vision tower, by name; a trainer computes it if there are images."""
+    """Base of the classes named like transformers' ...ForConditionalGeneration. A trainer computes the vision tower if
+    there are images."""
 
     @staticmethod
     @api_boundary
@@ -242,11 +246,11 @@ def _from_pretrained(
     mesh_shape: str | Mapping[str, int] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a checkpoint for a script.
+    """Load a checkpoint for user code.
 
     Args:
-        images: with its vision tower.
-        text_class: by AutoModelForCausalLM, for which transformers may have a class of the text alone.
+        images: whether to load the vision tower.
+        text_class: whether AutoModelForCausalLM was called, for which transformers may have a class without vision.
     """
     plan = sharding_plan(mesh_shape)
     checkpoint = find_checkpoint(name, head=head, **kwargs)
@@ -256,14 +260,14 @@ def _from_pretrained(
     quantization = None if quantization_config is None else as_quantization(quantization_config)
     if quantization is not None:
         checkpoint = replace(checkpoint, quantization=quantization)
-    model = checkpoint.load(seed, place=checkpoint.placement(plan), as_stored=quantization is not None)
+    model = checkpoint.load(seed, sharding_of=checkpoint.sharding_rule(plan), as_stored=quantization is not None)
     if text_class and checkpoint.native is not None and checkpoint.native.family.has_text_class:
         model.accepts_loss_kwargs = True
     return model
 
 
 def _same_architecture(config: Any, checkpoint: Checkpoint) -> Any:
-    """Return the `config` that a script passed for a checkpoint, after checking that it has the same architecture.
+    """Return the `config` that was passed for a checkpoint, after checking that it has the same architecture.
 
     Raises:
         ValueError: the config would change how the checkpoint is computed.
@@ -313,7 +317,8 @@ class Checkpoint:
         vocab_size, max_positions: as in PreTrainedModel. If `vocab_size` differs from the files, the model is resized
             before it gets an adapter.
         adapter, lora: folder and config of an adapter saved for this model.
-        quantization: quantization that an already loaded model uses; its files hold the dequantized floats.
+        quantization: how frozen weights are quantized. The files of a quantized torch model hold its dequantized
+            weights.
     """
 
     name: str
@@ -333,7 +338,7 @@ class Checkpoint:
         """The same checkpoint with its vision tower, which is otherwise left out.
 
         Raises:
-            ValueError: it has none, or images of its model type are not supported.
+            ValueError: the model has none, or images of its model type are not supported.
         """
         if "vision_config" not in self.config.to_dict():
             raise ValueError(f"{self.name}: model_type {self.config.model_type!r} has no vision tower.")
@@ -350,18 +355,18 @@ class Checkpoint:
         self,
         seed: int,
         quantization: BitsAndBytesConfig | None = None,
-        place: Placement | None = None,
+        sharding_of: ShardingRule | None = None,
         *,
         as_stored: bool = False,
     ) -> PreTrainedModel:
-        """Load the model. `seed` initializes the head if the checkpoint has none; `place` and `as_stored` are as in
-        `checkpoint.load`, and `as_stored` only applies to native models.
+        """Load the model. `seed` initializes the head if the checkpoint has none; `sharding_of` and `as_stored` are as
+        in `checkpoint.load`, and `as_stored` only applies to native models.
 
         Raises:
             ValueError: quantization was requested for weights that are trained.
         """
         if self.adapter is not None:
-            return self.load_adapted(self.lora, seed, self.adapter, quantization, place)
+            return self.load_adapted(self.lora, seed, self.adapter, quantization, sharding_of)
         frozen = self.quantization if as_stored else None  # as_stored: the model is not trained
         _check_not_quantized(quantization or (None if as_stored else self.quantization))
         if self.repository is not None:
@@ -374,12 +379,12 @@ class Checkpoint:
             params, backend, config = load_exported(self.folder, **options)
         else:
             quantized = None if frozen is None else formats(frozen, None, self.native)
-            options = {"seed": seed, "place": place, "as_stored": as_stored, "formats": quantized}
+            options = {"seed": seed, "sharding_of": sharding_of, "as_stored": as_stored, "formats": quantized}
             params, backend = load_native(self.native, dtype=self.dtype, **options)
         return PreTrainedModel(params, backend, config, self.folder, self.name)
 
-    def placement(self, plan: ShardingPlan | None) -> Placement | None:
-        """Where `plan` places the parameters; None means on one device.
+    def sharding_rule(self, plan: ShardingPlan | None) -> ShardingRule | None:
+        """How `plan` shards the parameters; None means one device.
 
         Raises:
             ValueError: the model runs as an exported program, or the plan cannot split its attention heads.
@@ -392,7 +397,7 @@ class Checkpoint:
                 "sharded outside of a trainer. Leave mesh_shape out."
             )
         check_heads(plan, heads_of(self.native), self.name)
-        return plan.place
+        return plan.sharding_of
 
     def outline(
         self, lora: AdapterConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
@@ -441,20 +446,21 @@ class Checkpoint:
         seed: int,
         adapter: Path | None = None,
         quantization: BitsAndBytesConfig | None = None,
-        place: Placement | None = None,
+        sharding_of: ShardingRule | None = None,
     ) -> PreTrainedModel:
-        """The model with a new adapter, or with the one saved in `folder`. The base weights keep their stored dtype or
-        are quantized.
+        """The model with a new adapter, or with the one saved in the folder `adapter`. The base weights keep their
+        stored dtype or are quantized.
 
         Raises:
             ValueError: the model runs as an exported program, or the adapter does not fit it.
         """
         if self.native is None:
-            raise _no_adapters(self.name, self.config.model_type)
+            raise _no_adapters_error(self.name, self.config.model_type)
         if self.repository is not None:
             self.repository.fetch_weights()
-        generator, options = TorchGenerator(seed), self._frozen_options(lora, quantization, parts=place is not None)
-        arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, place=place, **options)
+        generator = TorchGenerator(seed)
+        options = self._frozen_options(lora, quantization, parts=sharding_of is not None)
+        arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, sharding_of=sharding_of, **options)
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name)
         if self.vocab_size != model.vocab_size:
             model.resize_token_embeddings(self.vocab_size)
@@ -471,8 +477,10 @@ def find_checkpoint(name: str, *, head: HeadName = "score", dtype: Any = "auto",
         return _find_adapted(folder, repository, head, dtype, fetch, values)
     raw, path = read_config(folder), folder / "config.json"
     exported = is_exported(raw, families(), path, head)
-    if exported and (unknown := values.keys() - PASSED_OVER):
-        raise not_taken(unknown, " for other models; this one runs as an exported program, which has fixed values")
+    if exported and (unknown := values.keys() - IGNORED_IF_UNKNOWN):
+        raise unknown_arguments_error(
+            unknown, " for other models; this one runs as an exported program, which has fixed values"
+        )
     raw = with_values(raw, values, path, head)
     if exported:
         config = transformers_config(raw, path, head)
@@ -492,7 +500,7 @@ def _check_not_quantized(quantization: BitsAndBytesConfig | None) -> None:
         )
 
 
-def _no_adapters(name: str, model_type: str) -> ValueError:
+def _no_adapters_error(name: str, model_type: str) -> ValueError:
     return ValueError(
         f"{name}: models of type {model_type!r} run as exported programs, which do not support adapters in this "
         "release of trl_jax. Train the whole model, or use a native model type (llama, qwen2, bert)."
@@ -505,7 +513,7 @@ def with_adapter(
     """A new model with a trainable adapter, either new or loaded from a folder. It shares the arrays of `model`, which
     is not changed."""
     if not isinstance(model.backend, NativeBackend):
-        raise _no_adapters(model.name_or_path, model.config.model_type)
+        raise _no_adapters_error(model.name_or_path, model.config.model_type)
     lora = replace(lora, base_model_name_or_path=lora.base_model_name_or_path or model.name_or_path)
     params, backend, frozen = adapt(model.backend, model.arrays, lora, seed, adapter)
     adapted = PreTrainedModel(params, backend, model.config, model.folder, model.name_or_path, frozen)
@@ -550,7 +558,7 @@ def _find_adapted(
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{folder / ADAPTER} is for base_model_name_or_path={base!r}. {error}") from error
     tokens = None if checkpoint.native is None else tokens_of(folder, checkpoint.native)
-    positions = positions_beside(checkpoint.max_positions, lora)
+    positions = positions_left(checkpoint.max_positions, lora)
     vocab_size = tokens or checkpoint.vocab_size
     return replace(checkpoint, adapter=folder, lora=lora, vocab_size=vocab_size, max_positions=positions)
 
@@ -561,10 +569,11 @@ def _find_adapted(
 def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None, *, images: bool = False) -> PreTrainedModel:
     """Build a model with new weights from a transformers config object or a dict like config.json.
 
-    Matrices and embeddings are normal with the config's `initializer_range`; norms and biases start as the identity.
+    Matrices and embeddings are drawn from a normal distribution with the config's `initializer_range`; norms start as
+    the identity, biases at zero.
 
     Raises:
-        ValueError: names the unsupported model_type, key or value.
+        ValueError: the model_type, a key or a value is not supported; the message names it.
     """
     raw = dict(config) if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     path = Path("config.json")
@@ -609,7 +618,7 @@ def _one_plus(arch: Any, path: tuple) -> bool:
     return kind.endswith("_one_plus")
 
 
-# Placement of models loaded outside of a trainer
+# Sharding of models loaded outside of a trainer
 
 
 def sharding_plan(mesh_shape: str | Mapping[str, int] | None) -> ShardingPlan | None:

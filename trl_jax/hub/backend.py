@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.core.outputs import NONE, VirtualTokens
+from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.checkpoint import Placement
+from trl_jax.hub.checkpoint import ShardingRule
 from trl_jax.hub.heads import HeadName
 
 Locations = dict[str, list[tuple[str, tuple[int, ...]]]]  # name in PyTorch -> (path of our array, index in it)
@@ -33,12 +33,12 @@ class Backend(abc.ABC):
         vocab_size: token ids are below this number.
         max_positions: longest supported text in tokens; None if there is no limit.
         embeddings: paths of the token and position embeddings.
-        tensors: path of a parameter -> a name of it on disk.
+        tensors: path of a parameter -> one of its names on disk.
         dtypes: tensor on disk -> dtype that it is saved in.
         undecayed: paths of parameters without weight decay that cannot be recognized by their names.
         decays_by_name: paths of norms that transformers recognizes by their names alone, so that some decay.
         buffers: paths of arrays that are saved but never trained.
-        infers_lengths: whether it finds the end of a row by its padding; without a pad id, the last token is the end.
+        infers_lengths: whether the end of a row is inferred from its padding; without a pad id, it is the last token.
         ignores_types: whether token_type_ids have no effect.
         takes_packed: whether several texts can be packed into a row without influencing each other.
         takes_stripes: whether the tokens of a text can be split over devices.
@@ -51,7 +51,7 @@ class Backend(abc.ABC):
         can_resize: whether the token embedding can be resized.
         batch_invariant: whether the output of a text is independent of the other rows in the batch.
         saves_in_background: whether `save` may run in a thread while the model trains.
-        can_freeze: whether a script may freeze parameters; with an adapter, the adapter's config decides that.
+        can_freeze: whether user code may freeze parameters; with an adapter, the adapter's config decides that.
         virtual: virtual tokens that an adapter puts before each text.
         heads: number of attention heads by kind, which the tensor axis of a mesh must divide; None if the model cannot
             be split along that axis.
@@ -83,7 +83,7 @@ class Backend(abc.ABC):
     takes_stripes: bool = False
     draws_experts: bool = False
     can_freeze: bool = True
-    virtual: VirtualTokens = NONE
+    virtual: VirtualTokens = NO_VIRTUAL_TOKENS
     heads: Mapping[str, int] | None
 
     @property
@@ -112,8 +112,8 @@ class Backend(abc.ABC):
         """Write config.json and safetensors that transformers loads. With `writes=False`, only read the parameters."""
 
     @abc.abstractmethod
-    def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
-        """Read the parameters that `save` wrote, placed on several devices if `place` is given."""
+    def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:
+        """Read the parameters that `save` wrote, sharded over several devices if `sharding_of` is given."""
 
     @abc.abstractmethod
     def resized(self, rows: int) -> Backend:
@@ -135,7 +135,7 @@ class Backend(abc.ABC):
         return (one for one in self.on_disk(arrays) if wanted is None or one[0] in wanted)
 
     def is_trained(self, name: str) -> bool:
-        """Whether a parameter, by its name in PyTorch, is trained unless a script freezes it."""
+        """Whether a parameter, by its name in PyTorch, is trained unless user code freezes it."""
         return True
 
     def torch_param_layout(self) -> TorchParamLayout:
@@ -163,7 +163,7 @@ class Backend(abc.ABC):
         return arrays[path]
 
 
-# Parameters that a script freezes with torch's flag, `requires_grad = False`
+# Parameters that user code freezes with torch's flag, `requires_grad = False`
 
 
 def trainable_masks(frozen: Collection[str], locations: Locations, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -207,8 +207,8 @@ def frozen_size(masks: Mapping[str, np.ndarray], params: Mapping[str, Any]) -> i
 
 
 def check_unfrozen(names: Collection[str]) -> None:
-    """Raise ValueError if parameters were unfrozen during a run: the optimizer has no state for them, or its step count
-    includes steps that they did not take part in."""
+    """Raise ValueError if parameters were unfrozen during training: the optimizer has no state for them, or its step
+    count includes steps that they did not take part in."""
     if names:
         raise ValueError(
             f"{sorted(names)[0]} was unfrozen during training ({len(names)} parameters in total). The optimizer only "

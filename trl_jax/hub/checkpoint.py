@@ -33,6 +33,8 @@ from trl_jax.mesh.mesh import owned
 from trl_jax.models.model import logical_axes
 from trl_jax.nn.linear import HALVES, Format
 
+logger = logging.getLogger(__name__)
+
 # Saving
 
 
@@ -85,10 +87,10 @@ def read_tensor(params: dict[str, jax.Array], entries: list[IndexedEntry]) -> np
     """One tensor as saved on disk, assembled from the arrays of its entries; float32."""
     entry, index = entries[0]
     if entry.tensor_slice is None:
-        return taken(params[entry.path], index)
+        return slice_on_host(params[entry.path], index)
     whole = np.empty(entry.shape_on_disk(params[entry.path].shape), np.float32)
     for entry, index in entries:
-        entry.put(taken(params[entry.path], index), whole)
+        entry.put(slice_on_host(params[entry.path], index), whole)
     return whole
 
 
@@ -130,8 +132,6 @@ def tables_of_tokens(params: Iterable[str]) -> list[str]:
 # Loading
 
 
-logger = logging.getLogger(__name__)
-
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
@@ -144,8 +144,8 @@ class Source:
     Attributes:
         shards: file name -> its tensors.
         dtypes: tensor -> dtype that it is saved in.
-        dtype: dtype of tensors that the files do not have; also saved in config.json.
-        carried: readers of the tensors that are saved unchanged.
+        dtype: dtype of tensors that the files lack; also saved in config.json.
+        carried: readers of tensors that the model does not use and that are saved unchanged.
         drawn: tensors that the checkpoint lacks and that were initialized.
         resized: whether the vocabulary was resized after loading.
     """
@@ -168,10 +168,9 @@ def load(
     as_stored: bool = False,
     formats: dict[str, Format] | None = None,
     bits: Collection[str] = (),
-    place: Placement | None = None,
+    sharding_of: ShardingRule | None = None,
 ) -> tuple[dict[str, jax.Array], Source]:
-    """Read the weights of a config.json, from a checkpoint with the wanted head, with another head, which is dropped,
-    or with no head.
+    """Read the weights of a checkpoint. A head other than the config's is dropped, and a missing head is initialized.
 
     Args:
         config: the parsed config. Its folder holds safetensors, single or sharded, or pytorch_model.bin if torch is
@@ -183,10 +182,10 @@ def load(
         as_stored: return arrays in that dtype instead of float32, for weights that are not trained.
         formats: paths of weights to quantize while reading; each is replaced by `<path>.codes` and so on.
         bits: paths of weights to keep as raw 16-bit values in `<path>.codes`, if they are stored in 16 bits.
-        place: a parameter's logical axes and shape -> its sharding, for several devices.
+        sharding_of: a parameter's logical axes and shape -> its sharding, for several devices.
 
     Raises:
-        FileNotFoundError, ValueError: names the file, tensor or key that is wrong.
+        FileNotFoundError, ValueError: a file, tensor or key is missing or wrong; the message names it.
         MemoryError: an array does not fit into host or device memory.
     """
     files = open_files(config.path.parent)
@@ -200,8 +199,8 @@ def load(
     missing = [draw for draw in config.draws() if draw.tensor in wanted]
     new = _draw(config, missing, table.tensor_map, shapes, seed)
     reader, params = ArrayReader(files, table.on_disk, dtype, config.family.in_float32), {}
-    axes = {} if place is None else logical_axes(config.model)
-    with text.naming(config.path.parent):
+    axes = {} if sharding_of is None else logical_axes(config.model)
+    with text.out_of_memory_names(config.path.parent):
         for entry in table.tensor_map:
             path, shape = entry.path, shapes[entry.path].shape
             if path in (formats or {}):
@@ -212,7 +211,7 @@ def load(
                 params[f"{path}.codes"] = reader.bits(entry, shape, reader.stored_dtype(entry))
             else:
                 stored = reader.stored_dtype(entry) if as_stored else jnp.float32
-                params[path] = reader.array(entry, shape, stored, place and place(axes[path], shape))
+                params[path] = reader.array(entry, shape, stored, sharding_of and sharding_of(axes[path], shape))
     return params, _source(config, reader, table, missing)
 
 
@@ -224,11 +223,11 @@ def outline(
     formats: dict[str, Format] | None = None,
     bits: Collection[str] = (),
 ) -> tuple[Shapes, Source]:
-    """What `load` would return, from a config.json alone, with shapes instead of arrays. Assumes that the checkpoint
+    """What `load` would return, with shapes instead of arrays, from config.json alone. Assumes that the checkpoint
     lacks the tensors that checkpoints of this architecture usually lack.
 
     Raises:
-        ValueError: arrays keep their stored dtype, but neither `dtype` nor config.json names it.
+        ValueError: `as_stored` needs the stored dtype, but neither `dtype` nor config.json names it.
     """
     _, shapes = config.abstract
     tensor_map = make_tensor_map(shapes, config.names)
@@ -275,8 +274,8 @@ def _draw(
     if missing:
         names, folder = ", ".join(_tensors(missing)), config.path.parent
         level = logging.INFO if config.head.kind == "score" else logging.WARNING
-        text = "%s has no %s: initialized from a normal distribution with seed %d."
-        logger.log(level, text, folder, names, generator.seed)
+        message = "%s has no %s: initialized from a normal distribution with seed %d."
+        logger.log(level, message, folder, names, generator.seed)
     return new
 
 
@@ -310,8 +309,13 @@ _OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNor
 
 
 class Matched(NamedTuple):
-    """The tensor map of a checkpoint; full name of a tensor -> its name on disk; and whether the files have a separate
-    head although config.json says that it is tied to the embedding."""
+    """The result of `match`.
+
+    Attributes:
+        tensor_map: the tensor map for these files.
+        on_disk: full name of a tensor -> its name on disk.
+        has_own_head: whether the files have a separate head although config.json says that it is tied to the embedding.
+    """
 
     tensor_map: list[TensorEntry]
     on_disk: dict[str, str]
@@ -332,7 +336,7 @@ def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched
         for tensor, _ in entry.tensors(shapes[entry.path].shape)
     }
     on_disk = _full_names(config, files, set(wanted))
-    adopt(config, files, on_disk, wanted)
+    adopt_head(config, files, on_disk, wanted)
     files.check_dtypes(on_disk.values())
     embedding = next(entry.tensor for entry in tensor_map if entry.path.endswith(".embed.weight"))
     check_dropped(config, on_disk)
@@ -441,7 +445,9 @@ def of_other_head(config: NativeConfig, name: str) -> bool:
     return name in family.language_heads or (config.head.kind == "lm" and name.startswith(family.score_head.prefixes))
 
 
-def adopt(config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def adopt_head(
+    config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
     """Use a differently named head as `score.weight`: the only unmatched tensor, if it has the shape of the head.
 
     Changes `on_disk` (full name -> name on disk); `wanted` has the shapes of the model's tensors.
@@ -485,11 +491,11 @@ def has_own_head(config: NativeConfig, files: Files, on_disk: Mapping[str, str],
 
 
 def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the checkpoint's config.json with only the keys changed that TRL's save changes.
+    """A copy of the checkpoint's config.json that differs only where TRL's save would change it.
 
     Args:
         dtype: name of the dtype on disk.
-        changed: keys that a run or its script has set, such as token ids; keys of a nested config such as text_config
+        changed: keys that training or user code has set, such as token ids; keys of a nested config such as text_config
             are nested.
     """
     raw, head = config.raw, config.head.kind
@@ -518,7 +524,7 @@ Files = CheckpointFiles | GgufFiles | PickledFiles
 
 
 def open_files(folder: Path) -> Files:
-    """Open the weights of a folder in whatever format they have."""
+    """Open the weights in a folder: GGUF, pytorch_model.bin, or safetensors with or without MXFP4."""
     if (folder / LINK).exists():
         return GgufFiles(folder / LINK)
     if only_pickled(folder):
@@ -549,11 +555,12 @@ class ArrayReader:
         return "float32" if dtype in HALVES and self.in_float32 and re.search(self.in_float32, name) else dtype
 
     def stored_dtype(self, entry: TensorEntry) -> Any:
-        """The dtype of an array that keeps its stored dtype: its first tensor's, or the one that all are rounded to."""
+        """The dtype of an array that keeps its stored dtype: the one of its first tensor, or the one that all are
+        rounded to."""
         return jnp.dtype(self.dtype_of(self.on_disk[entry.tensor.format(*[entry.first] * entry.stacked)]))
 
     def array(self, entry: TensorEntry, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
-        """One of our arrays, on one device or sharded as `sharding` says."""
+        """One of our arrays, on one device or with the given sharding."""
         if sharding is None:
             return self._assemble(entry, shape, dtype, lambda values: values.astype(dtype, copy=False))
         return read_sharded(self._read_part, entry, shape, self.on_disk, sharding, dtype)
@@ -658,7 +665,7 @@ def _fused(entry: TensorEntry, shape: tuple[int, ...], on_disk: Mapping[str, tup
 SMALL = 64 << 20  # bytes
 
 
-def taken(array: jax.Array | np.ndarray, index: tuple[int, ...]) -> np.ndarray:
+def slice_on_host(array: jax.Array | np.ndarray, index: tuple[int, ...]) -> np.ndarray:
     """`array[index]` on the host; a small array is copied there as a whole first."""
     if isinstance(array, jax.Array) and array.is_fully_addressable and array.nbytes <= SMALL:
         array = np.asarray(array)
@@ -681,7 +688,7 @@ def keep_processor_files(before: Path, folder: Path) -> None:
 
 Index = tuple[slice, ...]
 Read = Callable[[str, Index | None], np.ndarray]  # reads a tensor on disk, or part of it
-Placement = Callable[[tuple[str, ...], tuple[int, ...]], Any]  # a parameter's logical axes and shape -> its sharding
+ShardingRule = Callable[[tuple[str, ...], tuple[int, ...]], Any]  # a parameter's logical axes and shape -> its sharding
 
 
 def read_sharded(
@@ -692,7 +699,7 @@ def read_sharded(
     sharding: Any,
     dtype: Any = np.float32,
 ) -> jax.Array:
-    """Read one of our arrays, sharded as `sharding` says. Each process only reads the parts of its own devices.
+    """Read one of our arrays, with the given sharding. Each process only reads the parts of its own devices.
 
     In addition to the array, the host holds one device's part, and briefly two copies of it.
     """
@@ -710,10 +717,10 @@ def read_sharded(
     return jax.make_array_from_single_device_arrays(shape, sharding, [parts[device] for device in indices])
 
 
-def shard_array(place: Placement, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
-    """Shard an array that every process holds in full; `place` maps its logical `axes` and shape to a sharding."""
+def shard_array(sharding_of: ShardingRule, axes: tuple[str, ...], array: jax.Array) -> jax.Array:
+    """Shard an array that each process holds in full; `sharding_of` maps its logical `axes` and shape to a sharding."""
     values = np.asarray(array)
-    return jax.make_array_from_callback(array.shape, place(axes, array.shape), lambda index: values[index])
+    return jax.make_array_from_callback(array.shape, sharding_of(axes, array.shape), lambda index: values[index])
 
 
 def _read_part(
@@ -729,5 +736,5 @@ def _read_part(
 
 
 def _read_values(read: Read, entry: TensorEntry, tensor: str, inner: Index) -> np.ndarray:
-    """A fused tensor is read as a whole because our values are not contiguous in it."""
+    """Read our values from a tensor. A fused tensor is read as a whole because our values are not contiguous in it."""
     return read(tensor, inner) if entry.tensor_slice is None else entry.take(read(tensor, None))[inner]

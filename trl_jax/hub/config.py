@@ -24,11 +24,13 @@ from trl_jax.hub.vision import VisionFamily, vision_families
 from trl_jax.models.arch import VisionArch
 from trl_jax.models.model import abstract
 
+logger = logging.getLogger(__name__)
+
 # NativeConfig: a parsed config.json
 
 
-PASSED_OVER = {"use_cache"}  # scripts pass these for any model; accepted even if the config does not have them
-# Determined by what is saved, whatever the config object says.
+IGNORED_IF_UNKNOWN = {"use_cache"}  # scripts pass these for any model; accepted even if the config does not have them
+# Keys that are determined by what is saved, not by the config object.
 _OF_FILES = {
     "architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size",
     "vocab_size_per_layer_input",
@@ -54,8 +56,7 @@ class NativeConfig:
 
     @property
     def names(self) -> Names:
-        """Our module names -> names on disk, for trunk and head; before the text model, what precedes it in
-        transformers' model."""
+        """Our module names -> names on disk, for the vision tower, the trunk and the head, in transformers' order."""
         text = self.family.names(self.arch)
         if self.vision_arch is None:
             return text | dict(self.head.names)
@@ -71,7 +72,7 @@ class NativeConfig:
 
     @property
     def vision(self) -> VisionFamily:
-        """How this model_type sees. Raises ValueError if its images are not supported."""
+        """The vision family of this model_type. Raises ValueError if its images are not supported."""
         family = vision_families().get(self.family.model_type)
         if family is None:
             known = ", ".join(vision_families())
@@ -82,7 +83,7 @@ class NativeConfig:
         return family
 
     def with_images(self) -> NativeConfig:
-        """The config of the same model with its vision tower, which is left out where only texts are computed.
+        """The config of the same model with its vision tower, which is otherwise left out.
 
         Raises:
             ValueError: images of this model_type are not supported.
@@ -126,7 +127,7 @@ def native_config(raw: dict[str, Any], path: Path, head: HeadName = "score") -> 
     """Parse a config.json that has been read.
 
     Raises:
-        ValueError: names the unsupported model_type, key or value.
+        ValueError: the model_type, a key or a value is not supported; the message names it.
     """
     family, arch = read_arch(raw, path)
     return NativeConfig(path, raw, family, arch, _head_of(family, head, path))
@@ -156,7 +157,7 @@ def transformers_config(raw: dict[str, Any], path: Path, head: HeadName) -> Any:
 def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: HeadName) -> dict[str, Any]:
     """A copy of config.json with some `values` replaced, as transformers' from_pretrained does with extra arguments.
 
-    Values in PASSED_OVER are dropped if the config object does not have them.
+    Values in IGNORED_IF_UNKNOWN are dropped if the config object does not have them.
 
     Raises:
         TypeError: the config object has no such value.
@@ -165,9 +166,9 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
         return raw
     config = transformers_config(raw, path, head)
     known = config.to_dict().keys() | config.attribute_map.keys()
-    values = {name: value for name, value in values.items() if name in known or name not in PASSED_OVER}
+    values = {name: value for name, value in values.items() if name in known or name not in IGNORED_IF_UNKNOWN}
     if unknown := values.keys() - known:
-        raise not_taken(unknown)
+        raise unknown_arguments_error(unknown)
     named = {config.attribute_map.get(name, name): value for name, value in values.items()}
     older = ("rope_theta", "rope_scaling") if "rope_parameters" in named else ()  # old names of the same values
     found = {name: value for name, value in raw.items() if name not in older} | named
@@ -177,7 +178,7 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
 
 
 def changes(config: Any, raw: dict[str, Any], path: Path, head: HeadName) -> dict[str, Any]:
-    """What a run or its script changed in a config object, compared to the config.json it was read from. Changes in a
+    """What training or user code changed in a config object, compared to the config.json it was read from. Changes in a
     nested config are nested in the same way."""
     loaded = transformers_config(raw, path, head)
     return _different(*(json.loads(one.to_json_string(use_diff=False)) for one in (loaded, config)))
@@ -194,7 +195,7 @@ def _different(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _head_of(family: Family, head: HeadName, path: Path) -> Head:
-    """The head of that name for a family."""
+    """The head of a family. Raises ValueError if it has none of this kind."""
     found = {"score": family.score_head, "lm": family.lm_head}[head]
     if found is None:
         raise ValueError(
@@ -206,7 +207,6 @@ def _head_of(family: Family, head: HeadName, path: Path) -> Head:
 
 # Arguments of from_pretrained
 
-logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
@@ -220,8 +220,7 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
     """Check the arguments of `from_pretrained`.
 
     Returns:
-        The arguments that say where to download from, the name of the dtype, and the rest, which may be config values
-        (see `with_values`).
+        The download arguments, the name of the dtype, and the rest, which may be config values (see `with_values`).
     """
     dtype = kwargs.pop("torch_dtype", dtype)
     dtype = str(dtype).removeprefix("torch.") if dtype is not None else "auto"
@@ -252,7 +251,7 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
     return fetch | {"code": bool(code)}, dtype, kwargs
 
 
-def not_taken(names: Iterable[str], why: str = "") -> TypeError:
+def unknown_arguments_error(names: Iterable[str], why: str = "") -> TypeError:
     """The error for unknown arguments of from_pretrained."""
     return TypeError(
         f"from_pretrained (model_init_kwargs) does not accept {', '.join(sorted(names))}. It accepts num_labels, "
@@ -261,7 +260,7 @@ def not_taken(names: Iterable[str], why: str = "") -> TypeError:
 
 
 @contextmanager
-def told_of(argument: str) -> Iterator[None]:
+def naming_argument(argument: str) -> Iterator[None]:
     """Within this block, rewrite errors that mention `model=` to name `argument` instead."""
     try:
         yield

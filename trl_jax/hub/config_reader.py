@@ -20,6 +20,8 @@ from trl_jax.hub.gguf import METHOD as MXFP4
 from trl_jax.models.arch import Arch
 from trl_jax.nn.rope import Rope
 
+logger = logging.getLogger(__name__)
+
 # Layer types: full or sliding-window attention
 
 
@@ -97,7 +99,6 @@ KINDS = tuple(_NEEDED)
 _OF_ALL = tuple(kind for kind in KINDS if kind != "proportional")  # which needs the head size of each layer type
 _TINY = 1e-9  # lower bound for divisors
 _LEAST_THETA = 1.001  # keeps log(theta), a divisor, above 0
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rope(config: ConfigReader, *, partial: bool = False, extra_keys: frozenset[str] = frozenset()) -> Rope:
@@ -108,7 +109,7 @@ def read_rope(config: ConfigReader, *, partial: bool = False, extra_keys: frozen
         extra_keys: keys of the rope section that the family reads itself.
 
     Raises:
-        ValueError: names an unsupported rope type, or an unknown or missing key.
+        ValueError: the rope type is not supported, or a key is unknown or missing; the message names it.
     """
     theta = config.number("rope_theta", 10_000.0, minimum=_LEAST_THETA)
     return _rope(config, _section(config), theta, partial=partial, extra_keys=extra_keys)
@@ -127,15 +128,15 @@ def read_ropes(
         channels: head size by layer type, if they differ; only these ropes may be proportional.
     """
     theta = config.number("rope_theta", 10_000.0, minimum=_LEAST_THETA)
-    thetas = {_FULL: theta, _SLIDING: config.number("rope_local_base_freq", local_theta, minimum=_LEAST_THETA)}
+    thetas = {FULL: theta, SLIDING: config.number("rope_local_base_freq", local_theta, minimum=_LEAST_THETA)}
     nested, legacy = config.section("rope_parameters"), config.section("rope_scaling")
-    unknown = sorted(set(nested) - {_FULL, _SLIDING})
+    unknown = sorted(set(nested) - {FULL, SLIDING})
     if unknown:
-        raise config.wrong("rope_parameters", unknown, f"sections for {_FULL} and {_SLIDING}")
+        raise config.wrong("rope_parameters", unknown, f"sections for {FULL} and {SLIDING}")
     ropes = {}
     for kind, default in thetas.items():
         section = {"rope_type": "default", **(nested.get(kind) or {})}  # `type` alone has no effect here
-        section = section | legacy if kind == _FULL else section
+        section = section | legacy if kind == FULL else section
         source = f"{config.source}: rope_parameters.{kind}"
         rope = ConfigReader(_without_null(section), source)
         if channels is not None and section["rope_type"] == "proportional":
@@ -287,8 +288,6 @@ def _longrope_details(config: ConfigReader, rope: ConfigReader) -> dict[str, Any
 # ConfigReader: every key is read, declared inert, logged as unread by transformers, or refused
 
 
-logger = logging.getLogger(__name__)
-
 # Keys that do not affect the computation: bookkeeping, labels, token ids, generation settings.
 INERT = frozenset(
     """
@@ -354,7 +353,7 @@ class ConfigReader:
         return None if self.value(key) is None else self.number(key)
 
     def refuse(self, key: str, *allowed: Any) -> None:
-        """Refuse all values except those allowed, because they ask for something that is not implemented."""
+        """Refuse all values except those allowed, because the others request something that is not implemented."""
         value = self.value(key, allowed[0])
         if value not in allowed:
             supported = " or ".join(map(repr, allowed))
@@ -388,7 +387,7 @@ class ConfigReader:
         return tuple(map(float, value))
 
     def limits(self, key: str) -> tuple[float, float]:
-        """A lower and an upper limit, both at least 0; the upper one is infinite if it is not given."""
+        """A lower and an upper limit, both at least 0; the upper one may be infinite."""
         value = with_floats(self.value(key))
         two = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
         if not two or not 0 <= value[0] <= value[1]:

@@ -38,12 +38,14 @@ from trl_jax.core.secrets import as_token, learn, scrubbed, shown
 from trl_jax.core.signals import Handler, handle, restore
 from trl_jax.core.text import say
 from trl_jax.hub import torch_bridge
-from trl_jax.hub.formats import INDEX, SINGLE, indexed_shards, no_weights, only_pickled, unconverted
+from trl_jax.hub.formats import INDEX, SINGLE, indexed_shards, no_weights_error, only_pickled, unconverted_error
 from trl_jax.hub.gguf import unpack
 from trl_jax.hub.peft_config import CONFIG as ADAPTER
 from trl_jax.hub.peft_config import ENCODER as _ENCODER_WEIGHTS
-from trl_jax.hub.peft_config import PICKLED, no_adapter
+from trl_jax.hub.peft_config import PICKLED, no_adapter_error
 from trl_jax.hub.peft_config import WEIGHTS as _ADAPTER_WEIGHTS
+
+logger = logging.getLogger(__name__)
 
 # Checkpoint folders. A repository is downloaded in two steps: first the small files, then the weights.
 
@@ -91,15 +93,15 @@ class Repository:
         """Download the weights of an adapter.
 
         Raises:
-            FileNotFoundError: there are none, or only a pickle.
+            FileNotFoundError: the adapter has no weights, or only a pickle.
         """
         self._snapshot([_ADAPTER_WEIGHTS, _ENCODER_WEIGHTS], [])
         if (self.folder / _ADAPTER_WEIGHTS).is_file():
             return
-        raise no_adapter(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in self._listed())
+        raise no_adapter_error(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in self._listed())
 
     def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
-        """Download pytorch_model.bin if it exists and torch can read it; return whether that was the case."""
+        """Download pytorch_model.bin if it exists and torch can read it; return whether it did."""
         if isinstance(error, LocalEntryNotFoundError) or not torch_bridge.available():
             return False
         self._snapshot(["pytorch_model*.bin"], [])
@@ -129,14 +131,14 @@ class Repository:
         if isinstance(error, LocalEntryNotFoundError):
             return FileNotFoundError(
                 f"model={self.name!r}: the weights are not in the cache ({self.folder}) and could not be downloaded. "
-                f"The Hub client reported: {client_said(error)}"
+                f"The Hub client reported: {error_message(error)}"
             )
         names = self._listed()
         pickled = _prefix(self.subfolder) + "pytorch_model"
         where = f"model={self.name!r}"
         if any(name.startswith(pickled) and name.endswith(".bin") for name in names):
-            return unconverted(where, repr(self.name))
-        return no_weights(where)
+            return unconverted_error(where, repr(self.name))
+        return no_weights_error(where)
 
 
 def checkpoint_folder(
@@ -179,7 +181,7 @@ def checkpoint_folder(
     return folder / subfolder, None
 
 
-def client_said(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     """The message of a Hub client error including its cause, without tokens."""
     learn(huggingface_hub.get_token(), "hub_token")
     return scrubbed(_text(error))
@@ -187,7 +189,7 @@ def client_said(error: Exception) -> str:
 
 def safe_cause(error: Exception) -> Exception | None:
     """The error, to be chained as a cause; None if its message, which tracebacks print, contains a secret."""
-    return error if client_said(error) == _text(error) else None
+    return error if error_message(error) == _text(error) else None
 
 
 def _text(error: BaseException) -> str:
@@ -200,7 +202,7 @@ def _text(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _fetching(name: str, files: str) -> Iterator[None]:
-    """Limit the Hub requests of a block; an error that interrupts it names the model and the files.
+    """Apply the time limit to the Hub requests of a block, and name the model and the files in errors.
 
     Raises:
         ConnectionError: the Hub did not send the files completely.
@@ -215,7 +217,7 @@ def _fetching(name: str, files: str) -> Iterator[None]:
                 raise
             raise ConnectionError(
                 f"model={name!r}: {files} could not be downloaded from the Hub; its client reported: "
-                f"{client_said(error)} Start again: complete files are not downloaded twice."
+                f"{error_message(error)} Start again: complete files are not downloaded twice."
             ) from safe_cause(error)
 
 
@@ -225,7 +227,7 @@ def _gguf(folder, name, file, revision, subfolder, access) -> Path:
         try:
             return _download(name, file, subfolder, revision, access)
         except (*_UNREACHED, EntryNotFoundError) as error:
-            text = f"{shown('model', name)}: gguf_file={file!r} could not be downloaded: {client_said(error)}"
+            text = f"{shown('model', name)}: gguf_file={file!r} could not be downloaded: {error_message(error)}"
             raise FileNotFoundError(text) from safe_cause(error)
     if not (folder / subfolder / file).is_file():
         raise FileNotFoundError(f"model={name!r} has no file {file!r} (gguf_file).")
@@ -242,10 +244,10 @@ def _fetched(name, revision, subfolder, access, code) -> Repository:
     except _UNREACHED as error:
         raise FileNotFoundError(
             f"{shown('model', name)}: there is no such folder in {Path.cwd()}, and no such repository could be "
-            f"downloaded from the Hub; its client reported: {client_said(error)}"
+            f"downloaded from the Hub; its client reported: {error_message(error)}"
         ) from safe_cause(error)
     except EntryNotFoundError as error:
-        text = f"{shown('model', name)} has no {_prefix(subfolder)}config.json on the Hub: {client_said(error)}"
+        text = f"{shown('model', name)} has no {_prefix(subfolder)}config.json on the Hub: {error_message(error)}"
         raise FileNotFoundError(text) from safe_cause(error)
     return repository
 
@@ -267,7 +269,7 @@ def _download(name, file, subfolder, revision, access) -> Path:
     """Download a file unless it is in the cache.
 
     Raises:
-        ValueError: its digest differs from the Hub's.
+        ValueError: the file's digest differs from the Hub's.
     """
     with _fetching(name, file):
         path = huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access)
@@ -282,7 +284,6 @@ def _prefix(subfolder: str) -> str:
 
 # Time limits: hooks on the Hub client's own session, active while a block of `limited` runs
 
-logger = logging.getLogger(__name__)
 
 VARIABLE = "TRL_JAX_HUB_TIMEOUT"
 _DEFAULT = 60.0  # seconds
@@ -290,7 +291,7 @@ _WARN_AFTER = 5.0  # seconds without an answer
 _POLL = 0.25  # seconds between checks
 _RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses that make the client retry
 
-_NOT_OURS = ("/datasets/", "/api/datasets/")  # a script may load a dataset meanwhile, under its own library's limits
+_NOT_OURS = ("/datasets/", "/api/datasets/")  # user code may load datasets meanwhile; their library has its own limits
 _UNLIMITED = "trl_jax.unlimited"  # extension that marks these requests; redirected requests inherit it
 
 _operations: list[str] = []  # in progress: "fetching ..."
@@ -332,7 +333,7 @@ def limited(operation: str) -> Iterator[None]:
     _hook()
     threading.Thread(target=_watch, args=(operation, done), name="waiting for the Hub", daemon=True).start()
     try:
-        with leaving_told(under_way, cut_off):
+        with reporting_interruption(pending_operations, cut_off):
             yield
         for request in [] if _cut_off or len(_operations) > 1 else list(_waits):
             logger.warning("%s did not succeed while %s.", request, operation)
@@ -344,7 +345,7 @@ def limited(operation: str) -> Iterator[None]:
             _sockets[:] = [known for known in _sockets if known() is not None]
 
 
-def under_way() -> list[str]:
+def pending_operations() -> list[str]:
     """The operations that are waiting for the Hub."""
     return list(_operations)
 
@@ -477,7 +478,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def check_digest(file: Path, model: str) -> None:
-    """Check the digest of a cached file, once until the file changes.
+    """Check the digest of a cached file, and remember the result until the file changes.
 
     The cache names the content of a large file by its sha256 on the Hub and links to it. Other files, and caches
     without links, are not checked.
@@ -526,7 +527,7 @@ _ALL = _ENDING | {signal.SIGINT: signal.default_int_handler}
 
 
 @contextlib.contextmanager
-def leaving_told(operations: Callable[[], list[str]], cut_off: Callable[[], None]) -> Iterator[None]:
+def reporting_interruption(operations: Callable[[], list[str]], cut_off: Callable[[], None]) -> Iterator[None]:
     """Within the block, report which operations are interrupted if a signal ends the process.
 
     SIGINT calls `cut_off` first, because Python would otherwise wait for the client's threads, and then raises
@@ -540,8 +541,9 @@ def leaving_told(operations: Callable[[], list[str]], cut_off: Callable[[], None
         restore(before)
 
 
-def told_from_now_on(operations: Callable[[], list[str]]) -> None:
-    """Like `leaving_told`, but permanent and without SIGINT, which does not end the script's threads."""
+def report_interruptions(operations: Callable[[], list[str]]) -> None:
+    """Like `reporting_interruption`, but permanent, and without SIGINT: after a SIGINT, Python still waits for the
+    script's threads."""
     _handled(_ENDING, operations, lambda: None)
 
 

@@ -39,7 +39,7 @@ class PickledFiles:
         self.shards: dict[str, list[str]] = {}
         names = [PICKLED] if (folder / PICKLED).is_file() else indexed_shards(folder, PICKLED_INDEX)
         for name in names:
-            with text.naming(folder / name):
+            with text.out_of_memory_names(folder / name):
                 tensors = torch_bridge.unpickled(folder / name)
             if twice := tensors.keys() & self._tensors.keys():
                 raise ValueError(f"{folder / name} holds the tensor {min(twice)}, which is also in an earlier shard.")
@@ -112,17 +112,18 @@ class CheckpointFiles:
 
     def read(self, tensor: str) -> np.ndarray:
         """The values of one tensor, in the file's dtype."""
-        with text.naming(self._folder / self._shard_of[tensor]):
+        with text.out_of_memory_names(self._folder / self._shard_of[tensor]):
             return self._handles[self._shard_of[tensor]].get_tensor(tensor)
 
     def read_part(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
         """Part of a tensor; the rest is not read from disk."""
-        with text.naming(self._folder / self._shard_of[tensor]):
+        with text.out_of_memory_names(self._folder / self._shard_of[tensor]):
             return self._handles[self._shard_of[tensor]].get_slice(tensor)[index]
 
     def release(self, tensor: str, count: int) -> None:
-        """Count `count` bytes read for this tensor, and reopen its file occasionally, because mapped pages count as
-        memory of this process until the file is closed. Not after loading, when the file may have been overwritten."""
+        """Count `count` bytes as read for this tensor, and reopen its file occasionally, because mapped pages count as
+        memory of this process until the file is closed. Do not call this after loading: the file may have been
+        overwritten by then."""
         shard = self._shard_of[tensor]
         self._read[shard] = self._read.get(shard, 0) + count
         if self._read[shard] > _MAPPED:
@@ -149,21 +150,21 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
     """Read all tensors of a small file.
 
     Raises:
-        ValueError: the file is unreadable, or has a tensor of another dtype.
+        ValueError: the file is unreadable, or has a tensor that is not float32, bfloat16 or float16.
     """
     handle = _opened(path)
     names = list(handle.keys())
     strange = [name for name in names if handle.get_slice(name).get_dtype() not in DTYPES]
     if strange:
         raise ValueError(f"{path}: {brief(strange[0])} is not a floating-point tensor ({', '.join(DTYPES)}).")
-    with text.naming(path):
+    with text.out_of_memory_names(path):
         return {name: handle.get_tensor(name) for name in names}
 
 
 def _opened(path: Path) -> Any:
-    """Open a file with safetensors, which would silently use the last of several tensors with the same name."""
+    """Open a file and check that its header has no name twice: safetensors would silently use the last such tensor."""
     try:
-        with text.naming(path):
+        with text.out_of_memory_names(path):
             handle = safe_open(path, framework="numpy")
             check_names(path)
     except (SafetensorError, ValueError) as error:
@@ -177,7 +178,7 @@ def _shard_names(folder: Path) -> list[str]:
         return [SINGLE]
     if not (folder / INDEX).is_file():
         pickled = any(folder.glob("pytorch_model*.bin"))
-        raise unconverted(str(folder), "folder") if pickled else no_weights(str(folder))
+        raise unconverted_error(str(folder), "folder") if pickled else no_weights_error(str(folder))
     names = indexed_shards(folder)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -188,14 +189,14 @@ def _shard_names(folder: Path) -> list[str]:
     return names
 
 
-def unconverted(where: str, model: str) -> ValueError:
+def unconverted_error(where: str, model: str) -> ValueError:
     return ValueError(
         f"{where} only has pytorch_model.bin, which trl_jax can read if torch is installed: pip install "
         f"'trl_jax[torch]'. Or convert it: AutoModel.from_pretrained({model}).save_pretrained(folder)."
     )
 
 
-def no_weights(where: str) -> FileNotFoundError:
+def no_weights_error(where: str) -> FileNotFoundError:
     return FileNotFoundError(f"{where} has no weights: neither {SINGLE} nor {INDEX} exists.")
 
 
@@ -230,9 +231,10 @@ def write_checkpoint(
     """Write `shards` (file name -> tensors) and, for several shards, the index, with one piece of a tensor in memory
     at a time.
 
-    With `writes=False`, tensors are read but not stored: several processes gather a tensor, and one of them writes it.
-    A file replaces the old one once it is complete, because tensors may be read from the old one. Other files that an
-    earlier save left in `folder` are removed at the end, so that a reader does not use their weights.
+    With `writes=False`, tensors are read but not stored: reading them may be a collective operation, in which all
+    processes take part and one writes. A file replaces the old one once it is complete, because tensors may be read
+    from the old one. Weights that an earlier save left in `folder` are removed at the end, so that a reader does not
+    use them.
     """
     weight_map, parameters, size = {}, 0, 0
     for name, tensors in shards.items():
@@ -307,7 +309,7 @@ def diagnose(path: Path) -> str | None:
         opening = file.read(64)
         if size < 8:
             return f"it has {size} bytes, perhaps because a download was interrupted: {_ANOTHER}"
-        known = next((text for mark, text in _OPENINGS.items() if opening.lstrip().startswith(mark)), None)
+        known = next((problem for mark, problem in _OPENINGS.items() if opening.lstrip().startswith(mark)), None)
         if known is not None:
             return known
         if opening.isascii() and b"\0" not in opening:
@@ -326,10 +328,10 @@ def check_names(path: Path) -> None:
         files.loads(file.read(length))
 
 
-def _faulty_header(text: bytes, data: int) -> str | None:
+def _faulty_header(header: bytes, data: int) -> str | None:
     """The first error in a header that is followed by `data` bytes of tensors."""
     try:
-        tensors = {name: entry for name, entry in files.loads(text).items() if name != "__metadata__"}
+        tensors = {name: entry for name, entry in files.loads(header).items() if name != "__metadata__"}
         spans = {name: tuple(entry["data_offsets"]) for name, entry in tensors.items()}
         ordered = sorted(tensors, key=lambda name: spans[name])
         reached = 0

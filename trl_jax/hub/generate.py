@@ -39,7 +39,7 @@ from trl_jax.generation.noise import (
     random_key,
 )
 from trl_jax.generation.sampling import Processor, Text
-from trl_jax.hub.generation_hooks import Caller, StepWatch, criteria_of
+from trl_jax.hub.generation_hooks import StepWatch, UserFunctions, criteria_of
 from trl_jax.hub.generation_inputs import (
     Prompts,
     Settings,
@@ -52,17 +52,19 @@ from trl_jax.hub.generation_inputs import (
     processors_of,
     read_prompts,
     refuse_arguments,
-    refuse_beside_beams,
+    refuse_with_beams,
     resolve,
 )
 from trl_jax.hub.vision.processor import images_of_rows, split_images
 from trl_jax.mesh.mesh import platform
 
+logger = logging.getLogger(__name__)
+
 # Methods of a model
 
 
 class GenerationApi:
-    """transformers' `generate` for models with a language model head. Mixin that needs `backend`, `config`,
+    """A mixin with transformers' `generate` for models with a language model head. It needs `backend`, `config`,
     `generation_config`, `graph` and `arrays`."""
 
     generation_config: Any
@@ -85,7 +87,7 @@ class GenerationApi:
         dtype: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Complete prompts. Takes transformers' arguments and, on a CPU in float32, draws the same tokens.
+        """Complete prompts. Takes transformers' arguments and, on a CPU in float32, samples the same tokens.
 
         Args:
             inputs: token ids `[rows, T]` as lists or as NumPy, JAX or torch arrays. Alternatively pass `input_ids` and
@@ -100,9 +102,9 @@ class GenerationApi:
             streamer: receives the prompts and the tokens of each step.
             seed: for sampling; None continues the process's random stream, which `trl_jax.set_seed` seeds.
             dtype: dtype of the computation. None uses float32 on a CPU, otherwise the stored 16-bit type, if any.
-            kwargs: fields of a GenerationConfig, `tokenizer` for `stop_strings`, and what the processor of a
-                vision-language model returns for images (`pixel_values`, `image_grid_thw`, ...), for a model that
-                `AutoModelForImageTextToText` loaded.
+            kwargs: fields of a GenerationConfig, and `tokenizer` for `stop_strings`. For a model loaded with
+                `AutoModelForImageTextToText`, also what its processor returns for images (`pixel_values`,
+                `image_grid_thw`, ...).
 
         Returns:
             int64 `[rows, T + new]`, as a torch tensor if the prompts are one; a GenerateOutput with
@@ -129,8 +131,10 @@ class GenerationApi:
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "streamer": streamer,
         }  # fmt: skip
         if settings.beams is not None:
-            refuse_beside_beams(settings.beams.count, {name: one for name, one in functions.items() if one})
-        caller = Caller(settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn)
+            refuse_with_beams(settings.beams.count, {name: one for name, one in functions.items() if one})
+        caller = UserFunctions(
+            settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn
+        )
         return self._complete(settings, prompts, images, caller, streamer, tokenizer, _stream(seed), dtype)
 
     def _complete(
@@ -138,7 +142,7 @@ class GenerationApi:
         settings: Settings,
         prompts: Prompts,
         images: Sequence[Any] | None,
-        caller: Caller,
+        caller: UserFunctions,
         streamer: Any,
         tokenizer: Any,
         stream: TorchGenerator,
@@ -146,7 +150,7 @@ class GenerationApi:
     ) -> Any:
         """Complete the prompts; returns the result of `generate`. `images` has one entry per row."""
         text, beams = text_of(self, settings, prompts.width), settings.beams
-        repeats = prompts.repeats(images) if beams is None else 1  # with beams, each row is searched for on its own
+        repeats = prompts.repeats(images) if beams is None else 1  # with beams, each row has its own search
         with caller.processors(*processors_of(settings, text)) as processors:
             watch = caller.watch(text, streamer, tokenizer)
             group = repeats * (settings.completions if beams is None else 1)
@@ -180,12 +184,11 @@ class GenerationApi:
             inputs: token ids of each prompt, without padding.
             batch_size: number of completions computed together.
             progress_bar: show the number of generated tokens, and tokens per second.
-            generation_config: as in `generate`; so are `seed`, `dtype` and `kwargs`, with what the processor of a
-                vision-language model returns for the images of all prompts.
+            generation_config, seed, dtype, kwargs: as in `generate`; image inputs are those of all prompts together.
 
         Returns:
-            Completions by request_id ("req_0", "req_1", ...), with those of a prompt adjacent. After Ctrl-C, the
-            completions finished so far.
+            Completions by request_id ("req_0", "req_1", ...); completions of the same prompt are adjacent. After
+            Ctrl-C, the completions finished so far.
         """
         if not len(inputs):
             return {}
@@ -231,7 +234,7 @@ def _inputs(inputs: Any, others: Mapping[str, Any], *, seeing: bool) -> tuple[An
     """Return input_ids and attention_mask.
 
     Args:
-        seeing: whether there are images, whose tokens then have a type of their own.
+        seeing: whether images are passed, whose tokens have their own token type.
 
     Raises:
         ValueError: ids are given twice, or there are unknown arguments.
@@ -261,9 +264,6 @@ def _check_unused(others: Mapping[str, Any], known: tuple[str, ...]) -> None:
 # Batched generation, where tokens do not depend on which completions are computed together
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Completion:
     """One completion of a prompt, with transformers' names.
@@ -280,7 +280,7 @@ class Completion:
 
     @property
     def request_id(self) -> str:
-        """ "req_0", "req_1", ..."""
+        """The request id: "req_0", "req_1", ..."""
         return f"req_{self.number}"
 
 
@@ -296,7 +296,8 @@ class Batches:
         batch_size: number of completions computed together.
         tokenizer: for stop strings.
         window: number of consecutive prompts to sort by length; None sorts all.
-        images: number of a prompt -> its images, called when the window of the prompt begins; None for text alone.
+        images: returns the images of a prompt, given its number; called when the prompt's window starts. None for text
+            only.
     """
 
     def __init__(
@@ -352,7 +353,7 @@ class Batches:
     def _asked(
         self, numbers: np.ndarray, done: Callable[[list[Completion]], None]
     ) -> tuple[Request, KeyedDrawing | None, Callable[[Sequence[Completed]], None]]:
-        """The request for the prompts with these numbers, how to draw tokens, and what receives the completions."""
+        """The request for the prompts with these numbers, how to draw tokens, and a callback for completed rows."""
         group = self._settings.completions
         rows = (numbers[:, None] * group + np.arange(group)).reshape(-1)
         prompts = [self._prompts[number] for number in numbers]
@@ -438,8 +439,8 @@ class ExactDrawing:
 
 @dataclass(frozen=True)
 class KeyedDrawing:
-    """Sample from a key, the number of each row, and the position of its token. Rows are numbered from 0 unless
-    `numbers`, int `[R]`, is given."""
+    """Sample from random numbers that only depend on a key, the number of the row, and the position of the token. Rows
+    are numbered from 0 unless `numbers`, int `[R]`, is given."""
 
     key: jax.Array
     numbers: np.ndarray | None = None
@@ -455,7 +456,7 @@ class KeyedDrawing:
 
 
 def exact_draws(dtype: Any) -> bool:
-    """Whether sampling reproduces transformers' tokens: on a CPU, in float32."""
+    """Whether sampling reproduces transformers' tokens: in float32 on a single CPU device."""
     return platform() == "cpu" and jnp.dtype(dtype) == jnp.float32 and jax.local_device_count() == 1
 
 
@@ -493,14 +494,14 @@ def complete(
         dtype: dtype of the computation.
         head_dtype: dtype of the head's computation; None means `dtype`.
         logps: whether to return log-probabilities under the model's logits divided by the temperature.
-        images: of each prompt, if any has some.
-        progress: called with the progress, as by `generation.generator.generate`.
-        limit: completions beyond it wait until others have ended; the tokens are the same.
+        images: the images of each prompt; None if no prompt has any.
+        progress: callback as in `generation.generator.generate`.
+        limit: how many completions may be computed at once; the others wait. It does not change the tokens.
         tokenizer: for `stop_strings`.
 
     Raises:
-        ValueError: options are not supported in this release or out of range, there is no room for a new token, or stop
-            strings come without a tokenizer.
+        ValueError: options are not supported in this release or out of range, there is no room for a new token, or
+            there are stop strings but no tokenizer.
         RuntimeError: the model's logits are not finite.
     """
     settings = check_completes(model, options)
@@ -542,7 +543,7 @@ def check_completes(model: Any, options: Mapping[str, Any]) -> Settings:
 
 
 def stop_rule(model: Any, options: Mapping[str, Any], tokenizer: Any) -> StopRule | None:
-    """What ends a completion besides its ids, for the `options` of `complete`; None without stop strings."""
+    """What ends a completion besides EOS ids, for the `options` of `complete`; None without stop strings."""
     strings = options.get("stop_strings") or model.generation_config.stop_strings
     return StopStrings(strings, tokenizer).end_of if strings else None
 
@@ -579,11 +580,11 @@ def run(
     """Generate. The stream is advanced by the steps taken, or left unchanged if generation fails.
 
     Args:
-        limit: not with a `watch`, which sees all completions at once.
-        beams: how to search with beams, all at once and without a `watch`; None decodes one completion per row.
+        limit: cannot be combined with a `watch`, which sees all completions at once.
+        beams: settings of a beam search, which runs all rows at once and without a `watch`; None for no beam search.
 
     Raises:
-        ValueError: the model does not support the length of the longest completion, or beams cannot be searched.
+        ValueError: the model does not support the length of the longest completion, or the beam search is not possible.
         RuntimeError: the model's logits are not finite.
     """
     _check_positions(model, request)
@@ -592,7 +593,8 @@ def run(
     limit = limit.after_copies(weights, model.arrays)
     if beams is not None:
         return _searched(model, weights, request, drawing, beams, limit, progress)
-    queue = queue_of(weights, len(request.prompts), request.group, Lengths.of(request), limit)
+    # A watch identifies rows by their index in the batch, so it sees all of them at once.
+    queue = None if watch else queue_of(weights, len(request.prompts), request.group, Lengths.of(request), limit)
     at_once = request.rows if queue is None else queue.slots * request.group // queue.parts
     steps = generator.STEPS if drawing is None else drawing.steps(at_once, model.vocab_size)
     steps = steps if watch is None else 1

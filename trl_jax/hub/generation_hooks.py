@@ -41,8 +41,9 @@ class GenerateOutput:
         return vars(self)[name]
 
 
-class Caller:
-    """The user's functions, which modify scores and end texts, and the per-step outputs that the user requested."""
+class UserFunctions:
+    """The user's functions, which modify scores and end texts, and a record of the per-step outputs that were
+    requested."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Caller:
     @contextmanager
     def processors(self, before: dict[str, Processor], behind: dict[str, Processor]) -> Iterator[tuple[Processor, ...]]:
         """All processors, ours and the user's, in the order in which they are applied."""
-        functions = [Called(one, self._prompts.in_torch) for one in self._own]
+        functions = [UserFunction(one, self._prompts.in_torch) for one in self._own]
         functions += [self._prefix] if self._prefix else []
         with on_host([*functions, *self._recorders.values()], self._failures) as called:
             own, rest = called[: len(self._own)], called[len(self._own) :]
@@ -77,7 +78,7 @@ class Caller:
         """What to do on the host in each step; None if there is nothing to do."""
         criteria = [self._failures] if self._own or self._prefix else []
         criteria += criteria_of(self._settings.config, tokenizer)
-        criteria += [Called(one, self._prompts.in_torch) for one in self._criteria]
+        criteria += [UserFunction(one, self._prompts.in_torch) for one in self._criteria]
         if not (criteria or streamer is not None or self._recorders):
             return None
         scores = self._recorders["output_scores"].steps if "output_scores" in self._recorders else None
@@ -133,7 +134,7 @@ class HostProcessor(NamedTuple):
 
 
 def _dispatch(number: Any, ids: Any, lengths: Any, scores: Any) -> np.ndarray:
-    """All rows have the same length, because rows are not replaced when host functions are used."""
+    """Call a registered function. All rows have the same length, because rows are not replaced with host functions."""
     return _running[int(number)](np.asarray(ids)[:, : int(np.max(lengths))].astype(np.int64), np.array(scores))
 
 
@@ -185,7 +186,7 @@ class Recorder:
         return scores
 
 
-class Called:
+class UserFunction:
     """Calls a user's processor or criterion with torch tensors if it is one of transformers' classes or the prompts are
     tensors, otherwise with NumPy arrays."""
 
@@ -263,7 +264,7 @@ def criteria_of(config: Any, tokenizer: Any) -> list[Criterion]:
     """The criteria of a GenerationConfig that are checked on the host.
 
     Raises:
-        ValueError: stop strings without a tokenizer, in transformers' words.
+        ValueError: there are stop strings but no tokenizer (with transformers' message).
     """
     criteria: list[Criterion] = [] if config.max_time is None else [MaxTime(config.max_time)]
     return criteria if config.stop_strings is None else [*criteria, StopStrings(config.stop_strings, tokenizer)]

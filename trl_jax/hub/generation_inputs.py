@@ -49,7 +49,7 @@ class Prompts:
         return self.ids.shape[1]
 
     def repeats(self, images: Sequence[TextImages] | None) -> int:
-        """How often each prompt is repeated in adjacent rows, with equal images."""
+        """The number of adjacent rows in which each prompt is repeated, with equal images."""
         keys = [b""] * len(self.rows) if images is None else [text.key for text in images]
         both = zip((row.tobytes() for row in self.rows), keys, strict=True)
         return math.gcd(*(len(list(run)) for _, run in groupby(both)))
@@ -64,7 +64,7 @@ class Prompts:
 
 
 def is_torch(value: Any) -> bool:
-    """Whether it is a torch tensor, without importing torch."""
+    """Whether `value` is a torch tensor, without importing torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
@@ -113,7 +113,7 @@ def left_padded(rows: Sequence[Sequence[int]], fill: int | None) -> np.ndarray:
 
 
 def _ragged(input_ids: Any) -> bool:
-    """Whether it is a list of rows with different lengths."""
+    """Whether `input_ids` is a list of rows with different lengths."""
     if not isinstance(input_ids, list | tuple) or not all(isinstance(row, Sized) for row in input_ids):
         return False
     return len({len(row) for row in input_ids}) > 1
@@ -177,8 +177,8 @@ class Settings:
 
     config: a copy of transformers' object.
     eos: ids that end a text.
-    pad: id after the end; None if neither a pad id nor an EOS is known.
-    default_max_length, default_min_length: whether these values are defaults rather than choices.
+    pad: id that fills a row after its end; None if neither a pad id nor an EOS is known.
+    default_max_length, default_min_length: whether neither the user nor the checkpoint set these values.
     """
 
     config: Any
@@ -194,7 +194,7 @@ class Settings:
 
     @property
     def beams(self) -> Beams | None:
-        """How to search with beams; None without."""
+        """Settings of the beam search; None if there is none."""
         config = self.config
         if (config.num_beams or 1) == 1:
             return None
@@ -209,7 +209,7 @@ def resolve(model: Any, config: Any, keywords: Mapping[str, Any]) -> tuple[Setti
         The settings, and the keyword arguments that are not fields.
 
     Raises:
-        ValueError: fields contradict each other, in transformers' words, or are not supported in this release.
+        ValueError: fields contradict each other (with transformers' message), or are not supported in this release.
     """
     from transformers import GenerationConfig
 
@@ -264,7 +264,7 @@ def max_length(settings: Settings, prompt_length: int, positions: int | None) ->
 
 
 def options_of(settings: Settings, prompt_length: int, longest: int) -> Options:
-    """The options that modify scores."""
+    """The options of the score processors; warns if the minimum length exceeds the maximum."""
     config = settings.config
     options = Options(**{field.name: vars(config)[field.name] for field in dataclasses.fields(Options)})
     if config.min_new_tokens is None:
@@ -289,7 +289,7 @@ def processors_of(settings: Settings, text: Text) -> tuple[dict[str, Processor],
     """Processors by field: those applied before the user's own, and those applied after.
 
     Raises:
-        ValueError: a value is out of range, in transformers' words.
+        ValueError: a value is out of range (with transformers' message).
     """
     options = options_of(settings, text.prompt_length, text.max_length)
     least = 1 if settings.beams is None else 1 + max(1, len(settings.eos))
@@ -314,7 +314,7 @@ _GUIDANCE = "there is no guidance, which runs the model twice. Leave it out."
 _INNER = "intermediate values of the model are not kept. Get them from transformers' model."
 _KEPT = "the cache always stores keys and values as computed, on the device. Leave it out."
 
-# Field of GenerationConfig -> values that request nothing, and the error message for other values.
+# Field of GenerationConfig -> values that leave the feature off, and the error message for other values.
 _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beam_groups": ((None, 1), _BEAMS),
     "diversity_penalty": ((None, 0.0), _BEAMS),
@@ -348,25 +348,26 @@ _ARGUMENTS = {
 }
 
 
-# Fields that do not go with num_beams above 1 -> values that request nothing.
-_BESIDE_BEAMS: dict[str, tuple[Any, ...]] = {
+# Fields that cannot be combined with beam search -> values that leave them off.
+_NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "stop_strings": (None,), "max_time": (None,), "return_dict_in_generate": (None, False), "top_h": (None,),
     "typical_p": (None, 1.0),
 }  # fmt: skip
 
 
 def _check_beams(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for fields that a beam search does not have, or that contradict it in transformers' words."""
+    """Raise ValueError for fields that beam search does not support, or that contradict it (with transformers'
+    message)."""
     beams, completions = values["num_beams"] or 1, values["num_return_sequences"] or 1
     if beams == 1:
         return
     if completions > beams:
         raise ValueError(f"`num_return_sequences` ({completions}) has to be smaller or equal to `num_beams` ({beams}).")
-    refuse_beside_beams(beams, {name: values[name] for name, idle in _BESIDE_BEAMS.items() if values[name] not in idle})
+    refuse_with_beams(beams, {name: values[name] for name, idle in _NOT_WITH_BEAMS.items() if values[name] not in idle})
 
 
-def refuse_beside_beams(beams: int, asked: Mapping[str, Any]) -> None:
-    """Raise ValueError if something else was asked of a beam search."""
+def refuse_with_beams(beams: int, asked: Mapping[str, Any]) -> None:
+    """Raise ValueError if there is an option that cannot be combined with beam search."""
     for name in asked:
         raise ValueError(
             f"generate: {name} with num_beams={beams} is not in this release of trl_jax. Leave one of the two out."
@@ -421,11 +422,11 @@ class StopStrings:
         self._text = lru_cache(None)(_TokenTexts(tokenizer))
 
     def __call__(self, ids: np.ndarray, scores: Any = None) -> np.ndarray:
-        """bool `[B]` for int ids `[B, T]`, which include the prompts."""
+        """Whether each row ends, bool `[B]`, for int ids `[B, T]` that include the prompts."""
         return np.array([self._ends_at(row, len(row) - 1) for row in ids.tolist()])
 
     def end_of(self, prompt: Sequence[int], tokens: Sequence[int], first: int = 0) -> int | None:
-        """The number of `tokens` up to the one that completes a string; None if none does.
+        """The number of `tokens` up to and including the one that completes a string; None if none does.
 
         Args:
             first: the first of `tokens` to check.
@@ -488,7 +489,7 @@ def _bytes_of_characters() -> dict[str, int]:
 def encoded_prompt(
     prompt: str | Sequence[dict[str, Any]], tokenizer: Any, where: str = "The prompt", **template_kwargs: Any
 ) -> list[int]:
-    """Token ids of a text with the tokenizer's special tokens, or of a conversation in its chat template.
+    """Token ids of a text with the tokenizer's special tokens, or of a conversation in the chat template.
 
     A conversation ends with a generation prompt. If its last message is from the assistant, that message is continued.
 
@@ -496,7 +497,7 @@ def encoded_prompt(
         where: name of the prompt in errors.
 
     Raises:
-        ValueError: it is neither text nor messages, or there are images, or the chat template is missing or fails.
+        ValueError: the prompt is neither text nor messages, or has images, or the chat template is missing or fails.
     """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])

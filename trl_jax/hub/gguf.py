@@ -35,7 +35,7 @@ _CONFIG = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-# Further keys that do not affect the computation; among rope keys, only scaling does.
+# Further keys that need no counterpart. Rope scaling must be off, which `_config` checks.
 _INERT = re.compile(r"rope\.dimension_count|attention\.value_length|rope\.scaling\.(type|factor)$")
 _TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -80,7 +80,7 @@ class GgufFiles:
         projection = re.search(r"\.([qk])_proj\.", tensor)
         if projection is None or self._heads is None:
             return values
-        # llama.cpp rotates adjacent channels of a head, transformers those half a head apart.
+        # llama.cpp's rotary embeddings pair adjacent channels of a head, transformers' pair channels half a head apart.
         split = values.reshape(self._heads[projection[1]], -1, 2, *values.shape[1:])
         return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)
 
@@ -111,10 +111,10 @@ def describe(path: Path) -> tuple[Any, dict[str, Any]]:
     try:
         return reader, _config(reader, path)
     except (KeyError, IndexError, TypeError, OverflowError, UnicodeDecodeError) as error:  # damaged fields
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> ValueError:
+def _unreadable_error(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path} is not a readable GGUF file: {brief(error, 500)}. Download it again.")
 
 
@@ -129,7 +129,7 @@ def _open(path: Path) -> Any:
         check_fields(path)
         return gguf.GGUFReader(path)
     except (ValueError, KeyError, IndexError, OverflowError) as error:  # raised for damaged files
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
 def _value(reader: Any, key: str) -> Any:
@@ -216,7 +216,7 @@ _FIELDS = 1 << 16
 
 
 def check_fields(path: Path) -> None:
-    """Walk over the fields of a file.
+    """Check the sizes of all fields of a file without reading their values.
 
     Raises:
         ValueError: a field claims more than the file holds, or than is plausible.

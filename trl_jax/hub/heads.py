@@ -61,7 +61,7 @@ class Head:
         names: (our module, its name on disk); empty if the family's names already include the head.
         prefixes: prefixes of the head's tensors on disk.
         draws: tensors that a checkpoint may lack, in the order in which transformers initializes them. If a tensor is
-            drawn twice, the last draw counts.
+            drawn twice, the last draw is used.
     """
 
     model: Callable[[Any], nnx.Module]

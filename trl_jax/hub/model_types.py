@@ -33,7 +33,7 @@ def is_exported(raw: dict[str, Any], native: Collection[str], source: Path, head
     return True
 
 
-def objection(raw: dict[str, Any], native: Collection[str], source: Path) -> ValueError:
+def unsupported_error(raw: dict[str, Any], native: Collection[str], source: Path) -> ValueError:
     """The error for an unsupported config.json: its type, the reason, and the nearest supported type."""
     kind = raw.get("model_type")
     if isinstance(kind, str) and kind in REFUSED:

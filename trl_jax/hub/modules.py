@@ -1,4 +1,4 @@
-"""The modules of a model, with transformers' names and order, and where our arrays belong in them."""
+"""The modules of a model, with transformers' names and order, and our arrays that hold their parameters."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from trl_jax.models.adapters import module_at
 from trl_jax.models.model import LmHead
 from trl_jax.nn.linear import Embedding, Linear
 
-_ROUTER = re.compile(r"\.router$")  # has its own class in transformers, so it is not a linear layer
-_READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # tables that are not indexed by tokens
-# transformers' parameters of experts, in order, and our parameters that are concatenated in each.
+_ROUTER = re.compile(r"\.router$")  # not an nn.Linear in transformers, but a class of its own
+_READ_WHOLE = re.compile(r"\.(type_embed|distance_embed)$")  # tables that are not looked up by token id
+# The parameters of experts in transformers, in order -> our parameters that are concatenated in each.
 _EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _UNGATED = {"up_proj": ("up",), "down_proj": ("down",)}
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module with parameters; a `{}` in its name is the number of its layer.
+    """A module with parameters. `{}` in its name stands for the layer number.
 
     Attributes:
         kind: "linear", "conv1d" (a linear layer stored as (in, out)), "embedding", "router", "experts" or "other".
-        parts: our modules whose weights form its weight, each with its slice of it.
-        tensor_map: its parameters.
-        layers: number of layers, 1 without `{}`.
+        parts: our modules whose weights form its weight, each with its slice of that weight (None: all of it).
+        tensor_map: the entries of its parameters.
+        layers: number of layers; 1 if the name has no `{}`.
         first: number of the first layer.
-        inputs, outputs: dimensions of the full matrix; rows and columns of an embedding.
+        inputs, outputs: size of the full matrix; for an embedding, rows and columns.
         experts: number of matrices in one parameter; 0 for a plain matrix.
         swapped: whether experts are stored as (in, out), which PEFT mistakes for (out, in).
-        inside: parameters of experts, each called `<module>.<parameter>`.
+        inside: the parameters of experts as modules of their own, named `<module>.<parameter>`.
     """
 
     name: str
@@ -57,21 +57,23 @@ class Module:
 
     @property
     def adapter_name(self) -> str:
-        """The name of its adapters' arrays, which distinguishes runs of layers."""
+        """The name of the adapter's arrays. It includes the first layer, so that each run of layers has its own
+        name."""
         return self.name.replace("{}", f"{{{self.first}+}}") if self.first else self.name
 
     def names(self) -> list[str]:
         return [self.name.format(self.first + layer) for layer in range(self.layers)]
 
     def parameters(self) -> list[tuple[str, Module]]:
-        """Each parameter by its last name component, with the module or inner module that owns it."""
+        """(last name component, owner) of each parameter; the owner is this module or one of `inside`."""
         if self.inside:
             return [(one.name.rpartition(".")[2], one) for one in self.inside]
         return [(name, self) for name in dict.fromkeys(entry.tensor.rpartition(".")[2] for entry in self.tensor_map)]
 
 
 def modules_of(config: NativeConfig) -> list[Module]:
-    """The modules of a model in transformers' order; the layers of a module are adjacent."""
+    """The modules of a model in transformers' order. One entry covers all layers of a run; `in_order` lists each
+    layer."""
     names = config.names
     _, shapes = config.abstract
     model = nnx.eval_shape(config.model)
@@ -94,8 +96,8 @@ def modules_of(config: NativeConfig) -> list[Module]:
 
 
 def torch_tensor_map(config: NativeConfig) -> list[TensorEntry]:
-    """The tensor map of a model with the names and shapes that its parameters have in transformers; on disk, the
-    experts of a layer may be separate, and modules may have older names."""
+    """The tensor map with the names and shapes that parameters have in transformers. Files may differ: they may store
+    the experts of a layer separately, or use older names of modules."""
     found = []
     for module in modules_of(config):
         inside = [
@@ -109,7 +111,7 @@ def torch_tensor_map(config: NativeConfig) -> list[TensorEntry]:
 
 
 def _of_all(rows: TensorSlice | None) -> TensorSlice | None:
-    """The slice of a parameter of all experts, for the slice of a single expert's matrix."""
+    """Convert a slice of one expert's matrix to a slice of the parameter that holds all experts."""
     if isinstance(rows, Rows) and not isinstance(rows, ExpertRows):
         return ExpertRows(rows.start, rows.count, rows.total, rows.transposed)
     return rows
@@ -121,14 +123,14 @@ def of_vision(entry: TensorEntry) -> bool:
 
 
 def _owner(tensor: str) -> str:
-    """The module that owns a tensor; all experts count as one module."""
+    """The name of the module that owns a tensor; all experts of a layer belong to one module."""
     if tensor.count("{}") > 1:
         return tensor[: tensor.rindex(".{}")]
     return tensor.rpartition(".")[0]
 
 
 def current_name(name: str, family: Family) -> str:
-    """transformers' current name of a module or tensor, which may have an older name on disk."""
+    """The name in current transformers of a module or tensor, which may have an older name on disk."""
     if family.other_head is not None and name.removesuffix(".weight") == family.lm_head.names[0][1]:
         name = name.replace(family.lm_head.names[0][1], family.other_head)
     for old, new in family.moved:
@@ -184,13 +186,13 @@ def _kind(module: Any, path: str, entry: TensorEntry) -> str:
 
 
 def in_order(modules: list[Module]) -> list[tuple[str, Module, int]]:
-    """Every module by its full name, with its layer index from 0, in the order of `named_modules`: a vision tower, its
-    connectors and the text model one after another."""
+    """(full name, module, layer index from 0) of each module in each layer, in the order of `named_modules`: the vision
+    tower, its connectors, the text model."""
     return [place for _, part in groupby(modules, _part) for place in _layer_by_layer(list(part))]
 
 
 def _part(module: Module) -> str:
-    """The part of a model with a vision tower that a module belongs to."""
+    """The part of a vision-language model that a module belongs to, such as "tower"; "" for the text model."""
     first = module.tensor_map[0]
     return first.path.split(".")[1] if of_vision(first) else ""
 

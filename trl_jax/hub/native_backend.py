@@ -16,7 +16,7 @@ from flax import nnx
 
 from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import SAVED_DTYPES, Backend, Locations
-from trl_jax.hub.checkpoint import Placement, Source, entries_of, load, outline, read_tensor, resized_source, save
+from trl_jax.hub.checkpoint import ShardingRule, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
 from trl_jax.hub.modules import torch_tensor_map
 from trl_jax.hub.tensor_map import TensorEntry
@@ -84,7 +84,8 @@ class NativeBackend(Backend):
 
     @property
     def decays_by_name(self) -> frozenset[str]:
-        """The RMS norms of a vision tower: of its norms, transformers exempts torch's LayerNorm by its class."""
+        """The RMS norms of a vision tower: transformers recognizes LayerNorms by their class, but these only by their
+        names."""
         if self.source.config.vision_arch is None:
             return frozenset()
         model = nnx.eval_shape(self.source.config.model)
@@ -107,7 +108,7 @@ class NativeBackend(Backend):
         return model
 
     def torch_param_layout(self) -> TorchParamLayout:
-        # transformers fuses some parameters of experts into one tensor, which are separate on disk
+        # parameters of experts that transformers fuses into one tensor, although they are separate on disk
         experts = {path: path.rpartition(".")[0] for path in self.tensors if path.endswith(("mlp.gate", "mlp.up"))}
         tensor_map = self.source.tensor_map
         joined = {entry.path: entry.tensor for entry in tensor_map if entry.tensor_slice is not None} | experts
@@ -170,7 +171,7 @@ class NativeBackend(Backend):
         return {name: jax.device_put(stored, arrays[name].sharding)}
 
     def weights(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """All arrays, as in a backend without quantized weights."""
+        """All arrays in float32, dequantized."""
         plain = {path: array for path, array in arrays.items() if path.rpartition(".")[0] not in self.formats}
         return {path: self.weight(arrays, path) for path in (*plain, *self.formats)}
 
@@ -209,11 +210,11 @@ class NativeBackend(Backend):
         params = self.weights(params) if self.formats else params
         save(folder, params, self.source, changed=changed, writes=writes)
 
-    def load(self, folder: Path, seed: int, place: Placement | None = None) -> dict[str, jax.Array]:
+    def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:
         config = read_native_config(folder, self.head)
         if self.source.config.vision_arch is not None:
             config = config.with_images()
-        return load(config, dtype="auto", seed=seed, place=place)[0]
+        return load(config, dtype="auto", seed=seed, sharding_of=sharding_of)[0]
 
     def resized(self, rows: int) -> NativeBackend:
         return NativeBackend(resized_source(self.source, rows), self.formats)

@@ -17,7 +17,6 @@ from trl_jax.hub.native_backend import NativeBackend, untied
 from trl_jax.hub.peft_adapters import (
     PREFIX,
     AdapterPlan,
-    carrying,
     for_tower,
     full_tensors,
     initial,
@@ -25,6 +24,7 @@ from trl_jax.hub.peft_adapters import (
     pass_over_towers,
     principal_parts,
     saved_in,
+    with_carried,
 )
 from trl_jax.hub.peft_backend import AdaptedBackend, LoraBackend
 from trl_jax.hub.peft_config import PISSA, AdapterConfig, LoraConfig, PromptLearningConfig
@@ -109,7 +109,7 @@ def _plan_for(base: NativeBackend, lora: LoraConfig, folder: Path | None) -> Ada
             owners = (tensor.rpartition(".")[0] for tensor in source.carried)
             plan = for_tower(folder, plan, frozenset(map(source.config.vision.module, owners)))
         elif source.config.family.carried is not None:
-            plan = carrying(folder, plan, re.compile(source.config.family.carried).search)
+            plan = with_carried(folder, plan, re.compile(source.config.family.carried).search)
     if plan.note is not None:
         logger.warning("LoraConfig: %s", plan.note)
     return plan
@@ -149,7 +149,7 @@ def merged(
     If the head is tied to an embedding with an adapter, it is untied, because the adapter does not apply to the head.
 
     Raises:
-        ValueError: it also adapts a vision tower, and the model was loaded without.
+        ValueError: the adapter also covers the vision tower, but the model was loaded without it.
     """
     plan, plain = backend.plan, NativeBackend(backend.base.source)
     if plan.carried and plain.source.config.vision_arch is None:

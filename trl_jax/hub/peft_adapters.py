@@ -22,16 +22,16 @@ from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.formats import open_tensors, read_one, shape_of, tensor_names
 from trl_jax.hub.modules import Module, current_name, modules_of, of_vision
 from trl_jax.hub.native_backend import NativeBackend
-from trl_jax.hub.peft_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter, refuse_beyond
+from trl_jax.hub.peft_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter_error, refuse_beyond
 from trl_jax.hub.peft_targets import (
     TENSOR,
     Targets,
     fully_trained,
     is_all,
     is_lm_head,
-    is_meant,
+    is_selected,
     rank_and_alpha,
-    settled,
+    resolve_targets,
     targeted,
     targeted_parameters,
     token_tables,
@@ -42,13 +42,14 @@ from trl_jax.hub.peft_targets import (
 from trl_jax.mesh.mesh import owned
 from trl_jax.models.adapters import Adapter, Layers, leaf
 
+logger = logging.getLogger(__name__)
+
 # Our arrays and the tensors of PEFT's files
 
 
-# For a resized vocabulary, PEFT also saves tensors nested in its own modules.
+# PEFT's wrapper modules. If the vocabulary was resized, PEFT also saves tensors inside them.
 _OF_THE_BASE = re.compile(r"\.(base_layer|original_module|modules_to_save)\.")
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
-logger = logging.getLogger(__name__)
 
 
 def tensors_of(plan: AdapterPlan, params: dict[str, Any], tables: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -102,11 +103,12 @@ def tokens_of(folder: Path, config: NativeConfig) -> int | None:
 
 
 def for_tower(folder: Path, plan: AdapterPlan, unread: frozenset[str]) -> AdapterPlan:
-    """The plan for an adapter's file and a model with a vision tower. An adapter that was trained on text alone leaves
-    the tower as it is.
+    """Adjust the plan to an adapter's file, for a model with a vision tower.
+
+    An adapter that was trained on text only has no tensors for the tower, so the tower gets no adapter.
 
     Args:
-        unread: modules of the tower that are not computed; PEFT adapts them, too.
+        unread: modules of the tower whose outputs are not used and which are thus not computed. PEFT adapts them, too.
     """
     path = folder / WEIGHTS
     there = set(tensor_names(path)) if path.is_file() else set()
@@ -119,14 +121,14 @@ def for_tower(folder: Path, plan: AdapterPlan, unread: frozenset[str]) -> Adapte
         logger.warning("%s was trained on text only: the vision tower stays as it is.", path)
     order = tuple((layer, kept.index(number)) for layer, number in plan.order if number in kept)
     plan = replace(plan, modules=tuple(plan.modules[number] for number in kept), order=order)
-    return carrying(folder, plan, lambda name: name.partition(".lora_")[0] in unread)
+    return with_carried(folder, plan, lambda name: name.partition(".lora_")[0] in unread)
 
 
-def carrying(folder: Path, plan: AdapterPlan, is_carried: Callable[[str], Any]) -> AdapterPlan:
-    """The plan for an adapter's file that also has tensors of modules which are not computed. They are saved unchanged.
+def with_carried(folder: Path, plan: AdapterPlan, is_carried: Callable[[str], Any]) -> AdapterPlan:
+    """Add the file's tensors of modules that are not computed to the plan. They are saved unchanged.
 
     Args:
-        is_carried: whether a tensor is one of these, by its name without PEFT's prefix.
+        is_carried: whether a tensor belongs to such a module, given its name without PEFT's prefix.
     """
     path = folder / WEIGHTS
     names = tensor_names(path) if path.is_file() else ()
@@ -170,8 +172,9 @@ def read_tables(folder: Path, plan: AdapterPlan, shapes: Mapping[str, tuple[int,
     return found
 
 
-def wanted_shapes(plan: AdapterPlan, shapes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name on disk -> shape, of everything that an adapter's file must hold; `shapes` are those of trained arrays."""
+def expected_shapes(plan: AdapterPlan, shapes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name on disk -> shape of each tensor that an adapter's file must contain, given the shapes of the trained
+    arrays."""
     wanted = {
         name: np.empty(shapes[leaf(one.adapter.name, kind)].shape, np.bool_)[at].shape
         for one in plan.modules
@@ -189,10 +192,10 @@ def read_tensors(
     """Read the tensors of an adapter's file that the plan needs, falling back to `defaults`.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, or it belongs to another model; names tensor and shape.
+        FileNotFoundError, ValueError: the file is missing, or it does not fit the model.
     """
     path = _weights_in(folder)
-    tensors, wanted = open_tensors(path), wanted_shapes(plan, shapes)
+    tensors, wanted = open_tensors(path), expected_shapes(plan, shapes)
     lacking = sorted(set(defaults or {}) - set(tensors))
     if lacking:
         logger.warning("%s has no %s: starting from the base model's.", path, _some(lacking))
@@ -210,7 +213,7 @@ def read_tensors(
 def _weights_in(folder: Path) -> Path:
     """The weights file in an adapter's folder. Raises FileNotFoundError or ValueError if there is none."""
     if not (folder / WEIGHTS).is_file():
-        raise no_adapter(str(folder), (folder / PICKLED).exists())
+        raise no_adapter_error(str(folder), (folder / PICKLED).exists())
     return folder / WEIGHTS
 
 
@@ -238,7 +241,7 @@ def _some(names: list[str]) -> str:
 # Initial values, drawn with torch's generator as in PEFT
 
 
-_NO_MAP = re.compile(r"pos(ition)?_embed|embed_vision|audio")  # tables, and what follows the text model in gemma4
+_NO_MAP = re.compile(r"pos(ition)?_embed|embed_vision|audio")  # position tables; gemma4: modules after the text model
 
 
 def initial(
@@ -253,8 +256,8 @@ def initial(
 
     Args:
         weight: returns the array at a path.
-        factors: arrays that are not drawn.
-        carried: draws what PEFT draws for layers of vision towers that are not computed; they follow those that are.
+        factors: initial values that are given instead of drawn.
+        carried: draws what PEFT draws for vision tower layers that we do not compute; it draws them after the others.
     """
     arrays = {name: np.zeros(shape.shape, np.float32) for name, shape in plan.shapes.items()} | factors
     in_tower = True
@@ -276,7 +279,7 @@ def pass_over_towers(
     config: LoraConfig, plan: AdapterPlan, carried: Mapping[str, Pieces], generator: TorchGenerator
 ) -> None:
     """Advance the generator by what PEFT draws before the text model's adapters. PEFT also adapts matching linear
-    layers of the vision towers, which are not trained by text and which we do not adapt.
+    layers of the vision towers, which text does not train and which we do not adapt.
 
     Args:
         config: the config as passed by the user.
@@ -286,7 +289,7 @@ def pass_over_towers(
         name = tensor.removesuffix(".weight")
         if name == tensor or len(pieces.shape) != 2 or _NO_MAP.search(name):
             continue
-        if is_all(config.target_modules) or is_meant(plan.config, name):
+        if is_all(config.target_modules) or is_selected(plan.config, name):
             outputs, inputs = pieces.shape
             module = Module(name, "linear", (), (), 1, 0, inputs, outputs)
             _draw(plan.config, module, rank_and_alpha(plan.config, name)[0], generator)
@@ -341,7 +344,7 @@ def principal_parts(
     """Split the adapted matrices into principal components and a residual.
 
     Returns:
-        A and B by name, padded like those of `plan`; the frozen arrays with residuals in place of the matrices.
+        A and B by name, padded to the shapes of `plan`; the frozen arrays with residuals in place of the matrices.
 
     Raises:
         ValueError: the matrices are quantized, or a rank exceeds the size of its matrix.
@@ -456,7 +459,7 @@ class FullyTrained:
     tensors: dict[str, list[IndexedEntry]]
 
     def some_layers(self) -> tuple[Layers, ...]:
-        """The stacks of which only some layers are trained."""
+        """The stacked arrays in which only some layers are trained."""
         return tuple(Layers(path, layers) for path, layers in self.layers.items() if layers is not None)
 
     def array_of(self, path: str) -> str:
@@ -505,7 +508,7 @@ class AdapterPlan:
         }
 
     def paths(self) -> list[dict[str, str]]:
-        """Kind -> path of its trained array, for each of the adapters."""
+        """For each adapter: kind -> path of the trained array."""
         return [{kind: leaf(one.adapter.name, kind) for kind in one.shapes()} for one in self.modules]
 
 
@@ -519,7 +522,7 @@ def make_adapter_plan(
         resized: whether the vocabulary was resized, so that the tables must be saved with the adapter.
 
     Raises:
-        ValueError: names what does not exist in the model or is not supported in this release.
+        ValueError: the config names something that the model lacks, or that is not supported in this release.
     """
     refuse_beyond(lora)
     modules = modules_of(config.untied())
@@ -611,12 +614,12 @@ def is_token_table(module: Module) -> bool:
 
 
 def resolved(lora: LoraConfig, modules: list[Module], model_type: str) -> tuple[LoraConfig, Targets, Targets]:
-    """The config as PEFT would save it, the modules that get adapters, and the parameters that do.
+    """The config as PEFT would save it, and the modules and the parameters that get adapters.
 
     Raises:
         ValueError: the config selects nothing, or something that cannot have an adapter.
     """
-    lora = settled(with_parameters(lora, modules, model_type), modules, model_type)
+    lora = resolve_targets(with_parameters(lora, modules, model_type), modules, model_type)
     targets = targeted(lora, modules, model_type)
     return lora, targets, targeted_parameters(lora, modules, alone=not targets)
 
@@ -631,7 +634,7 @@ def _auto_mapping(config: NativeConfig) -> dict[str, str]:
 
 
 def _owner(name: str) -> str:
-    """The module that owns a parameter."""
+    """The name of the module that owns a parameter."""
     return name.rpartition(".")[0]
 
 
@@ -668,8 +671,8 @@ def _module_adapters(lora: LoraConfig, module: Module, targets: Targets) -> Modu
 
 
 def _wrapped_names(module: Module, targets: Targets) -> list[str]:
-    """If several parameters of a module have adapters, PEFT nests the wrappers; only the last keeps the module's
-    name."""
+    """The names of a module's parameters in PEFT's files. If several of them have adapters, PEFT nests its wrappers,
+    and only the last keeps the module's name."""
     every, wrapped = [name for name, _, _ in targets], []
     for name in module.names():
         siblings = [one for one in every if _owner(one) == _owner(name)]

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from trl_jax.core.files import as_dtype
 from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import Backend, Locations
-from trl_jax.hub.checkpoint import IndexedEntry, Placement, read_tensor, shard_array
+from trl_jax.hub.checkpoint import IndexedEntry, ShardingRule, read_tensor, shard_array
 from trl_jax.hub.modules import of_vision, torch_tensor_map
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_adapters import (
@@ -26,11 +26,11 @@ from trl_jax.hub.peft_adapters import (
     WRAPPED,
     AdapterPlan,
     arrays_of,
+    expected_shapes,
     read_tables,
     read_tensors,
     tensors_of,
     trained_tensors,
-    wanted_shapes,
 )
 from trl_jax.hub.peft_config import WEIGHTS
 from trl_jax.hub.peft_targets import TENSOR
@@ -70,17 +70,17 @@ class AdaptedBackend(Backend):
         self.base.save_in(dtype)
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
-        """PEFT's names, with the locations of trained parameters only."""
+        """The names are PEFT's; only trained parameters have locations."""
         del params
         return {name: [] for name in (*self._frozen_tensors, *self.trained_names)} | self.trained_locations()
 
     def named(
         self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the base model's parameters and then the trained ones, under PEFT's names. Of modules that are trained
-        fully, the original weights are not kept and thus left out."""
+        """Yield the base model's parameters and then the trained ones, under PEFT's names. The original weights of
+        fully trained modules are not kept, so they are left out."""
 
-        @lru_cache(maxsize=8)  # experts of a layer are in the same arrays
+        @lru_cache(maxsize=8)  # all experts of a layer share its arrays
         def of_layer(path: str, *layer: int) -> jax.Array:
             at = slice(layer[0], layer[0] + 1) if layer else ()
             return self.base.weight({name: array[at] for name, array in self._stored(arrays, path)}, path)
@@ -94,7 +94,7 @@ class AdaptedBackend(Backend):
             yield from (one for one in self.trained(arrays) if wanted is None or one[0] in wanted)
 
     def _stored(self, arrays: dict[str, Any], path: str) -> list[tuple[str, Any]]:
-        """The array at a path; if it is quantized or kept as bits, the arrays that it is made of."""
+        """The array at a path, or the arrays that represent it if it is quantized or stored as raw bits."""
         form = self.base.formats.get(path)
         names = [path] if form is None else [f"{path}.{name}" for name in form.leaves()]
         return [(name, arrays[name]) for name in names]
@@ -109,7 +109,7 @@ class AdaptedBackend(Backend):
 
     @abc.abstractmethod
     def trained_locations(self) -> Locations:
-        """As `locations`, of the trained parameters that are computed."""
+        """Like `locations`, but only for trained parameters that the model computes with."""
 
     @abc.abstractmethod
     def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -152,14 +152,19 @@ class AdaptedBackend(Backend):
         replace(self.saved_config, inference_mode=True).save_pretrained(folder)
 
     def load(
-        self, folder: Path, seed: int, place: Placement | None = None, defaults: dict[str, np.ndarray] | None = None
+        self,
+        folder: Path,
+        seed: int,
+        sharding_of: ShardingRule | None = None,
+        defaults: dict[str, np.ndarray] | None = None,
     ) -> dict[str, jax.Array]:
-        """Read the trained arrays; `defaults` holds tensors, named as in the file, for those that the file lacks."""
+        """Read the trained arrays. `defaults` has values for tensors that the file lacks, by their names in the
+        file."""
         arrays = self.read(folder, defaults)
-        if place is None:
+        if sharding_of is None:
             return arrays
         axes = self.axes
-        return {path: shard_array(place, axes.get(path, ()), array) for path, array in arrays.items()}
+        return {path: shard_array(sharding_of, axes.get(path, ()), array) for path, array in arrays.items()}
 
     @abc.abstractmethod
     def read(self, folder: Path, defaults: dict[str, np.ndarray] | None) -> dict[str, jax.Array]:
@@ -173,7 +178,7 @@ class AdaptedBackend(Backend):
 
 
 class LoraBackend(AdaptedBackend):
-    """A native model with low-rank adapters, and possibly some of its own parameters trained, according to `plan`.
+    """A native model with low-rank adapters. `plan` may also train some of the model's own parameters.
 
     `tables` are the base model's arrays in `plan.saved_tables`, by path, on the host; they are saved with the adapter.
     """
@@ -185,7 +190,7 @@ class LoraBackend(AdaptedBackend):
         self.drops_out = base.drops_out or plan.config.lora_dropout > 0
         self.graph = _graph_of(base, plan)
         self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}
-        self.dtypes = dict.fromkeys(wanted_shapes(plan, shapes), "float32")
+        self.dtypes = dict.fromkeys(expected_shapes(plan, shapes), "float32")
         self._wrapped = _wrapped(plan)
         self._sizes = {leaf(one.adapter.name, kind): size for one in plan.modules for kind, size in one.sizes().items()}
 
@@ -217,15 +222,14 @@ class LoraBackend(AdaptedBackend):
         return None if name in self.dtypes else name
 
     def _peft_name_of(self, name: str) -> str:
-        """PEFT's name of a parameter for its name on disk."""
+        """PEFT's name of a parameter in memory, given its name on disk."""
         if name in self.plan.full.tensors and not name.endswith(TENSOR):
             return self._saved_module(name)
         name = _ADAPTER.sub(r"\1.default", name)
         return f"{name}.weight" if name.endswith("lora_magnitude_vector.default") else name
 
     def _saved_module(self, name: str) -> str:
-        """The name of a fully trained parameter, which PEFT puts into a module of its own if `modules_to_save` asks for
-        it."""
+        """The name in memory of a fully trained parameter: PEFT wraps its module if `modules_to_save` selects it."""
         wanted, parts = tuple(self.plan.config.modules_to_save or ()), name.split(".")
         for at in range(PREFIX.count(".") + 1, len(parts)):
             if wanted and ".".join(parts[:at]).endswith(wanted):

@@ -52,7 +52,7 @@ class PeftConfig:
 class LoraConfig(PeftConfig):
     """PEFT's fields, defaults and order. Unsupported options are refused when the adapter is added to a model.
 
-    r, lora_alpha: the rank, and the scale before it is divided by the rank (with `use_rslora`, by its square root).
+    r, lora_alpha: the rank, and the numerator of the scale: lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`.
     target_modules: module names or suffixes of them, a regular expression for full names, or "all-linear".
     modules_to_save: suffixes of the names of modules to train fully; the head is always one of them.
     rank_pattern, alpha_pattern: regular expressions for suffixes of names -> a different rank or alpha.
@@ -116,7 +116,7 @@ class LoraConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> LoraConfig:
-        """Read the adapter_config.json of a folder. Raises as `read_keys`, or if it is another type of adapter."""
+        """Read the adapter_config.json of a folder. Raises like `read_keys`, or ValueError for another type."""
         return read_config_of(cls, Path(folder), "LORA")
 
 
@@ -135,7 +135,7 @@ def task_of(task: Any) -> str:
 
 
 def _read_numpy(config: Any) -> None:
-    """Make NumPy numbers plain. Raises ValueError for an array, which rules could not read."""
+    """Convert NumPy scalars to Python numbers. Raises ValueError for an array."""
     for one in fields(config):
         value = getattr(config, one.name)
         if isinstance(value, np.ndarray):
@@ -157,7 +157,7 @@ def _text(value: Any) -> bool:
 
 
 def _pattern(value: Any) -> bool:
-    """Whether it is a valid regular expression."""
+    """Whether `value` is a valid regular expression."""
     try:
         return isinstance(value, str) and bool(re.compile(value))
     except (re.error, OverflowError, RecursionError):
@@ -165,7 +165,7 @@ def _pattern(value: Any) -> bool:
 
 
 def _inner_pattern(value: Any) -> bool:
-    """Whether it is a valid regular expression that can be embedded in another."""
+    """Whether `value` is a valid regular expression that can be embedded in another."""
     return _pattern(value) and _pattern(f"(?P<number>.)({value})")
 
 
@@ -178,7 +178,7 @@ def _list(value: Any, each: Callable[[Any], bool]) -> bool:
 
 
 def check(config: LoraConfig) -> None:
-    """Raise ValueError for invalid values, by field."""
+    """Raise ValueError for the first field with an invalid value."""
     values = vars(config)
 
     def must(good: bool, name: str, wanted: str) -> None:
@@ -235,7 +235,7 @@ _INITIAL = (True, False, "gaussian", PISSA)
 
 
 def refuse_beyond(config: LoraConfig) -> None:
-    """Raise ValueError for options that are not supported in this release, by field and with a way out."""
+    """Raise ValueError for the first unsupported option; the message suggests an alternative."""
     for name, idle in _BEYOND.items():
         value = vars(config)[name]
         if value not in idle:
@@ -254,13 +254,14 @@ def refuse_beyond(config: LoraConfig) -> None:
         )
 
 
-def begun(config: LoraConfig) -> LoraConfig:
-    """The config of an already initialized adapter, whose base model PEFT may have modified."""
+def already_initialized(config: LoraConfig) -> LoraConfig:
+    """The config of an adapter that is already initialized: without the options that would modify the base model
+    again."""
     began = {"init_lora_weights": True, "loftq_config": {}}
     return replace(config, **began, **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config")))
 
 
-def no_adapter(where: str, pickled: bool) -> FileNotFoundError:
+def no_adapter_error(where: str, pickled: bool) -> FileNotFoundError:
     """The error for an adapter whose weights are missing, or only available as a pickle."""
     way_out = "Save it with safe_serialization=True."
     note = f" It has {PICKLED}, but pickles are not read. {way_out}" if pickled else ""
@@ -271,7 +272,7 @@ def read_keys(folder: Path) -> dict[str, Any]:
     """Read the adapter_config.json of a folder.
 
     Raises:
-        FileNotFoundError, ValueError: it is missing, or not a JSON object.
+        FileNotFoundError, ValueError: the file is missing, or not a JSON object.
     """
     path = folder / CONFIG
     try:
@@ -290,7 +291,8 @@ def kind_of(keys: dict[str, Any]) -> Any:
 
 
 def config_of(cls: type, keys: dict[str, Any], source: str) -> Any:
-    """The config of class `cls` with these keys. Raises ValueError for keys of a later PEFT release."""
+    """The config of class `cls` with these keys. Raises ValueError for unknown keys, which a later PEFT release may
+    use."""
     known = {f.name for f in fields(cls)}
     unknown = sorted(key for key, value in keys.items() if key not in known and value not in (None, False, {}, []))
     if unknown:
@@ -302,7 +304,7 @@ def config_of(cls: type, keys: dict[str, Any], source: str) -> Any:
 
 
 def read_config_of(cls: type, folder: Path, kind: str) -> Any:
-    """Read the config in a folder as class `cls`. Raises as `read_keys`, or if it is another type of adapter."""
+    """Read the config in a folder as class `cls`. Raises like `read_keys`, or ValueError for another type."""
     keys, source = read_keys(folder), str(folder / CONFIG)
     if kind_of(keys) != kind:
         raise ValueError(f"{source}: peft_type must be {kind}, got {brief(kind_of(keys))}.")
@@ -317,7 +319,7 @@ def _copied(value: Any) -> Any:
 
 
 VECTORS = "prompt_embeddings"  # PEFT's name for the vectors in an adapter's file
-ENCODER = "prompt_encoder.safetensors"  # weights of the network that makes the vectors; PEFT does not save them
+ENCODER = "prompt_encoder.safetensors"  # weights of the network that computes the vectors; PEFT does not save them
 
 
 class PromptTuningInit(str, Enum):  # noqa: UP042 - like PEFT's
@@ -381,7 +383,7 @@ class PromptLearningConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Any:
-        """Read the adapter_config.json of a folder. Raises as `read_keys`, or if it is another type of adapter."""
+        """Read the adapter_config.json of a folder. Raises like `read_keys`, or ValueError for another type."""
         return read_config_of(cls, Path(folder), cls.kind)
 
 
@@ -389,7 +391,7 @@ class PromptLearningConfig(PeftConfig):
 class PromptTuningConfig(PromptLearningConfig):
     """PEFT's PromptTuningConfig: trains one vector per virtual token.
 
-    prompt_tuning_init: initialize with RANDOM numbers, with embeddings of random tokens (SAMPLE_VOCAB), or of a TEXT.
+    prompt_tuning_init: initialize from RANDOM numbers, or from embeddings of random tokens (SAMPLE_VOCAB) or of a TEXT.
     prompt_tuning_init_text, tokenizer_name_or_path, tokenizer_kwargs: that text and its tokenizer.
     """
 
@@ -416,7 +418,7 @@ class PromptTuningConfig(PromptLearningConfig):
 class PrefixTuningConfig(PromptLearningConfig):
     """PEFT's PrefixTuningConfig: trains the keys and values of virtual tokens in each layer.
 
-    token_dim, num_attention_heads: size of all keys of a layer, and number of key heads.
+    token_dim, num_attention_heads: size of a layer's keys over all heads, and number of key heads.
     init_weights: "zero" initializes with zeros.
     prefix_projection: compute the vectors with a network with `encoder_hidden_size` hidden units.
     """
@@ -481,10 +483,10 @@ _NEAREST = {
 
 
 def as_adapter_config(config: Any) -> AdapterConfig:
-    """Convert an adapter config, ours or peft's, to a new config of ours.
+    """Convert an adapter config, of our classes or peft's, to a new config of our classes.
 
     Raises:
-        TypeError, ValueError: it is not an adapter config, or one of an unsupported type.
+        TypeError, ValueError: `config` is not an adapter config, or its type is not supported.
     """
     if isinstance(config, AdapterConfig):
         return replace(config)
@@ -498,7 +500,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read the adapter_config.json of a folder.
 
     Raises:
-        FileNotFoundError, ValueError: it is missing, not valid JSON, of an unsupported type or of a later PEFT release.
+        FileNotFoundError, ValueError: the file is missing, not valid JSON, or from a later PEFT release, or its
+            type is not supported.
     """
     return _from_keys(read_keys(folder), str(folder / CONFIG))
 
@@ -512,7 +515,7 @@ def _from_keys(keys: dict[str, Any], source: str) -> AdapterConfig:
     return config_of(_KINDS[kind], keys, source)
 
 
-def positions_beside(max_positions: int | None, config: AdapterConfig | None) -> int | None:
-    """How many positions virtual tokens leave for texts; None if there is no limit."""
+def positions_left(max_positions: int | None, config: AdapterConfig | None) -> int | None:
+    """The number of positions that virtual tokens leave for the text; None if there is no limit."""
     taken = config.num_virtual_tokens if isinstance(config, PromptLearningConfig) else None
     return max_positions if max_positions is None else max_positions - (taken or 0)

@@ -11,7 +11,7 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.modules import Module, in_order
 from trl_jax.hub.peft_config import PISSA, LoraConfig
 
-# target_parameters: parameters of linear layers, and of experts, which share a parameter
+# target_parameters: adapters on parameters of linear layers and experts (all experts of a layer share one parameter)
 
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ _WITH_MATRICES = ("linear", "router", "experts")  # kinds of modules whose matri
 # replaced them; if two old modules share one parameter, both must be selected.
 _OF_QWEN = {"gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _OF_MIXTRAL = {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
-_BECAME = {
+_REPLACED_BY = {
     **dict.fromkeys(("minimax_m2", "mixtral"), _OF_MIXTRAL),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe"), _OF_QWEN),
     **dict.fromkeys(("hunyuan_v1_moe", "olmoe", "qwen3_moe", "qwen3_next"), _OF_QWEN),
@@ -30,33 +30,33 @@ _BECAME = {
 
 
 def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
-    """Replace older modules that are now part of a parameter by that parameter, as PEFT does.
+    """Replace module names from older transformers releases by the parameters that these modules became, as PEFT does.
 
     Raises:
         ValueError: only one of two modules that share a parameter is selected.
     """
-    wanted, became = config.target_modules, _BECAME.get(model_type)
-    if became is None:
+    wanted, replaced_by = config.target_modules, _REPLACED_BY.get(model_type)
+    if replaced_by is None:
         return config
     if isinstance(wanted, str):
-        wanted = _last_names(config, modules, became)
+        wanted = _last_names(config, modules, replaced_by)
         if not wanted:
             return config
-    named = {name: next((old for old in became if f".{name}".endswith(f".{old}")), None) for name in wanted or ()}
+    named = {name: next((old for old in replaced_by if f".{name}".endswith(f".{old}")), None) for name in wanted or ()}
     rank_pattern, alpha_pattern = dict(config.rank_pattern), dict(config.alpha_pattern)
-    for parameter in dict.fromkeys(became.values()):
-        inside = [old for old, new in became.items() if new == parameter]
-        meant = [old for old in inside if old in named.values()]
-        if 0 < len(meant) < len(inside):
+    for parameter in dict.fromkeys(replaced_by.values()):
+        inside = [old for old, new in replaced_by.items() if new == parameter]
+        selected = [old for old in inside if old in named.values()]
+        if 0 < len(selected) < len(inside):
             raise ValueError(
-                f"LoraConfig: target_modules={shown(config.target_modules)} selects {meant[0]} of the experts, which "
-                f"shares the parameter {parameter} with the rest of {', '.join(inside)}. Select all of them, or use "
-                f"target_parameters=['experts.{parameter}']."
+                f"LoraConfig: target_modules={shown(config.target_modules)} selects {selected[0]} of the experts, "
+                f"which shares the parameter {parameter} with the rest of {', '.join(inside)}. Select all of them, or "
+                f"use target_parameters=['experts.{parameter}']."
             )
-        if meant and len(inside) > 1:
+        if selected and len(inside) > 1:
             rank_pattern[rf".*\.{parameter}"] = config.r * len(inside)
             alpha_pattern[rf".*\.{parameter}"] = config.lora_alpha * len(inside)
-    parameters = {*(config.target_parameters or ()), *(became[old] for old in named.values() if old is not None)}
+    parameters = {*(config.target_parameters or ()), *(replaced_by[old] for old in named.values() if old is not None)}
     return replace(
         config,
         target_modules={name for name, old in named.items() if old is None},
@@ -66,29 +66,33 @@ def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) 
     )
 
 
-def _last_names(config: LoraConfig, modules: list[Module], became: dict[str, str]) -> set[str]:
+def _last_names(config: LoraConfig, modules: list[Module], replaced_by: dict[str, str]) -> set[str]:
     """The last name components of everything that one pattern selects, in any layer."""
     if is_all(config.target_modules):
-        return {name.rpartition(".")[2] for name in linear_maps(config, modules)} | set(became)
+        return {name.rpartition(".")[2] for name in linear_maps(config, modules)} | set(replaced_by)
     places = in_order(modules)
     parameters = [f"{name}.{last}" for name, module, _ in places for last, _ in module.parameters()]
     once = [
         f"{name.rpartition('.')[0]}.{old}"
         for name in parameters
-        for old, new in became.items()
+        for old, new in replaced_by.items()
         if name.rpartition(".")[2] == new
     ]
-    meant = [name for name in (*walked(places), *parameters, *once) if is_meant(config, name)]
-    return {name.rpartition(".")[2] for name in meant}
+    selected = [name for name in (*module_names(places), *parameters, *once) if is_selected(config, name)]
+    return {name.rpartition(".")[2] for name in selected}
 
 
 def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: bool) -> Targets:
-    """Each parameter that gets an adapter, in order: its full name and the module that owns it.
+    """Each parameter that gets an adapter, in order: its full name, the module that owns it, and the layer.
 
-    As in PEFT, layer and exclusion options do not apply to parameters. `alone`: no module gets an adapter.
+    As in PEFT, layer and exclusion options do not apply to parameters.
+
+    Args:
+        alone: True if no module gets an adapter. It is then an error if no parameter matches, otherwise a warning.
 
     Raises:
-        ValueError: nothing is selected, or something that is not a matrix, or an option is set that only modules have.
+        ValueError: no parameter matches although `alone`, one is not a matrix, or the config has an option that only
+            works for modules.
     """
     wanted = tuple(config.target_parameters or ())
     every = [
@@ -96,32 +100,32 @@ def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: boo
         for name, module, layer in in_order(modules)
         for last, owner in module.parameters()
     ]
-    meant = [place for place in every if f".{place[0]}".endswith(tuple(f".{end}" for end in wanted))]
-    for name, last, owner, _ in meant:
+    selected = [place for place in every if f".{place[0]}".endswith(tuple(f".{end}" for end in wanted))]
+    for name, last, owner, _ in selected:
         if owner.kind not in _WITH_MATRICES or last not in ("weight", owner.name.rpartition(".")[2]):
             raise ValueError(
                 f"LoraConfig: target_parameters={shown(set(wanted))} selects {name}, which is not a matrix of a linear "
                 f"layer or of experts. Available: {', '.join(_matrices(every))}."
             )
-    if wanted and not meant:
+    if wanted and not selected:
         text = f"target_parameters={shown(set(wanted))} selects no parameter of this model. It has "
         text += f"{', '.join(_matrices(every))}."
         if alone:
             raise ValueError(f"LoraConfig: {text}")
         logger.warning("LoraConfig: %s", text)
     for field in ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out"):
-        if meant and vars(config)[field]:
+        if selected and vars(config)[field]:
             raise ValueError(
                 f"LoraConfig: {field}={vars(config)[field]!r} cannot be used with adapters on parameters, and this "
-                f"config selects {meant[0][0]}. Leave it out, or choose target_modules without experts: ['q_proj', "
+                f"config selects {selected[0][0]}. Leave it out, or choose target_modules without experts: ['q_proj', "
                 "'v_proj']."
             )
-    if meant and config.init_lora_weights == PISSA:
+    if selected and config.init_lora_weights == PISSA:
         raise ValueError(
             f"LoraConfig: init_lora_weights='pissa' only works for matrices of modules, and this config selects "
-            f"{meant[0][0]}. Use True, or choose target_modules without experts: ['q_proj', 'v_proj']."
+            f"{selected[0][0]}. Use True, or choose target_modules without experts: ['q_proj', 'v_proj']."
         )
-    return [(name, owner, layer) for name, _, owner, layer in meant]
+    return [(name, owner, layer) for name, _, owner, layer in selected]
 
 
 def _matrices(every: list[tuple[str, str, Module, int]]) -> list[str]:
@@ -141,7 +145,7 @@ def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraCon
     """The config of an adapter that also trains the rows of new tokens and the full language model head, as in TRL.
 
     Raises:
-        ValueError: this type of adapter cannot train rows.
+        ValueError: this type of adapter cannot train embedding rows.
     """
     if not isinstance(lora, LoraConfig):
         raise ValueError(
@@ -212,7 +216,7 @@ _PEFT_SAVED = ["classifier", "score"]  # what PEFT adds to modules_to_save for a
 def with_peft_head(lora: LoraConfig, modules: list[Module], kind: HeadName) -> tuple[LoraConfig, str | None]:
     """The adapter's config as PEFT changes it for a model with this head, and a message about the change, if any.
 
-    PEFT would build a different model for another task. The head of a classifier is trained too and is added to
+    PEFT would build a different model for another task_type. The head of a classifier is also trained and added to
     `modules_to_save`.
     """
     if kind == "lm":
@@ -222,8 +226,8 @@ def with_peft_head(lora: LoraConfig, modules: list[Module], kind: HeadName) -> t
         changed = f"task_type={task!r} was changed to {own!r}, so that the head is trained too."
         saved = saved if saved[-2:] == _PEFT_SAVED else [*saved, *_PEFT_SAVED]
         return replace(lora, task_type=own, modules_to_save=saved), None if task == own else changed
-    head = next(name for name in _PEFT_HEADS if _has(modules, name))
-    if any(head.endswith(name) for name in saved):
+    head = next((name for name in _PEFT_HEADS if _has(modules, name)), None)
+    if head is None or any(head.endswith(name) for name in saved):
         return lora, None
     added = f"the head {head!r} was added to modules_to_save, so that it is trained and saved."
     return replace(lora, modules_to_save=[*saved, head]), added
@@ -291,11 +295,11 @@ def with_drawn(config: LoraConfig, modules: list[Module], drawn: tuple[str, ...]
     return replace(config, modules_to_save=[*lost, *(config.modules_to_save or [])]), line
 
 
-def settled(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
+def resolve_targets(config: LoraConfig, modules: list[Module], model_type: str) -> LoraConfig:
     """Fill in `target_modules` with names: the usual modules if it is None, all linear layers for "all-linear".
 
     Raises:
-        ValueError: it is None, and PEFT has no default for this model_type.
+        ValueError: `target_modules` is None, and PEFT has no default for this model_type.
     """
     wanted, places = config.target_modules, in_order(modules)
     if wanted is None and not (config.target_parameters and model_type not in _USUAL):
@@ -353,41 +357,41 @@ def _ends(name: str) -> list[str]:
 
 
 def targeted(config: LoraConfig, modules: list[Module], model_type: str) -> Targets:
-    """Each module that gets an adapter, in order; `config` comes from `settled`.
+    """Each module that gets an adapter, in order; `config` comes from `resolve_targets`.
 
     Raises:
         ValueError: no module or parameter is selected, or one that cannot have an adapter.
     """
     places, wanted = in_order(modules), config.target_modules
     known = {name: (name, module, layer) for name, module, layer in places}
-    meant = [name for name in walked(places) if is_meant(config, name)]
+    selected = [name for name in module_names(places) if is_selected(config, name)]
     past = _PAST_ADAPTERS.get(model_type, set())
-    incompatible = next((name for name in meant if name.rpartition(".")[2] in past), None)
+    incompatible = next((name for name in selected if name.rpartition(".")[2] in past), None)
     if incompatible is not None:
         raise ValueError(
             f"LoraConfig: target_modules={shown(wanted)} selects {incompatible}. PEFT: Module "
             f"{incompatible.rpartition('.')[2]!r} is incompatible with Mamba-based models (model_type="
             f"{model_type!r}). Choose from {', '.join(candidates(modules))}, or pass exclude_modules=['out_proj']."
         )
-    wrong = [name for name in meant if name not in known or known[name][1].kind not in ADAPTABLE]
+    wrong = [name for name in selected if name not in known or known[name][1].kind not in ADAPTABLE]
     if wrong:
         raise ValueError(
-            f"LoraConfig: target_modules={shown(wanted)} selects {wrong[0]} (and {len(meant) - 1} more), which is not "
-            f"a linear layer or embedding. Available: {', '.join(candidates(modules))}."
+            f"LoraConfig: target_modules={shown(wanted)} selects {wrong[0]} (and {len(selected) - 1} more), which is "
+            f"not a linear layer or embedding. Available: {', '.join(candidates(modules))}."
         )
-    if not meant and not config.target_parameters:
+    if not selected and not config.target_parameters:
         raise ValueError(
             f"LoraConfig: target_modules={shown(wanted)} selects no module of this model, or only modules that "
             f"exclude_modules, modules_to_save or layers_to_transform exclude. It has {', '.join(candidates(modules))}."
         )
-    return [known[name] for name in meant]
+    return [known[name] for name in selected]
 
 
 def shown(value: Any) -> str:
     return repr(sorted(value) if isinstance(value, set) else value)
 
 
-def walked(places: Targets) -> list[str]:
+def module_names(places: Targets) -> list[str]:
     """All names in order, with outer modules before inner ones."""
     return list(
         dict.fromkeys(
@@ -396,7 +400,7 @@ def walked(places: Targets) -> list[str]:
     )
 
 
-def is_meant(config: LoraConfig, name: str) -> bool:
+def is_selected(config: LoraConfig, name: str) -> bool:
     if config.exclude_modules and _matches(config.exclude_modules, name):
         return False
     if any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or []):
@@ -434,8 +438,8 @@ def fully_trained(config: LoraConfig, modules: list[Module]) -> Targets:
     """The modules whose names end with an entry of `modules_to_save`, and their submodules."""
     wanted = tuple(config.modules_to_save or ())
     places = in_order(modules)
-    meant = [name for name in walked(places) if wanted and name.endswith(wanted)]
-    return [place for place in places if any(place[0] == name or place[0].startswith(f"{name}.") for name in meant)]
+    selected = [name for name in module_names(places) if wanted and name.endswith(wanted)]
+    return [place for place in places if any(place[0] == name or place[0].startswith(f"{name}.") for name in selected)]
 
 
 def rank_and_alpha(config: LoraConfig, name: str) -> tuple[int, float]:

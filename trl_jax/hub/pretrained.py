@@ -31,6 +31,8 @@ from trl_jax.hub.push import Publisher, Upload
 from trl_jax.hub.torch_bridge import as_tensors
 from trl_jax.models.model import merge
 
+logger = logging.getLogger(__name__)
+
 # Log-probabilities and entropies of tokens
 
 
@@ -55,7 +57,7 @@ def token_logps_and_entropies(
         params: used instead of `model.params`, with the same names and shapes.
 
     Returns:
-        Two float32 arrays `[rows, T - 1]` for the second to the last token; zero for padding.
+        Two float32 arrays `[rows, T - 1]`, for all tokens except the first; zero for padding.
 
     Raises:
         ValueError: the model has no language model head, or rows have fewer than two tokens.
@@ -88,7 +90,6 @@ def token_logps_and_entropies(
 
 
 NAME = "generation_config.json"
-logger = logging.getLogger(__name__)
 
 
 def read_generation_config(folder: Path, config: Any) -> Any:
@@ -229,7 +230,7 @@ class Parameter(np.ndarray):
         """None, as in torch between steps.
 
         Raises:
-            AttributeError: it is read where torch has a gradient, which stays within the compiled step.
+            AttributeError: it is read in a hook where torch has gradients. Ours stay within the compiled step.
         """
         if self.requires_grad and self._model.at_gradients:
             raise AttributeError(
@@ -247,8 +248,8 @@ class Parameter(np.ndarray):
 
     @property
     def data(self) -> Parameter:
-        """The values, as torch's `parameter.data`. The same values may be set in another dtype, which changes nothing:
-        weights are float32 while they train.
+        """The values, as torch's `parameter.data`. Setting equal values in another dtype is a no-op, because weights
+        are float32 while they train.
 
         Raises:
             ValueError: other values are set.
@@ -264,7 +265,7 @@ class Parameter(np.ndarray):
             )
 
     def to(self, *args: Any, **kwargs: Any) -> Parameter:
-        """Itself: JAX chooses the device, and training the dtype."""
+        """No-op: JAX chooses the device, and training the dtype."""
         return self
 
     def is_floating_point(self) -> bool:
@@ -374,14 +375,14 @@ class TransformersModelApi:
     frozen_names: frozenset[str] | set[str] = frozenset()  # parameters, by name, that `train()` does not update
     model_tags: list[str] | None = None
     was_merged: bool = False  # by `merge_and_unload`: PEFT leaves the parameters of such a model frozen
-    accepts_loss_kwargs: bool | None = None  # as of transformers' models, for its Trainer; None: as the model type
+    accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield each parameter with its name in transformers. The values are copies; to change the model, change
         `params`.
 
-        With an adapter, names are PEFT's: the base model's parameters come first, then the trained ones. Those that are
-        trained fully have one copy, where PEFT also keeps the original.
+        With an adapter, names are PEFT's: the base model's parameters come first, then the trained ones. Fully trained
+        parameters appear only once, whereas PEFT also keeps the original.
         """
         buffers = self._buffers()
         return ((name, values) for name, values in self._named() if name not in buffers)
@@ -470,7 +471,8 @@ class TransformersModelApi:
         return vars(sys.modules["torch"])[name] if "torch" in sys.modules else name
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Size of all arrays of the model in bytes. None of them counts as a torch buffer."""
+        """Size of all arrays of the model in bytes. `return_buffers` has no effect: no array counts as a torch
+        buffer."""
         return sum(array.nbytes for array in self.arrays.values())
 
     def can_generate(self) -> bool:
@@ -497,14 +499,14 @@ class TransformersModelApi:
         new = [tags] if isinstance(tags, str) else list(tags)
         self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *new]))
 
-    at_gradients: bool = False  # where torch's parameters have gradients: in on_pre_optimizer_step and the like
-    training: bool = False  # only for scripts that read it: the caller of the model decides about dropout
+    at_gradients: bool = False  # in hooks where torch has gradients, such as on_pre_optimizer_step
+    training: bool = False  # for user code that reads it; does not control dropout
 
     def eval(self) -> Any:
         return self.train(False)
 
     def train(self, mode: bool = True) -> Any:
-        """Set `model.training` and return the model. Only scripts read it."""
+        """Set `model.training`, which does not control dropout, and return the model."""
         self.training = mode
         return self
 
@@ -602,7 +604,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
         Args:
             input_ids: int `[rows, T]`, padded with `config.pad_token_id` on either side.
-            attention_mask: `[rows, T]`, 0 for tokens to hide; None hides nothing.
+            attention_mask: `[rows, T]`, 0 for tokens to mask out; None masks nothing.
             token_type_ids: all zeros, as tokenizers return them for single texts. Decoders ignore it.
 
         Raises:
@@ -709,7 +711,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         return self._with(self.frozen, self.backend.base)
 
     def _with(self, arrays: dict[str, Any], backend: Backend) -> PreTrainedModel:
-        """A model of other arrays, with what belongs to the checkpoint rather than to them."""
+        """A plain model with other arrays and another backend, but the attributes of this checkpoint."""
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
         model.generation_config, model.read, model.writes = self.generation_config, self.read, self.writes
         model.accepts_loss_kwargs = self.accepts_loss_kwargs
@@ -722,10 +724,10 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         made in `config`.
 
         Args:
-            others: arguments of transformers' method, accepted if they ask for what is done anyway.
+            others: arguments of transformers' method, accepted if their values match what is done anyway.
 
         Raises:
-            TypeError: an argument asks for something else.
+            TypeError: an argument has another value.
         """
         asked = {name for name, value in others.items() if value not in _WITHOUT_EFFECT.get(name, ())}
         if asked:

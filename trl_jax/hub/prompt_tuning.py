@@ -32,12 +32,14 @@ from trl_jax.hub.peft_config import (
     PromptEncoderConfig,
     PromptLearningConfig,
     PromptTuningConfig,
-    no_adapter,
+    no_adapter_error,
 )
 from trl_jax.mesh.mesh import fetched, owned
 from trl_jax.models.adapters import PREFIX, AsEmbeddings, AsKeysValues, Place, virtual_graph
 from trl_jax.models.arch import LayerKind
 from trl_jax.nn.virtual_tokens import EMBEDDING, Lstm, Mlp, Table, VectorMaker
+
+logger = logging.getLogger(__name__)
 
 # Adding virtual tokens to a model
 
@@ -54,7 +56,7 @@ def with_virtual(
     if folder is not None:
         return backend.load(folder, 0), backend, arrays
     embedded = partial(_embedded, base, arrays)
-    drawn = initial(backend.config, backend.maker, generator, embedded, base.vocab_size)
+    drawn = initial(backend.config, backend.prompt_encoder, generator, embedded, base.vocab_size)
     return {PREFIX + name: owned(array) for name, array in drawn.items()}, backend, arrays
 
 
@@ -72,11 +74,11 @@ def virtual_backend(base: NativeBackend, config: PromptLearningConfig, folder: P
         )
     if folder is None and config.inference_mode:
         raise ValueError(f"{type(config).__name__}: inference_mode=True would leave nothing to train. Leave it out.")
-    config = settled(config, native)
+    config = resolve_config(config, native)
     saved_alone = folder is not None and not (folder / ENCODER).is_file()
-    trains = not (saved_alone and is_made(config))
-    virtual, maker = virtual_tokens(config, native), maker_of(config, trains=trains)
-    return VirtualBackend(base, config, virtual, maker, place_of(config, native), trains=trains)
+    trains = not (saved_alone and uses_network(config))
+    virtual, prompt_encoder = virtual_tokens(config, native), prompt_encoder_of(config, trains=trains)
+    return VirtualBackend(base, config, virtual, prompt_encoder, place_of(config, native), trains=trains)
 
 
 def _embedded(base: NativeBackend, arrays: dict[str, Any], ids: np.ndarray) -> np.ndarray:
@@ -91,9 +93,11 @@ def _embedded(base: NativeBackend, arrays: dict[str, Any], ids: np.ndarray) -> n
 
 
 class VirtualBackend(AdaptedBackend):
-    """A native model with `virtual` tokens before each text; `maker` computes their vectors from trained arrays.
+    """A native model that reads `virtual` tokens before each text; `prompt_encoder` computes their vectors from
+    trained arrays.
 
-    trains: False for vectors computed by a network that was not saved.
+    trains: False if the vectors were computed by a network that was not saved, so that they can only be used as they
+        are.
     """
 
     def __init__(
@@ -101,17 +105,18 @@ class VirtualBackend(AdaptedBackend):
         base: NativeBackend,
         config: PromptLearningConfig,
         virtual: VirtualTokens,
-        maker: VectorMaker,
+        prompt_encoder: VectorMaker,
         place: Place,
         *,
         trains: bool = True,
     ):
-        paths = {PREFIX + name: shape for name, shape in maker.shapes.items()}
+        paths = {PREFIX + name: shape for name, shape in prompt_encoder.shapes.items()}
         super().__init__(base, config, {path: jax.ShapeDtypeStruct(s, jnp.float32) for path, s in paths.items()})
-        self.name, self.virtual, self.maker, self.trains = f"{base.name} (with virtual tokens)", virtual, maker, trains
-        self.drops_out = base.drops_out or (isinstance(maker, Lstm) and maker.rate > 0)
+        self.name, self.virtual = f"{base.name} (with virtual tokens)", virtual
+        self.prompt_encoder, self.trains = prompt_encoder, trains
+        self.drops_out = base.drops_out or (isinstance(prompt_encoder, Lstm) and prompt_encoder.rate > 0)
         self.max_positions = None if base.max_positions is None else base.max_positions - virtual.count
-        self.graph = virtual_graph(base.make, maker, place)
+        self.graph = virtual_graph(base.make, prompt_encoder, place)
         self.tensors = dict(zip(self.shapes, self.shapes, strict=True))
         self.dtypes = {VECTORS: "float32"}
 
@@ -123,9 +128,9 @@ class VirtualBackend(AdaptedBackend):
         return self.base.axes
 
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
-        """Write PEFT's files, and the weights of the network that makes the vectors, if there is one."""
+        """Write PEFT's files, and the weights of the network that computes the vectors, if there is one."""
         super().save(folder, params, config, writes=writes)
-        if isinstance(self.maker, Table):
+        if isinstance(self.prompt_encoder, Table):
             return
         arrays = {path.removeprefix(PREFIX): np.asarray(params[path], np.float32) for path in self.shapes}
         if writes:
@@ -150,14 +155,14 @@ class VirtualBackend(AdaptedBackend):
 
     def _vectors(self, arrays: dict[str, Any]) -> np.ndarray:
         with jax.default_matmul_precision("float32"):
-            return np.ascontiguousarray(np.asarray(self.maker(arrays), np.float32))
+            return np.ascontiguousarray(np.asarray(self.prompt_encoder(arrays), np.float32))
 
     def read(self, folder: Path, defaults: dict[str, np.ndarray] | None) -> dict[str, jax.Array]:
         del defaults
-        vectors = _read(folder, (self.maker.count, self.maker.width))
-        if isinstance(self.maker, Table):
+        vectors = _read(folder, (self.prompt_encoder.count, self.prompt_encoder.width))
+        if isinstance(self.prompt_encoder, Table):
             return {PREFIX + EMBEDDING: owned(vectors)}
-        arrays = _checked(folder / ENCODER, self.maker.shapes)
+        arrays = _checked(folder / ENCODER, self.prompt_encoder.shapes)
         if not np.allclose(self._vectors(arrays), vectors, rtol=1e-3, atol=1e-4):
             raise ValueError(
                 f"{folder / ENCODER} does not produce the vectors in {WEIGHTS}, so the two files were not saved "
@@ -174,10 +179,10 @@ def _read(folder: Path, shape: tuple[int, int]) -> np.ndarray:
     """Read the vectors from an adapter's folder.
 
     Raises:
-        FileNotFoundError, ValueError: they are missing, or belong to a different model.
+        FileNotFoundError, ValueError: the vectors are missing, or belong to a different model.
     """
     if not (folder / WEIGHTS).is_file():
-        raise no_adapter(str(folder), (folder / PICKLED).exists())
+        raise no_adapter_error(str(folder), (folder / PICKLED).exists())
     return _checked(folder / WEIGHTS, {VECTORS: shape})[VECTORS]
 
 
@@ -206,25 +211,26 @@ def _checked(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.
 
 def initial(
     config: PromptLearningConfig,
-    maker: VectorMaker,
+    prompt_encoder: VectorMaker,
     generator: TorchGenerator,
     embedded: Callable[[np.ndarray], np.ndarray],
     vocab_size: int,
 ) -> dict[str, np.ndarray]:
-    """The arrays of `maker`, drawn as in torch. `embedded` returns the model's embeddings of token ids."""
-    arrays, shapes = {}, maker.shapes
+    """The arrays of `prompt_encoder`, drawn as in torch. `embedded` returns the model's embeddings of token ids."""
+    arrays, shapes = {}, prompt_encoder.shapes
     for name, shape in shapes.items():
         if name == EMBEDDING:
             arrays[name] = generator.normal(math.prod(shape), 1.0).reshape(shape)
             continue
-        fan = maker.hidden if isinstance(maker, Lstm) and name.startswith("lstm_head.") else _inputs(name, shapes)
+        in_lstm = isinstance(prompt_encoder, Lstm) and name.startswith("lstm_head.")
+        fan = prompt_encoder.hidden if in_lstm else _inputs(name, shapes)
         arrays[name] = generator.uniform(math.prod(shape), fan**-0.5).reshape(shape)
     if isinstance(config, PrefixTuningConfig) and config.init_weights == "zero":
         last = [name for name in arrays if name.startswith("transform.2.")] or [EMBEDDING]
         arrays |= {name: np.zeros_like(arrays[name]) for name in last}
     if isinstance(config, PromptTuningConfig) and config.prompt_tuning_init != "RANDOM":
         sampled = config.prompt_tuning_init == "SAMPLE_VOCAB"
-        ids = generator.integers(maker.count, vocab_size) if sampled else _ids_of(config)
+        ids = generator.integers(prompt_encoder.count, vocab_size) if sampled else _ids_of(config)
         arrays[EMBEDDING] = np.array(embedded(ids), np.float32)
     return arrays
 
@@ -251,15 +257,14 @@ def _ids_of(config: PromptTuningConfig) -> np.ndarray:
 # Resolving a config for a model
 
 
-logger = logging.getLogger(__name__)
-_SCALES_IDS_ALONE = ("falcon_h1",)
+_SCALES_ONLY_LOOKED_UP = ("falcon_h1",)
 
 
-def settled(config: PromptLearningConfig, native: NativeConfig) -> PromptLearningConfig:
+def resolve_config(config: PromptLearningConfig, native: NativeConfig) -> PromptLearningConfig:
     """The config with sizes filled in from a native model, as PEFT does.
 
     Raises:
-        ValueError: names the field that does not fit the model or is not supported in this release.
+        ValueError: a field does not fit the model or is not supported in this release; the message names it.
     """
     name = type(config).__name__
     _check_model(native, name)
@@ -284,7 +289,7 @@ def _of_embeddings(config: PromptLearningConfig, native: NativeConfig) -> Prompt
             f"{name}: each layer of {native.family.model_type} has its own table of token embeddings, in which virtual "
             "tokens have no row. Use a LoraConfig."
         )
-    if native.family.model_type in _SCALES_IDS_ALONE and arch.embedding_scale != 1.0:
+    if native.family.model_type in _SCALES_ONLY_LOOKED_UP and arch.embedding_scale != 1.0:
         raise ValueError(
             f"{name}: transformers' {native.family.model_type} only scales embeddings that it looks up itself, not the "
             "ones that PEFT passes along with virtual tokens, so texts would be embedded differently than by the base "
@@ -312,7 +317,7 @@ def _of_keys(config: PrefixTuningConfig, native: NativeConfig) -> PrefixTuningCo
             f"{native.family.model_type} does not have. Use a PromptTuningConfig or a LoraConfig."
         )
     heads, channels = arch.num_key_heads, arch.num_key_heads * arch.head_dim
-    if heads != arch.num_heads:  # unconditional, as in PEFT
+    if heads != arch.num_heads:  # even if they are set, as in PEFT
         config = replace(config, token_dim=channels, num_attention_heads=heads)
     config = _with_sizes(config, channels, arch.num_layers, heads)
     config.must(config.token_dim == channels, "token_dim", f"{channels}, the size of a layer's keys")
@@ -349,8 +354,9 @@ def place_of(config: PromptLearningConfig, native: NativeConfig) -> Place:
     return AsEmbeddings(arch.vocab_size, config.token_dim)
 
 
-def maker_of(config: PromptLearningConfig, *, trains: bool = True) -> VectorMaker:
-    """What makes the vectors of a resolved config; if it is not trained, they are used as saved."""
+def prompt_encoder_of(config: PromptLearningConfig, *, trains: bool = True) -> VectorMaker:
+    """The module that computes the vectors of a resolved config. If it is not trained, this is a table of the saved
+    vectors."""
     count, width, inner = config.num_virtual_tokens, config.token_dim, config.token_dim
     if isinstance(config, PrefixTuningConfig):
         width = 2 * config.num_layers * inner
@@ -366,8 +372,8 @@ def maker_of(config: PromptLearningConfig, *, trains: bool = True) -> VectorMake
     return Mlp(count, width, (hidden, hidden, width), "mlp_head")
 
 
-def is_made(config: PromptLearningConfig) -> bool:
-    """Whether a network makes the vectors."""
+def uses_network(config: PromptLearningConfig) -> bool:
+    """Whether the vectors are computed by a network."""
     return isinstance(config, PromptEncoderConfig) or (
         isinstance(config, PrefixTuningConfig) and config.prefix_projection
     )

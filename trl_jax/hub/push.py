@@ -23,8 +23,10 @@ from trl_jax.core.curves import Curve, svg
 from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import as_token, masked, scrubbed
 from trl_jax.hub import fetch
-from trl_jax.hub.fetch import client_said, told_from_now_on
+from trl_jax.hub.fetch import error_message, report_interruptions
 from trl_jax.hub.heads import HeadName
+
+logger = logging.getLogger(__name__)
 
 # Model cards (README.md)
 
@@ -178,8 +180,6 @@ def _short(value: object) -> str:
 # Uploads: retried, optionally in the background; failures are recorded and logged
 
 
-logger = logging.getLogger(__name__)
-
 _WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each retry
 _LONGEST_WAIT = 60.0  # even if the Hub asks for more
 _PERMANENT = (400, 401, 403, 404, 413)  # HTTP statuses that are not worth retrying
@@ -202,8 +202,8 @@ class Upload:
 class Publisher:
     """Uploads to one repository.
 
-    `failures` are the error messages of failed background pushes, `running` says whether one is in progress, and
-    `uploading` which. The token is only passed to the Hub client; error messages do not contain it.
+    `failures` are the error messages of failed background pushes, `running` says whether a push is in progress, and
+    `uploading` is its commit message. The token is only passed to the Hub client; error messages do not contain it.
 
     Raises:
         TypeError, ValueError: the token is invalid.
@@ -266,7 +266,7 @@ class Publisher:
         future, before, ended = Future(), self._ended, threading.Event()
         fetch.begin_again()
         if not daemon:
-            told_from_now_on(fetch.under_way)
+            report_interruptions(fetch.pending_operations)
 
         def run():
             if before is not None:
@@ -340,9 +340,9 @@ class Publisher:
                 raise
 
     def _failure(self, error: Exception, problem: str) -> OSError:
-        """The error for a failed request; `problem` says which request."""
+        """The error for a failed request; `problem` describes what failed."""
         status = _status(error)
-        text = f"{type(error).__name__}: {' '.join(client_said(error).split())}"
+        text = f"{type(error).__name__}: {' '.join(error_message(error).split())}"
         kind = PermissionError if status in (401, 403) else ConnectionError
         way_out = (
             "Log in with `hf auth login`, or pass a hub_token with write access."

@@ -62,11 +62,11 @@ class BitsAndBytesConfig:
 
 
 def as_quantization(config: Any) -> BitsAndBytesConfig | None:
-    """Convert our config, transformers', or a dict to our config. None for transformers' `Mxfp4Config` with
-    `dequantize=True`, because MXFP4 checkpoints are always dequantized.
+    """Convert a config of our class, of transformers' or a dict to our class. Returns None for transformers'
+    `Mxfp4Config` with `dequantize=True`, because MXFP4 checkpoints are always dequantized.
 
     Raises:
-        TypeError: it is another kind of quantization.
+        TypeError: the config is for another kind of quantization.
         ValueError: `Mxfp4Config` without `dequantize`.
     """
     if isinstance(config, BitsAndBytesConfig):
@@ -86,10 +86,10 @@ def as_quantization(config: Any) -> BitsAndBytesConfig | None:
 
 
 def formats(quantization: BitsAndBytesConfig, lora: LoraConfig | None, config: NativeConfig) -> dict[str, Format]:
-    """Path of a weight -> its format: all linear layers except the head, those trained along with an adapter, and those
-    that the config skips.
+    """Path of a weight -> its quantized format.
 
-    Experts, which share a parameter, are not quantized.
+    These are all linear layers except for the head, layers that the config skips, and layers that are missing in the
+    checkpoint or trained along with an adapter. Experts, which share a parameter, are not quantized.
     """
     modules = modules_of(config)
     drawn = {draw.tensor.rpartition(".")[0] for draw in config.draws()}
@@ -104,8 +104,8 @@ def formats(quantization: BitsAndBytesConfig, lora: LoraConfig | None, config: N
 
 
 def halves(lora: LoraConfig | None, config: NativeConfig) -> frozenset[str]:
-    """Paths of the matrices and embeddings that `lora` does not train (all, if None). They may be stored as raw bits if
-    the checkpoint has 16-bit weights."""
+    """Paths of the matrices and embeddings that `lora` does not train (all if it is None). If the checkpoint has 16-bit
+    weights, they may be stored as raw bits."""
     modules = modules_of(config)
     whole = set() if lora is None else _trained_names(lora, modules, config.head.kind)
     frozen = [module for module in modules if module.kind in _MATRICES and module.name not in whole]
@@ -151,8 +151,8 @@ def quantized(values: np.ndarray, form: Format) -> dict[str, np.ndarray]:
 
 
 def _blockwise(values: np.ndarray, table: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each number divided by the maximum of its block, the index of the nearest entry of a sorted table; and the
-    maxima."""
+    """Divide each number by the maximum of its block, and return the indices of the nearest entries of the sorted
+    `table`, and the maxima."""
     padded = np.pad(values, (0, -values.size % block)).reshape(-1, block)
     largest = np.abs(padded).max(axis=1)
     scaled = padded * (np.float32(1) / np.maximum(largest, np.float32(1e-38)))[:, None]

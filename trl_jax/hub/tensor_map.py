@@ -18,7 +18,7 @@ class TensorSlice(Protocol):
         """The shape of the fused tensor, given the shape of our array."""
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Our part of the tensor in our order, as a view of its memory; axes may be split."""
+        """A view of our part of the tensor, in our order; its leading axes may not be merged yet."""
 
     def rows(self, array: Any) -> Any:
         """Our rows of a NumPy or JAX array that has one row per output of the fused matrix."""
@@ -60,8 +60,7 @@ class ExpertRows(Rows):
 
 @dataclass(frozen=True)
 class OneRow:
-    """An array that is stored on disk with leading axes of size 1: with one of them, a vector as a matrix with one
-    row."""
+    """An array with `axes` additional leading axes of size 1 on disk, such as a vector that is stored as one row."""
 
     axes: int = 1
 
@@ -77,7 +76,7 @@ class OneRow:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A matrix that is stored on disk as the kernel of a convolution, (out, *shape)."""
+    """A matrix that is stored on disk as a convolution kernel, (out, *kernel)."""
 
     kernel: tuple[int, ...]
 
@@ -126,9 +125,9 @@ class PerHead:
 
 @dataclass(frozen=True)
 class ExpertColumns:
-    """Every `step`-th column from `start` on of all experts' matrices, stored as `[E, in, out]`, or biases `[E, out]`.
+    """Every `step`-th output of all experts, from `start` on.
 
-    Our arrays are `[E, out, in]` and `[E, out]`.
+    On disk, matrices are `[E, in, out]` and biases `[E, out]`. Our arrays are `[E, out, in]` and `[E, out]`.
     """
 
     start: int = 0
@@ -188,8 +187,8 @@ def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False
 # The mapping between our arrays and the tensors on disk, used for both loading and saving
 
 
-# Our module (or parameter) -> name on disk, optionally with the slice of the tensor that is ours and the number of the
-# first layer. Except for norms, the order is that in which transformers creates the modules, because adapters are
+# Our module (or parameter) -> its name on disk, optionally with our slice of that tensor and the number of the first
+# layer. Apart from norms, entries are in the order in which transformers creates the modules, because adapters are
 # initialized in that order.
 Names = dict[str, str | tuple[str, TensorSlice] | tuple[str, int] | tuple[str, TensorSlice, int]]
 
@@ -225,7 +224,7 @@ def ordered(names: Names, *modules: str, before: str) -> Names:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Our array at `path` and the `tensor` on disk, or the slice of it that is ours; `first` is the first layer."""
+    """Maps our array at `path` to `tensor` on disk, or to a slice of it; `first` is the number of the first layer."""
 
     path: str
     tensor: str
@@ -234,11 +233,11 @@ class TensorEntry:
 
     @property
     def stacked(self) -> int:
-        """The number of leading axes that enumerate tensors."""
+        """The number of leading axes of our array that are stacked tensors on disk."""
         return self.tensor.count("{}")
 
     def tensors(self, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-        """Each tensor with its index in our array, which has this shape."""
+        """(name on disk, index into our array) of each tensor, for our array of this shape."""
         places = np.ndindex(shape[: self.stacked])
         return [(self.tensor.format(*(i + self.first for i in index[:1]), *index[1:]), index) for index in places]
 

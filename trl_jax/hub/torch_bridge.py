@@ -31,7 +31,7 @@ def available() -> bool:
 
 
 def peft_available() -> bool:
-    """Whether peft is installed; the stand-in of `python -m trl_jax` has no file."""
+    """Whether peft is installed; the stub that `python -m trl_jax` provides does not count, and has no file."""
     spec = importlib.util.find_spec("peft")
     return spec is not None and spec.origin is not None
 
@@ -61,7 +61,7 @@ def load_model(folder: Path, dtype: str, seed: int, config: Any = None, head: st
                 folder, dtype=kind, attn_implementation="eager", trust_remote_code=False, **facts
             )
         except pickle.UnpicklingError as error:
-            raise _not_tensors(folder / PICKLED, error) from error
+            raise _not_tensors_error(folder / PICKLED, error) from error
     fixed = {name for name, parameter in unloaded(model.config, head).named_parameters() if not parameter.requires_grad}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in fixed)  # loading resets the flag
@@ -141,7 +141,7 @@ def of_rows(module: Any, head: str) -> Any:
 
 
 def operation_of(node: Any) -> str:
-    """ "aten.add.Tensor", "operator.mul", "torch.sym_max"."""
+    """The qualified name of an operation, such as "aten.add.Tensor", "operator.mul" or "torch.sym_max"."""
     import torch
 
     target = node.target
@@ -213,13 +213,13 @@ def unpickled(path: Path) -> dict[str, Any]:
     except MemoryError:
         raise
     except Exception as error:  # zip archives, pickles and torch's own checks raise errors of many types
-        raise _not_tensors(path, error) from error
+        raise _not_tensors_error(path, error) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise ValueError(f"{path} must hold a state dict of tensors by name, got a {type(content).__name__}.")
     return dict(content)
 
 
-def _not_tensors(path: Path, error: Exception) -> ValueError:
+def _not_tensors_error(path: Path, error: Exception) -> ValueError:
     return ValueError(
         f"{path} is not a PyTorch file that only holds tensors ({type(error).__name__}); no code in it was run. "
         "Download it again, or use a safetensors version of the checkpoint."

@@ -24,7 +24,7 @@ from trl_jax.hub.auto import Checkpoint, find_checkpoint
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_backend import AdaptedBackend
-from trl_jax.hub.peft_config import ENCODER, LoraConfig, begun, positions_beside, read_adapter_config
+from trl_jax.hub.peft_config import ENCODER, LoraConfig, already_initialized, positions_left, read_adapter_config
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
 from trl_jax.hub.torch_bridge import as_array, as_tensors, available, dtype_name, peft_available
 from trl_jax.models.adapters import PREFIX
@@ -38,7 +38,7 @@ ADAPTER_FOLDER = "adapter"
 
 
 def is_torch_model(value: Any) -> bool:
-    """Whether it is a torch module, without importing torch."""
+    """Whether `value` is a torch module, without importing torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
 
 
@@ -47,11 +47,11 @@ def as_folder(model: Any, head: HeadName, *, dropout: bool = True) -> Iterator[P
     """Save the model as transformers does, in a temporary folder that exists within the context.
 
     Args:
-        dropout: whether its dropout matters, because it will be trained with it.
+        dropout: whether its dropout must match its config, because it will be trained with it.
 
     Raises:
-        TypeError, ValueError: it is not a transformers model with this head, or is quantized by a library other than
-            bitsandbytes.
+        TypeError, ValueError: `model` is not a transformers model with this head, or is quantized by a library
+            other than bitsandbytes.
     """
     base = model.get_base_model() if is_adapted(model) else model
     _check(base, head)
@@ -81,15 +81,15 @@ def as_checkpoint(model: Any, head: HeadName, *, dropout: bool = True) -> Iterat
         if is_adapted(model):
             adapter = folder / ADAPTER_FOLDER
             config = read_adapter_config(adapter)
-            config = begun(config) if isinstance(config, LoraConfig) else config
-            positions = positions_beside(checkpoint.max_positions, config)
+            config = already_initialized(config) if isinstance(config, LoraConfig) else config
+            positions = positions_left(checkpoint.max_positions, config)
             checkpoint = replace(checkpoint, adapter=adapter, lora=config, max_positions=positions)
         yield replace(checkpoint, quantization=quantization_of(base))
 
 
 def _with_untrained_row(checkpoint: Checkpoint, base: Any) -> Checkpoint:
-    """Use the padding index that the embedding was created with as the row that is not trained; torch does not know
-    about a pad token that a script sets in the config later."""
+    """Freeze the row of the padding index that the embedding was created with: torch does not know about a pad token
+    that user code sets in the config later."""
     if checkpoint.native is None:
         return checkpoint
     import torch
@@ -127,7 +127,7 @@ def _check_no_adapter(model: Any) -> None:
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether it is a PeftModel, which has an adapter."""
+    """Whether `model` is a PeftModel, which has an adapter."""
     return type(model).__module__.startswith("peft.")
 
 
@@ -198,7 +198,7 @@ def quantization_of(base: Any) -> BitsAndBytesConfig | None:
     off, because quantizing the scales again would change them.
 
     Raises:
-        ValueError: they were quantized by a library other than bitsandbytes.
+        ValueError: the weights were quantized by a library other than bitsandbytes.
     """
     if "quantization_config" not in base.config.to_dict():
         return None
@@ -248,8 +248,8 @@ def _is_causal(model: Any) -> bool:
 
 
 def frozen_names(model: Any) -> list[str]:
-    """Names of parameters with requires_grad=False. None for a base model that PEFT froze, and none for a quantized
-    model, which has an adapter or is refused."""
+    """Names of parameters with requires_grad=False. Empty for a PeftModel, whose base model PEFT has frozen, and for a
+    quantized model, which needs an adapter anyway."""
     if is_adapted(model) or _in_few_bits(model):
         return []
     return [name for name, one in model.named_parameters() if not one.requires_grad]
@@ -319,7 +319,7 @@ def _copy_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> Non
             arrays = {path.removeprefix(PREFIX): torch.tensor(np.asarray(array)) for path, array in params.items()}
             model.prompt_encoder[next(iter(model.peft_config))].load_state_dict(arrays)
         return
-    carried = backend.plan.carried  # as they are in the torch model
+    carried = backend.plan.carried  # unchanged in the torch model
     state = {name: torch.tensor(value) for name, value in backend.on_disk(params) if name not in carried}
     if not is_adapted(model):
         if not peft_available():
@@ -515,7 +515,7 @@ def check_unaltered(model: Any, base: Any, *, plain: bool, dropout: bool = True)
     Args:
         base: the model without a PEFT adapter.
         plain: whether its modules are transformers' own: no adapter and no quantized weights.
-        dropout: whether its dropout matters.
+        dropout: whether dropout must match the config, too.
     """
     found = [*_functions(model), *_gradient_hooks(model), *_tied(base)]
     if base is not model:
@@ -683,8 +683,9 @@ def _as_long(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int64) if values.dtype.kind in "iu" else values
 
 
-def asking(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Leaf tensors of these arrays that record gradients, and the tensors for the script, which may modify them."""
+def as_leaves(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Convert arrays to leaf tensors that record gradients, and to clones of these, which user code may modify in
+    place."""
     leaves = {name: tensor.requires_grad_() for name, tensor in as_tensors(_copied(outputs)).items()}
     return leaves, {name: leaf.clone() for name, leaf in leaves.items()}
 
@@ -705,7 +706,7 @@ def gradients(loss: Any, leaves: Sequence[dict[str, Any]]) -> list[dict[str, np.
     """The derivative of a loss with respect to each of these tensors; zeros if it does not depend on one.
 
     Raises:
-        TypeError: some have a gradient already.
+        TypeError: some tensors already have a gradient, because user code called backward().
     """
     if any(leaf.grad is not None for of_call in leaves for leaf in of_call.values()):
         raise TypeError(
@@ -726,17 +727,17 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def are_tensors(*values: Any) -> bool:
-    """Whether any of these is a tensor, without importing torch."""
+def any_tensor(*values: Any) -> bool:
+    """Whether any of `values` is a tensor, without importing torch."""
     return "torch" in sys.modules and any(map(is_tensor, values))
 
 
 def also_of_tensors(function: Callable) -> Callable:
-    """A function of arrays that takes tensors, too, and then gives a tensor, without a gradient."""
+    """Let a function of arrays also accept tensors; it then returns a tensor without a gradient."""
 
     @functools.wraps(function)
     def called(*values: Any, **options: Any) -> Any:
-        if not are_tensors(*values, *options.values()):
+        if not any_tensor(*values, *options.values()):
             return function(*values, **options)
         return as_tensors(function(*as_arrays(list(values)), **as_arrays(options)))
 

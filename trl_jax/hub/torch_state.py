@@ -22,13 +22,14 @@ from trl_jax.hub.peft_config import VECTORS, WEIGHTS
 # Optimizer states saved by torch, which is only imported to read one
 
 
-OPTIMIZER = "optimizer.pt"
+OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
 
 
 def write_adamw_moments(
     checkpoint: Path, folder: Path, config: Any, head: HeadName, decays: Callable[[str], bool]
 ) -> int:
-    """Write the moments in a Trainer checkpoint to `folder`/mu and `folder`/nu in the form of weights, for `load`.
+    """Write the moments in a Trainer checkpoint to `folder`/mu and `folder`/nu as weight files, which `Backend.load`
+    reads.
 
     torch numbers an optimizer's tensors. Their names follow from the order of the model's parameters, with those that
     have weight decay first. For an adapter, peft is needed to know that order.
@@ -41,7 +42,7 @@ def write_adamw_moments(
         The number of steps that AdamW has taken.
 
     Raises:
-        ValueError: it is not the state of AdamW for this model, or cannot be read without running code.
+        ValueError: the file is not an AdamW state for this model, or cannot be read without running code.
     """
     saved = _read(checkpoint / OPTIMIZER)
     names, files = _parameter_names(checkpoint, config, head), (checkpoint / ADAPTER, checkpoint / "config.json")
@@ -55,8 +56,8 @@ def write_adamw_moments(
         moments = {part: [state[key].float().contiguous().numpy() for state in states] for part, key in parts.items()}
         [count] = {int(state["step"]) for state in states}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        text = brief(error, 300)
-        raise ValueError(f"{checkpoint / OPTIMIZER} is not an AdamW state for this model: {text}.") from error
+        reason = brief(error, 300)
+        raise ValueError(f"{checkpoint / OPTIMIZER} is not an AdamW state for this model: {reason}.") from error
     if sizes != [len(group) for group in groups]:
         raise ValueError(
             f"{checkpoint / OPTIMIZER} has groups of {sizes} tensors, but the model {[len(group) for group in groups]}."
@@ -73,7 +74,7 @@ def _read(path: Path) -> Any:
     import torch
 
     try:
-        with text.naming(path):
+        with text.out_of_memory_names(path):
             return torch.load(path, map_location="cpu", weights_only=True)  # does not run code from the file
     except MemoryError:
         raise

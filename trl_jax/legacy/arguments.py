@@ -92,11 +92,11 @@ def _value(words: list[str]) -> Any:
     return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)
 
 
-# Fields that RLOOConfig had up to TRL 0.21 and that are more than an old name
+# Fields of RLOOConfig up to TRL 0.21 that are not just renamed
 
 
 class OldArguments(Protocol):
-    """The arguments that these fields need."""
+    """The arguments that `warn` and `settle_steps` use."""
 
     missing_eos_penalty: float | None
     total_episodes: int | None
@@ -111,7 +111,7 @@ def warn(args: OldArguments, stacklevel: int) -> None:
     """Warn about the fields that are set.
 
     Args:
-        stacklevel: of the line that creates the config, counted from the caller of this function.
+        stacklevel: of the line that creates the config, relative to the caller of this function.
     """
     if args.missing_eos_penalty is not None:
         penalty = float(args.missing_eos_penalty)
@@ -147,7 +147,7 @@ def accepting_old_keywords(*moved: str, first: Callable | None = None) -> Callab
 
     Args:
         moved: names, old or current, of arguments that have moved to the config.
-        first: (trainer, args, kwargs) -> kwargs, which translates an old constructor of this trainer.
+        first: (trainer, args, kwargs) -> kwargs, which translates the arguments of an old constructor.
     """
     return functools.partial(_wrapped, frozenset(moved), first)
 
@@ -216,7 +216,7 @@ def _with_moved(
 
 
 def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
-    """Convert TrainingArguments, which scripts for early TRL pass, to `kind`. A `kind` is returned as it is.
+    """Convert TrainingArguments, which scripts for early TRL pass, to `kind`. A `kind` is returned unchanged.
 
     Raises:
         TypeError: args is neither.

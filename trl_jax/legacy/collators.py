@@ -35,7 +35,7 @@ SIMPLE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'].capitalize() + ': ' + message['content'] + '\\n\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-# The contents alone, with a space before each.
+# Only the contents, with a space before each.
 SIMPLE_QUERY_CHAT_TEMPLATE = "{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
 SIMPLE_SFT_CHAT_TEMPLATE = SIMPLE_QUERY_CHAT_TEMPLATE + "{{ eos_token }}"
 
@@ -100,13 +100,16 @@ class ConstantLengthDataset:
 def _read(dataset: Iterable, text_of: Callable, most: int, infinite: bool) -> Iterator[list[str]]:
     """Lists of texts with at least `most` characters in total; the last list may have fewer."""
     texts: list[str] = []
+    size, empty = 0, True
     while True:
         for row in dataset:
-            texts.append(text_of(row))
-            if sum(map(len, texts[-1:])) and sum(map(len, texts)) >= most:
+            text, empty = text_of(row), False
+            texts.append(text)
+            size += len(text)
+            if text and size >= most:
                 yield texts
-                texts = []
-        if not infinite:
+                texts, size = [], 0
+        if not infinite or empty:
             break
     if texts:
         yield texts
@@ -116,16 +119,16 @@ def _read(dataset: Iterable, text_of: Callable, most: int, infinite: bool) -> It
 
 
 class DataCollatorForCompletionOnlyLM:
-    """Masks everything except answers, which follow a template text: a collator of TRL up to 0.19, for SFTTrainer.
+    """SFTTrainer's collator of TRL up to 0.19: masks everything except responses, which follow a template text.
 
-    A call returns `input_ids`, `labels` and `attention_mask`, as DataCollatorForLanguageModeling does. As in TRL, a
-    token with the id of the pad token is never a target.
+    A call returns `input_ids`, `labels` and `attention_mask`, like DataCollatorForLanguageModeling. As in TRL, a token
+    with the id of the pad token is never a target.
 
     Args:
-        response_template: text or token ids right before an answer.
-        instruction_template: text or token ids at the start of a question, where an answer ends. None: a text has one
-            answer, after the last response_template.
-        tokenizer: encodes the templates and gives the pad token.
+        response_template: text or token ids right before a response.
+        instruction_template: text or token ids at the start of an instruction, which ends the preceding response. None:
+            a text has one response, after the last response_template.
+        tokenizer: encodes the templates and provides the pad token.
         pad_to_multiple_of, return_tensors: as in DataCollatorForLanguageModeling.
 
     Raises:
@@ -174,15 +177,15 @@ def _ids(name: str, template: str | Sequence[int], tokenizer: Any) -> tuple[int,
 
 @dataclass
 class RewardDataCollatorWithPadding:
-    """Pads rows with `input_ids_chosen`, `input_ids_rejected` and optionally `margin`: RewardTrainer's collator of TRL
-    up to 0.19.
+    """RewardTrainer's collator of TRL up to 0.19: pads rows with `input_ids_chosen`, `input_ids_rejected` and
+    optionally `margin`.
 
     A call returns `input_ids_*` and `attention_mask_*` for `chosen` and `rejected`, int64 `[P, T]` with a different T
     for each side; `margin`, float32 `[P]`; and `return_loss`.
 
     Args:
-        tokenizer: gives the pad token.
-        padding: True or "longest"; rows are padded to the longest.
+        tokenizer: provides the pad token.
+        padding: True or "longest"; rows are padded to the longest one.
         pad_to_multiple_of, return_tensors: as in DataCollatorForPreference.
 
     Raises:
@@ -220,7 +223,7 @@ Formatting = Callable[[dict[str, Any]], str | list[str]]
 def conversations_formatting_function(
     tokenizer: Any, messages_field: Literal["messages", "conversations"], tools: list | None = None
 ) -> Formatting:
-    """Make a function that formats the conversation of a row, or those of a batch, with the chat template.
+    """Make a function that formats the conversation of a row, or all conversations of a batch, with the chat template.
 
     Args:
         messages_field: the column of the messages.
@@ -238,8 +241,8 @@ def conversations_formatting_function(
 
 
 def instructions_formatting_function(tokenizer: Any) -> Formatting:
-    """Make a function that formats `prompt` and `completion` of a row, or those of a batch, as a user message and the
-    answer, with the chat template."""
+    """Make a function that formats `prompt` and `completion` of a row, or of all rows of a batch, as a user and an
+    assistant message, with the chat template."""
 
     def written(prompt: str, completion: str) -> str:
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]

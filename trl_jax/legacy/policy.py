@@ -79,7 +79,7 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
 def _reward_source(trainer: Any, given: Any, tokenizer: Any) -> Any:
     """Wrap `reward_model` to score as in TRL 0.21: a model reads the policy's tokens, a function gets whole texts.
 
-    A function with the current signature is returned as it is.
+    A function with the current signature is returned unchanged.
     """
     if not is_model(given):
         if not callable(given) or takes_completions(given):

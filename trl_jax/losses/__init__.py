@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trl_jax.core.trainers import fetching
+from trl_jax.core.trainers import lazy_getattr
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.losses.advantages import group_advantages, rloo_advantages
@@ -27,4 +27,4 @@ _WHERE = {
     for name in names.split()
 }
 __all__ = sorted(_WHERE)
-__getattr__ = fetching(__name__, _WHERE)
+__getattr__ = lazy_getattr(__name__, _WHERE)

@@ -41,8 +41,8 @@ def group_advantages(
 ) -> Advantages:
     r"""Advantages relative to a prompt's group of completions (GRPO, arXiv:2402.03300, section 4.1.2).
 
-    With $r_{ik}$ the reward of completion $i$ from function $k$. Means and standard deviations ignore NaN; the latter
-    have $n - 1$ in the denominator.
+    With $r_{ik}$ the reward of completion $i$ from function $k$. Means and standard deviations ignore NaN, and
+    standard deviations have $n - 1$ in the denominator.
 
     | aggregation | advantage | from |
     | --- | --- | --- |
@@ -79,8 +79,8 @@ def population_advantages(rewards: np.ndarray, num_generations: int) -> Advantag
     The standard deviation has $n$ in the denominator. Means and standard deviations ignore NaN.
 
     Args:
-        rewards: `[X, F]`, whose sum over F counts; NaN where a function does not apply. The `num_generations`
-            completions of a prompt are consecutive.
+        rewards: `[X, F]`, summed over F; NaN where a function does not apply. The `num_generations` completions of a
+            prompt are consecutive.
     """
     rewards = np.asarray(rewards, np.float64)
     total = np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards, axis=1))

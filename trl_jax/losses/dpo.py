@@ -19,8 +19,8 @@ class PairLogps(NamedTuple):
 
     chosen, rejected: the policy's log-probability of each completion, summed over its tokens.
     ref_chosen, ref_rejected: the same for the reference.
-    chosen_tokens, rejected_tokens: the number of completion tokens. If a text has no prompt, its first token counts
-        too, although nothing predicts it.
+    chosen_tokens, rejected_tokens: the number of completion tokens. If a text has no prompt, its first token is
+        included, although nothing predicts it.
     chosen_sum: as `chosen`, but without the LD-DPO weighting of `length_desensitised`.
     wpo_weight: WPO's weight of each pair; no gradient flows through it.
     chosen_targets: the number of predicted tokens in each chosen completion.
@@ -195,7 +195,7 @@ def _aot_unpaired(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> ja
 
 
 def _sorted_loss(loss: PreferenceLoss, first: jax.Array, second: jax.Array, real: jax.Array) -> jax.Array:
-    """Smoothed sigmoid loss of the difference between two sorted samples. Padding sorts last and is left out."""
+    """Smoothed sigmoid loss of the difference between two sorted samples. Padding sorts last and is excluded."""
     first, second = (jnp.sort(jnp.where(real, values, jnp.inf)) for values in (first, second))
     filled = jnp.arange(len(real)) >= jnp.sum(real)
     delta_score = loss.beta * jnp.where(filled, 0, jnp.where(filled, 0, first) - jnp.where(filled, 0, second))

@@ -55,7 +55,7 @@ def kl_estimate(ratio: jax.Array, real: jax.Array) -> jax.Array:
 
     Args:
         ratio: `[E]`, log(policy / reference) of each completion.
-        real: bool `[E]`, which completions count. The mean is over all devices.
+        real: bool `[E]`, False for padding. The mean is over all devices.
     """
     total, count = jnp.sum(jnp.where(real, ratio, 0)), jnp.sum(real, dtype=jnp.float32)
     total, count = mean_over_shards(total), mean_over_shards(count)

@@ -1,4 +1,4 @@
-"""The names that choose a loss or a variant of one, in TRL's spelling. Imports no JAX, so that configs may use them."""
+"""Names of losses and their variants, in TRL's spelling. Imports no JAX, so that configs can use it."""
 
 DPO_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",

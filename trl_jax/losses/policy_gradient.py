@@ -2,8 +2,8 @@
 
     rewards -> `group_advantages` or `rloo_advantages` -> `grpo_loss` or `rloo_loss` -> (loss, sums for the metrics)
 
-Token arrays are flat, `[N]`; `text` `[N]` gives the completion (one of X) that each token belongs to. Where a docstring
-says so, `[X, T]` with one row per completion works too.
+Token arrays are flat, `[N]`; `text` `[N]` gives the completion (one of X) that each token belongs to. Where documented,
+`[X, T]` with one row per completion also works.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PolicyLoss:
     | vespo | $-sg(e^\lambda w^k e^{-\lambda w}) A\, l$ with $w = \prod_t \rho_t$ | VESPO, arXiv:2602.10693 |
 
     The step's loss is a mean of these: over each completion, then over completions (grpo, sapo); over the tokens of a
-    micro-batch (bnpo, arXiv:2506.02864); over as many completions of `max_completion_length` tokens (dr_grpo,
+    micro-batch (bnpo, arXiv:2506.02864); over completions, each counted as `max_completion_length` tokens (dr_grpo,
     arXiv:2503.20783); over the tokens of the whole generation batch (dapo, arXiv:2503.14476, eq. 8; cispo, vespo); or a
     sum over each completion, then a mean over completions (luspo, arXiv:2602.05261). See `token_weights`.
 
@@ -62,8 +62,8 @@ class PolicyLoss:
             its tokens (GSPO, arXiv:2507.18071).
         off_policy_mask_threshold: drop completions with a negative advantage whose mean log-ratio of sampler to policy
             exceeds this (DeepSeek-V3.2, eq. 9); None: keep all.
-        top_entropy_quantile: the fraction of a micro-batch's tokens that count, those with the highest entropy
-            (arXiv:2506.01939). The KL term counts all tokens.
+        top_entropy_quantile: the fraction of a micro-batch's tokens, those with the highest entropy, that the loss
+            includes (arXiv:2506.01939). The KL term includes all tokens.
         sapo_temperature_neg, sapo_temperature_pos: tau for advantages <= 0 and > 0.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: for advantages >= 0 and < 0.
         max_completion_length: the constant divisor of dr_grpo.
@@ -117,7 +117,7 @@ class PolicyLoss:
         return self.sampler_correction is not None and self.sampler_correction.startswith("sequence")
 
     def bounded(self, ratio: Any) -> Any:
-        """Truncate or mask ratios of policy to sampler, as `sampler_correction` says: an array like `ratio`."""
+        """Truncate or mask ratios of policy to sampler, according to `sampler_correction`: an array like `ratio`."""
         xp = jnp if isinstance(ratio, jax.Array) else np
         least = -math.inf if self.sampler_clip_min is None else self.sampler_clip_min
         most = math.inf if self.sampler_clip_max is None else self.sampler_clip_max
@@ -148,7 +148,7 @@ def grpo_loss(
     entropy_coef: jax.Array | float | None = None,
     settings: PolicyLoss = DEFAULTS,
 ) -> tuple[jax.Array, Sums]:
-    r"""Loss of X completions as `settings` says, and sums for TRL's metrics.
+    r"""Loss of X completions according to `settings`, and sums for TRL's metrics.
 
     $$ \sum_t w_t (x_t + \beta\, \mathrm{KL}_t) - c \bar H $$
 
@@ -157,24 +157,24 @@ def grpo_loss(
     tokens that `entropy_mask` keeps.
 
     One forward pass may hold completions of several micro-batches, and a micro-batch may be split over several passes.
-    Exceptions: top_entropy_quantile < 1 and an entropy bonus need each micro-batch whole.
+    Exceptions: top_entropy_quantile < 1 and an entropy bonus require each micro-batch in a single pass.
 
     Args:
         logps: log-probabilities of the policy's tokens at the sampling temperature, `[N]`, or `[X, T]` without `text`.
             `mask`, `old_logps`, `ref_logps`, `entropies` and `sampling_logps` have the same shape.
         advantages: `[X]`.
-        mask: which tokens count; None: every token of a completion.
-        old_logps: under the policy that sampled the completions. None: that is this policy.
+        mask: which tokens to include; None: every token of a completion.
+        old_logps: under the policy that sampled the completions. None: this policy sampled them.
         ref_logps: under the reference; required if beta is not 0.
         entropies: of the policy at each token, with gradient; required for top_entropy_quantile < 1.0 and for an
             entropy bonus. None: no entropy metric.
-        sampling_logps: as the sampler reported them, NaN where it did not; required by sampler_correction. Without
+        sampling_logps: as reported by the sampler, NaN if it did not; required by sampler_correction. Without
             them, the off-policy mask uses old_logps.
         text: int32 `[N]`, the completion of each token; X for padding.
         token_weight: `[X]`, from `token_weights`. None: computed as if these completions were the whole step and the
             whole generation batch.
-        completion_weight: `[X]`, as in `token_weights`; 0 for padding. None: all micro-batches weigh the same, and so
-            do the completions within each.
+        completion_weight: `[X]`, as in `token_weights`; 0 for padding. None: equal weight for all micro-batches, and
+            for the completions within each.
         micro_batch: bool `[M, X]`; None: one micro-batch with all completions.
         entropy_coef: coefficient of the entropy bonus, 0 while an adaptive bonus is off; None: no bonus.
 
@@ -185,29 +185,29 @@ def grpo_loss(
         `high_max` (-inf), `cispo_clipped`, `phi`. Sums of clipped ratios and of phi run over tokens, or over
         completions if ratios are per completion.
     """
-    places = reads(logps, mask, text, micro_batch, len(advantages))
+    groups = token_groups(logps, mask, text, micro_batch, len(advantages))
     given = (old_logps, ref_logps, entropies, sampling_logps)
-    logps, old, ref, entropies, sampling = (_masked(values, places) for values in (logps, *given))
+    logps, old, ref, entropies, sampling = (_masked(values, groups) for values in (logps, *given))
     old = jax.lax.stop_gradient(logps) if old is None else old
     if completion_weight is None:
-        completion_weight = places.equal_weight
+        completion_weight = groups.equal_weight
     if token_weight is None:
-        token_weight = token_weights(settings, places.lengths, completion_weight, places.micro_batch)
-    policies = Policies(logps, old, advantages.astype(jnp.float32), places)
-    unmasked = _entropy_mask(settings, entropies, places)
+        token_weight = token_weights(settings, groups.lengths, completion_weight, groups.micro_batch)
+    policies = Policies(logps, old, advantages.astype(jnp.float32), groups)
+    unmasked = _entropy_mask(settings, entropies, groups)
     losses, sums = _token_losses(settings, policies, ref, sampling, unmasked)
-    losses = token_weight * places.total(losses)
+    losses = token_weight * groups.total(losses)
     sums |= {
-        "completions": places.by_completion(jnp.ones(len(advantages))),
-        "tokens": places.by_completion(places.lengths),
-        "completion_weight": places.by_completion(completion_weight),
-        "policy_loss": places.by_completion(losses),
+        "completions": groups.by_completion(jnp.ones(len(advantages))),
+        "tokens": groups.by_completion(groups.lengths),
+        "completion_weight": groups.by_completion(completion_weight),
+        "policy_loss": groups.by_completion(losses),
     }
     if entropies is not None:
-        sums["entropy"] = places.by_token(entropies)
+        sums["entropy"] = groups.by_token(entropies)
     loss = jnp.sum(losses)
     if entropy_coef is not None:
-        sums |= {"bonus_entropy": places.by_token(entropies * unmasked), "bonus_tokens": places.by_token(unmasked)}
+        sums |= {"bonus_entropy": groups.by_token(entropies * unmasked), "bonus_tokens": groups.by_token(unmasked)}
         mean = sums["bonus_entropy"] / jnp.maximum(sums["bonus_tokens"], 1)
         loss -= entropy_coef * jnp.sum(sums["completion_weight"] * mean)
     return loss, jax.lax.stop_gradient(sums)
@@ -217,10 +217,10 @@ def _token_losses(
     settings: PolicyLoss, policies: Policies, ref: jax.Array | None, sampling: jax.Array | None, unmasked: jax.Array
 ) -> tuple[jax.Array, Sums]:
     """Per-token loss, `[N]`: the surrogate times the masks and the sampler correction, plus the KL term."""
-    places, old, correction = policies.places, policies.old_logps, None
+    groups, old, correction = policies.places, policies.old_logps, None
     if settings.sampler_correction is not None:
         completions = len(policies.advantages)
-        correction = sampler_ratio(old, sampling, places.mask, places.text, completions, settings=settings)
+        correction = sampler_ratio(old, sampling, groups.mask, groups.text, completions, settings=settings)
     losses, sums = surrogate(settings, policies, correction)
     losses *= _token_factors(settings, policies, old if sampling is None else sampling, correction) * unmasked
     if settings.beta:
@@ -228,34 +228,34 @@ def _token_losses(
         if settings.use_bias_correction_kl:
             kl *= policies.of_tokens(settings, policies.ratio(settings))
         losses += settings.beta * kl
-        sums["kl"] = places.by_token(kl)
+        sums["kl"] = groups.by_token(kl)
     return losses, sums
 
 
-def _masked(values: jax.Array | None, places: Reads) -> jax.Array | None:
-    """Float32 `[N]`, 0 where a token does not count: masked entries reach neither values nor gradients, even if NaN."""
-    return None if values is None else jnp.where(places.mask, values.reshape(-1).astype(jnp.float32), 0)
+def _masked(values: jax.Array | None, groups: TokenGroups) -> jax.Array | None:
+    """Float32 `[N]`, 0 for masked tokens: these affect neither values nor gradients, even if they are NaN."""
+    return None if values is None else jnp.where(groups.mask, values.reshape(-1).astype(jnp.float32), 0)
 
 
-def _entropy_mask(settings: PolicyLoss, entropies: jax.Array | None, places: Reads) -> jax.Array:
+def _entropy_mask(settings: PolicyLoss, entropies: jax.Array | None, groups: TokenGroups) -> jax.Array:
     """1 for tokens that pass the entropy mask, float32 `[N]`."""
     if settings.top_entropy_quantile >= 1:
-        return places.mask.astype(jnp.float32)
-    groups = {"group": places.group, "groups": len(places.micro_batch)}
-    return entropy_mask(entropies, places.mask, settings.top_entropy_quantile, **groups).astype(jnp.float32)
+        return groups.mask.astype(jnp.float32)
+    by_group = {"group": groups.group, "groups": len(groups.micro_batch)}
+    return entropy_mask(entropies, groups.mask, settings.top_entropy_quantile, **by_group).astype(jnp.float32)
 
 
 def _token_factors(
     settings: PolicyLoss, policies: Policies, sampled: jax.Array, correction: jax.Array | None
 ) -> jax.Array | float:
     """Factor of each token's loss, `[N]`, from the off-policy mask and the sampler correction."""
-    places, factor = policies.places, 1.0
+    groups, factor = policies.places, 1.0
     if settings.off_policy_mask_threshold is not None:
         threshold = settings.off_policy_mask_threshold
-        kept = off_policy_mask(policies.logps, sampled, policies.advantages, threshold, places)
-        factor *= places.spread(kept.astype(jnp.float32))
+        kept = off_policy_mask(policies.logps, sampled, policies.advantages, threshold, groups)
+        factor *= groups.spread(kept.astype(jnp.float32))
     if correction is not None and settings.loss_type != "vespo":
-        factor *= places.spread(correction) if settings.corrects_sequences else correction
+        factor *= groups.spread(correction) if settings.corrects_sequences else correction
     return factor
 
 
@@ -295,25 +295,25 @@ def rloo_loss(
         `clipped_low`, `clipped_high` and `clipped` over completions, and the extremes `low_min` (inf if there is no
         completion) and `high_max` (-inf).
     """
-    places = reads(logps, mask, text, micro_batch, len(advantages))
-    completion_weight = places.equal_weight if completion_weight is None else completion_weight
+    groups = token_groups(logps, mask, text, micro_batch, len(advantages))
+    completion_weight = groups.equal_weight if completion_weight is None else completion_weight
     advantages = advantages.astype(jnp.float32)
-    ratio = jnp.exp(places.total(logps.reshape(-1)) - old_logps)
+    ratio = jnp.exp(groups.total(logps.reshape(-1)) - old_logps)
     least, most = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
     losses = -jnp.minimum(ratio * advantages, clipped(ratio, least, most) * advantages)
     low = ((ratio < least) & (advantages < 0)).astype(jnp.float32)
     high = ((ratio > most) & (advantages > 0)).astype(jnp.float32)
     sums = {
-        "completions": places.by_completion(jnp.ones(len(advantages))),
-        "tokens": places.by_completion(places.lengths),
-        "clipped_low": places.by_completion(low),
-        "clipped_high": places.by_completion(high),
-        "clipped": places.by_completion(low + high),
-        "low_min": jnp.min(jnp.where(places.micro_batch, low, jnp.inf), axis=-1),
-        "high_max": jnp.max(jnp.where(places.micro_batch, high, -jnp.inf), axis=-1),
+        "completions": groups.by_completion(jnp.ones(len(advantages))),
+        "tokens": groups.by_completion(groups.lengths),
+        "clipped_low": groups.by_completion(low),
+        "clipped_high": groups.by_completion(high),
+        "clipped": groups.by_completion(low + high),
+        "low_min": jnp.min(jnp.where(groups.micro_batch, low, jnp.inf), axis=-1),
+        "high_max": jnp.max(jnp.where(groups.micro_batch, high, -jnp.inf), axis=-1),
     }
     if entropies is not None:
-        sums["entropy"] = places.by_token(entropies.reshape(-1))
+        sums["entropy"] = groups.by_token(entropies.reshape(-1))
     return jnp.sum(completion_weight * losses), jax.lax.stop_gradient(sums)
 
 
@@ -326,7 +326,7 @@ class Policies(NamedTuple):
     logps: jax.Array
     old_logps: jax.Array
     advantages: jax.Array
-    places: Reads
+    places: TokenGroups
 
     def ratio(self, settings: PolicyLoss) -> jax.Array:
         """Policy ratio: per token `[N]`, or per completion `[X]` (geometric mean over its tokens)."""
@@ -370,10 +370,10 @@ def _capped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
 
 
 def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
-    places = policies.places
+    groups = policies.places
     high, low = _clip_indicators(settings, policies, 1 + settings.highest, 1 - settings.epsilon)
-    compared = places.micro_batch if settings.of_sequences else places.micro_batch & (places.lengths > 0)
-    lows, highs = (low, high) if settings.of_sequences else (places.mean(low), places.mean(high))
+    compared = groups.micro_batch if settings.of_sequences else groups.micro_batch & (groups.lengths > 0)
+    lows, highs = (low, high) if settings.of_sequences else (groups.mean(low), groups.mean(high))
     return {
         "clipped_low": policies.sums(settings, low),
         "clipped_high": policies.sums(settings, high),
@@ -386,8 +386,8 @@ def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
 def _clip_indicators(
     settings: PolicyLoss, policies: Policies, most: float, least: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the ratio (after delta) exceeds `most` with a positive advantage, and where it is below `least` with a
-    negative one: 1, else 0."""
+    """Indicators, 1 or 0: whether the ratio (after delta) exceeds `most` with a positive advantage, and whether it is
+    below `least` with a negative advantage."""
     ratio, advantages = policies.ratio(settings), policies.advantages
     if settings.loss_type in CLIPPED:
         ratio = clipped(ratio, most=settings.delta)
@@ -428,7 +428,7 @@ def sampler_ratio(
     *,
     settings: PolicyLoss,
 ) -> jax.Array:
-    """Ratio of the old policy to the policy that sampled the tokens, truncated or masked as `settings` says.
+    """Ratio of the old policy to the policy that sampled the tokens, truncated or masked according to `settings`.
 
     Truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training") or masked (Liu et al. 2025, "When Speed Kills Stability"). A token whose sampling log-probability is NaN
@@ -441,24 +441,24 @@ def sampler_ratio(
         `[N]` for token_* corrections (X T for `[X, T]` inputs), 1 where the mask is 0; `[X]` for sequence_*.
     """
     completions = len(old_logps) if completions is None else completions
-    places = reads(old_logps, mask, text, None, completions)
-    difference = places.difference(old_logps, sampling_logps)
+    groups = token_groups(old_logps, mask, text, None, completions)
+    difference = groups.difference(old_logps, sampling_logps)
     if settings.corrects_sequences:
-        difference = places.total(difference)
+        difference = groups.total(difference)
     return settings.bounded(jnp.exp(difference))
 
 
 def off_policy_mask(
-    logps: jax.Array, sampling_logps: jax.Array, advantages: jax.Array, threshold: float, places: Reads
+    logps: jax.Array, sampling_logps: jax.Array, advantages: jax.Array, threshold: float, groups: TokenGroups
 ) -> jax.Array:
-    """Which completions count, bool `[X]`: those with a non-negative advantage, and those whose mean log-ratio of
+    """Which completions to keep, bool `[X]`: those with a non-negative advantage, and those whose mean log-ratio of
     sampler to policy is at most `threshold` (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
-    divergence = places.mean(places.difference(sampling_logps, jax.lax.stop_gradient(logps)))
+    divergence = groups.mean(groups.difference(sampling_logps, jax.lax.stop_gradient(logps)))
     return (advantages >= 0) | (divergence <= threshold)
 
 
 def gamma_weights(
-    log_ratio: jax.Array, advantages: jax.Array, correction: jax.Array | None, settings: PolicyLoss, places: Reads
+    log_ratio: jax.Array, advantages: jax.Array, correction: jax.Array | None, settings: PolicyLoss, groups: TokenGroups
 ) -> jax.Array:
     r"""VESPO's weight per completion, `[X]`: $e^\lambda w^k e^{-\lambda w}$, which is 1 at $w = 1$
     (arXiv:2602.10693). No gradient flows through it.
@@ -467,10 +467,10 @@ def gamma_weights(
         log_ratio: `[N]`; $w$ is the product of the token ratios.
         correction: the result of `sampler_ratio`, a further factor of $w$.
     """
-    log_w = places.total(jnp.clip(log_ratio, -MAX_LOG, MAX_LOG))
+    log_w = groups.total(jnp.clip(log_ratio, -MAX_LOG, MAX_LOG))
     if correction is not None:
         logs = jnp.clip(jnp.log(correction), MIN_LOG, MAX_LOG)
-        log_w += logs if settings.corrects_sequences else places.total(logs)
+        log_w += logs if settings.corrects_sequences else groups.total(logs)
     log_w = jnp.clip(log_w, MIN_LOG, MAX_LOG)
     k = jnp.where(advantages >= 0, settings.vespo_k_pos, settings.vespo_k_neg)
     decay = jnp.where(advantages >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
@@ -502,13 +502,13 @@ def token_weights(
     | dapo, cispo, vespo | 1 / (max(generated_tokens, 1) part) |
 
     Args:
-        lengths: `[X]`, the number of tokens of each completion that count.
+        lengths: `[X]`, the number of unmasked tokens of each completion.
         completion_weight: `[X]`, the weight of each completion in a mean over the step's micro-batches (on all devices)
             of means over their completions: `1 / (completions in its micro-batch x micro-batches x devices)`. In an
             evaluation the batch is one micro-batch.
         micro_batch: bool `[M, X]`, the completions in each micro-batch on this device.
-        generated_tokens: the number of tokens that count in the whole generation batch, on all devices (in an
-            evaluation, in the batch). None: counted from these completions.
+        generated_tokens: the number of unmasked tokens in the whole generation batch (in an evaluation, in the batch),
+            on all devices. None: counted from these completions.
         part: micro-batches per step / micro-batches per generation; 1 in an evaluation. The divisor is therefore the
             mean token count per step rather than this step's count, as in TRL.
 
@@ -545,12 +545,11 @@ def entropy_mask(
     """Which tokens have an entropy at or above the `1 - top_entropy_quantile` quantile: bool, in the shape of
     `entropies` ("Beyond the 80/20 Rule", arXiv:2506.01939, section 5).
 
-    The quantile is taken over the tokens that count, across all devices, with linear interpolation as in
-    torch.quantile.
+    The quantile is taken over the unmasked tokens of all devices, with linear interpolation as in torch.quantile.
 
     Args:
         entropies: `[N]`, or any shape.
-        mask: which tokens count, in the same shape.
+        mask: which tokens to include, in the same shape.
         top_entropy_quantile: the fraction of tokens to keep, from 0.0 (only the highest) to 1.0.
         group: int32, in the same shape: the micro-batch of each token, from 0 to `groups` - 1. Each token is compared
             with the quantile of its own micro-batch.
@@ -584,14 +583,14 @@ def next_entropy_coef(
     return min(coef + delta, most) if entropy <= target else max(coef - delta, least)
 
 
-# Token places, and sums over completions and micro-batches
+# Groups of tokens, and sums over completions and micro-batches
 
 
-class Reads(NamedTuple):
-    """Places of N tokens that belong to X completions in M micro-batches.
+class TokenGroups(NamedTuple):
+    """How N tokens are grouped into X completions and M micro-batches.
 
     text: int32 `[N]`, the completion of each token; X for padding.
-    mask: bool `[N]`, which tokens count.
+    mask: bool `[N]`, which tokens to include.
     micro_batch: bool `[M, X]`, the completions in each micro-batch; padding completions are in none.
     """
 
@@ -601,7 +600,7 @@ class Reads(NamedTuple):
 
     @property
     def lengths(self) -> jax.Array:
-        """The number of tokens that count in each completion, float32 `[X]`."""
+        """The number of unmasked tokens of each completion, float32 `[X]`."""
         return self.total(jnp.ones(len(self.text)))
 
     @property
@@ -612,7 +611,7 @@ class Reads(NamedTuple):
 
     @property
     def group(self) -> jax.Array:
-        """The micro-batch of each token, int32 `[N]`; M for tokens that do not count."""
+        """The micro-batch of each token, int32 `[N]`; M for masked tokens."""
         within = jnp.any(self.micro_batch, axis=0)
         of_text = jnp.where(within, jnp.argmax(self.micro_batch, axis=0), len(self.micro_batch))
         return jnp.where(self.mask, self.spread(of_text), len(self.micro_batch))
@@ -622,7 +621,7 @@ class Reads(NamedTuple):
         return of_texts(jnp.where(self.mask, values, 0), self.text, self.micro_batch.shape[1])
 
     def mean(self, values: jax.Array) -> jax.Array:
-        """Mean of `[N]` values over each completion, `[X]`; 0 for a completion in which no token counts."""
+        """Mean of `[N]` values over each completion, `[X]`; 0 for a completion whose tokens are all masked."""
         return self.total(values) / jnp.maximum(self.lengths, 1)
 
     def spread(self, values: jax.Array) -> jax.Array:
@@ -630,7 +629,7 @@ class Reads(NamedTuple):
         return values.at[self.text].get(mode="fill", fill_value=0)
 
     def difference(self, values: jax.Array, others: jax.Array) -> jax.Array:
-        """`values - others`, `[N]`; 0 where a token does not count or either value is NaN."""
+        """`values - others`, `[N]`; 0 for masked tokens and if either value is NaN."""
         values, others = values.reshape(-1), others.reshape(-1)
         known = self.mask & ~jnp.isnan(values) & ~jnp.isnan(others)
         return jnp.where(known, values, 0) - jnp.where(known, others, 0)
@@ -644,17 +643,17 @@ class Reads(NamedTuple):
         return summed(values, self.micro_batch)
 
 
-def reads(
+def token_groups(
     logps: jax.Array, mask: jax.Array | None, text: jax.Array | None, micro_batch: jax.Array | None, completions: int
-) -> Reads:
-    """Build `Reads` for `logps`, `[N]` with `text`, or `[X, T]` without (one row per completion).
+) -> TokenGroups:
+    """Build `TokenGroups` for `logps`, `[N]` with `text`, or `[X, T]` without (one row per completion).
 
     Args:
-        mask: in the shape of `logps`; None: every token of a completion counts.
+        mask: in the shape of `logps`; None: every token of a completion is included.
         micro_batch: None: all completions form one micro-batch.
     """
     if text is None:
         text = jnp.repeat(jnp.arange(completions), logps.size // max(completions, 1))
     valid = text < completions if mask is None else (text < completions) & (mask.reshape(-1) != 0)
     whole = jnp.ones((1, completions), bool)
-    return Reads(text, valid, whole if micro_batch is None else micro_batch)
+    return TokenGroups(text, valid, whole if micro_batch is None else micro_batch)

@@ -16,7 +16,7 @@ def log_odds(mean_logps: jax.Array) -> jax.Array:
     Args:
         mean_logps: float32, the mean token log-probability, below 0.
     """
-    # Each branch of log(1 - p) where it is accurate; the inner `where` keeps gradients of the other branch finite.
+    # Each form of log(1 - p) is used where it is accurate; the inner `where` keeps the other form's gradient finite.
     near_one = mean_logps > -math.log(2)
     rest = jnp.where(
         near_one,
@@ -49,8 +49,8 @@ class ContrastiveLoss:
     | hinge | $\max(0, 1 - \beta \Delta)$ | SLiC, arXiv:2305.10425 |
     | ipo | $(\Delta - 1 / 2 \beta)^2$ with mean scores | IPO, arXiv:2310.12036, eq. 17 |
 
-    A score is the completion's log-probability, summed over its tokens or, for simpo and ipo, their mean. With a
-    nonzero `alpha` it is $(1 - p^{-\alpha}) / \alpha$, p being that probability (AlphaPO, arXiv:2501.03884, eq. 4).
+    A score is the completion's log-probability, summed over its tokens or, for simpo and ipo, averaged. With a nonzero
+    `alpha` it is $(1 - p^{-\alpha}) / \alpha$, where p is the exponential of that (AlphaPO, arXiv:2501.03884, eq. 4).
 
     Args:
         label_smoothing: epsilon in the table.

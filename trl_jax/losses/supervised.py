@@ -34,7 +34,7 @@ def pairwise_loss(
         weight: `[P]`, the weight of each pair in the step's loss; 0 for padding. For TRL's mean over the pairs of each
             micro-batch and then over micro-batches, pass `1 / (micro-batches x pairs in its micro-batch)`.
         margin: `[P]`, by how much the chosen score should exceed the rejected one.
-        center_rewards_coefficient: coefficient of the centring term; None leaves it out.
+        center_rewards_coefficient: coefficient of the centering term; None omits it.
         micro_batch: bool `[M, P]`, the pairs in each micro-batch; sums are then per micro-batch, `[M]`.
 
     Returns:
@@ -64,7 +64,7 @@ def _sums(chosen: jax.Array, rejected: jax.Array, pairs: jax.Array) -> dict[str,
 
 
 def negative_log_likelihood(outputs: TokenOutputs, label_smoothing_factor: float = 0.0) -> jax.Array:
-    r"""Cross-entropy of each target, with label smoothing: float32 `[N]`, 0 where there is no target.
+    r"""Cross-entropy of each target, with label smoothing: float32 `[N]`, 0 for reads without a target.
 
     $$ -(1 - \epsilon) \log p(y) - \frac{\epsilon}{V} \sum_v \log p(v) $$
 
@@ -104,7 +104,7 @@ def load_balancing_loss(sums: RouterSums) -> jax.Array:
 
 
 def real_examples(weight: jax.Array, micro_batch: jax.Array | None = None) -> jax.Array:
-    """Which examples count: bool `[E]`, those with a positive weight; per micro-batch `[M, E]` with `micro_batch`."""
+    """Which examples are real (have a positive weight): bool `[E]`; per micro-batch `[M, E]` with `micro_batch`."""
     return weight > 0 if micro_batch is None else micro_batch & (weight > 0)
 
 
@@ -134,8 +134,8 @@ def at_reads(values: jax.Array, text: jax.Array) -> jax.Array:
 
 
 def mean_over_shards(value: jax.Array) -> jax.Array:
-    """Mean of a value over the devices that share the batch; the value itself on a single device. Every device weighs
-    the same, as ranks do in accelerate's `gather(...).mean()`."""
+    """Mean of a value over the devices that share the batch; the value itself on a single device. All devices have
+    equal weight, like ranks in accelerate's `gather(...).mean()`."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return jax.lax.pmean(value, axes) if axes else value
 

@@ -22,7 +22,7 @@ from trl_jax.core.text import say
 
 TELL = 30  # seconds between two lines that say which processes are missing
 _RETRY = 0.5  # seconds between two attempts to connect
-_LAST_WORD = 5  # seconds that a process with an impossible number, or out of time, leaves to the first process
+_LAST_WORD = 5  # seconds that a process with an invalid number, or past its timeout, lets the first process explain
 _OTHER = "another program answers there, or a run that has started without this process"
 _LINE = 4096  # bytes: no report or reply is longer
 
@@ -78,7 +78,7 @@ def _parse(address: str) -> tuple[str, int]:
 def _impossible(report: Report) -> str:
     return (
         f"process_id must be between 0 and {report.count - 1} with num_processes={report.count}, got "
-        f"{report.number} (on {report.host}, pid {report.pid}). Give each process a number of its own, from 0."
+        f"{report.number} (on {report.host}, pid {report.pid}). Give each process its own process_id, starting at 0."
     )
 
 
@@ -89,7 +89,7 @@ def _names(numbers: Sequence[int]) -> str:
 
 
 def _reply(line: bytes) -> dict[str, Any]:
-    """What the line says; nothing if it is no reply of the first process."""
+    """The content of the line; empty if it is not a reply of the first process."""
     try:
         values = json.loads(line)
     except ValueError:
@@ -187,12 +187,12 @@ class _Host:
                     self._forget(connection)
 
     def _mirror(self, place: tuple[str, int]) -> socket.socket:
-        """A connection to the address of the run. It leads to this process, unless another host has a process 0, too,
-        which refuses it."""
+        """A connection to the run's own address. It leads to this process, unless another host also has a process 0,
+        which then refuses it."""
         try:
             mirror = socket.create_connection(place, timeout=2)
             mirror.sendall(_line(vars(self._own)))
-        except OSError:  # some networks let no host connect to its own public address
+        except OSError:  # in some networks, a host cannot connect to its own public address
             return socket.socket()
         return mirror
 
@@ -213,13 +213,13 @@ class _Host:
             text = (
                 f"{_names(self._missing()).capitalize()} of {self._own.count} did not join the run at {self._address} "
                 f"within {self._timeout:g} s. Start every process with the same coordinator_address and "
-                "num_processes, and a process_id of its own; a larger initialization_timeout waits longer."
+                "num_processes and with its own process_id. To wait longer, increase initialization_timeout."
             )
             self._reply(refused=text)
             raise TimeoutError(text)
 
     def _read(self, connection: socket.socket) -> bool:
-        """Take what came; False once the connection is of no more use."""
+        """Read what arrived; returns False if the connection is of no more use."""
         before, report = self._connections[connection]
         try:
             data = connection.recv(_LINE)
@@ -233,8 +233,8 @@ class _Host:
                 values = json.loads(line)
                 report = Report(int(values["number"]), int(values["count"]), str(values["host"]), int(values["pid"]))
             except (ValueError, KeyError, TypeError):
-                return False  # not a process of ours
-        if report == self._own:  # the mirror
+                return False  # not a process of this program
+        if report == self._own:  # the connection of `_mirror`
             return False
         self._connections[connection] = before + data, report
         if report is not None:
@@ -248,15 +248,15 @@ class _Host:
         own, there = self._own, self._present.get(report.number)
         if report.count != own.count:
             text = (
-                f"The processes of this run have different num_processes: {report.count} in the one with "
-                f"{report.where()}, and {own.count} in the one with {own.where()}. Start all with the same number."
+                f"The processes of this run have different num_processes: {report.count} on "
+                f"{report.where()}, but {own.count} on {own.where()}. Start all processes with the same number."
             )
         elif not 0 <= report.number < own.count:
             text = _impossible(report)
         elif there is not None:
             text = (
                 f"Two processes of this run have process_id={report.number}: pid {there.pid} on {there.host}, and pid "
-                f"{report.pid} on {report.host}. Give each process a number of its own, from 0 to {own.count - 1}."
+                f"{report.pid} on {report.host}. Give each process its own process_id from 0 to {own.count - 1}."
             )
         else:
             return
@@ -265,13 +265,13 @@ class _Host:
 
     def _reply(self, **values: Any) -> None:
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # it has gone; the next read notices
+            with contextlib.suppress(OSError):  # closed; the next read notices
                 connection.sendall(_line(values))
 
     def _forget(self, connection: socket.socket) -> None:
         _, report = self._connections.pop(connection)
         if report is not None and self._present.get(report.number) == report:
-            del self._present[report.number]  # it may start again
+            del self._present[report.number]  # it may restart
         connection.close()
 
 
@@ -300,9 +300,9 @@ class _Guest:
             time.sleep(_RETRY)
 
     def _go_ahead(self, connection: socket.socket) -> bool:
-        """Whether the first process says so; False if the connection ends before.
+        """Whether the first process replied "go"; False if the connection ends before.
 
-        A first process that waits, too, gets _LAST_WORD more seconds: it can name those that are missing.
+        If the first process is waiting, too, this one waits _LAST_WORD seconds longer, to be told who is missing.
         """
         connection.settimeout(0.5)
         rest, end = b"", self._end
@@ -341,5 +341,5 @@ class _Guest:
             raise TimeoutError(
                 f"Process {self._own.number} of {self._own.count} could not join the run at {self._address} within "
                 f"{self._timeout:g} s: {self._state}. Start process 0 on that host, with the same coordinator_address; "
-                "a larger initialization_timeout waits longer."
+                "to wait longer, increase initialization_timeout."
             )

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 # Sharded parameters inside shard_map, gathered where they are used
 
 
-class Parts:
+class ShardedParams:
     """Parameters, flat by path, that are sharded over the batch axes; used inside a `jax.shard_map` over BATCH.
 
     Args:
@@ -191,14 +191,14 @@ class ShardingPlan:
         """The sharding of each optimizer state array: like the parameter of the same path and shape, else whole."""
         like = self.gradients(shapes)
 
-        def place(where: tuple, leaf: Any) -> NamedSharding:
+        def sharding(where: tuple, leaf: Any) -> NamedSharding:
             names = [key.key for key in where if isinstance(key, jax.tree_util.DictKey)]
             params = [name for name in names if name in like and shapes[name].shape == leaf.shape]
             return like[params[-1]] if params else self.whole
 
-        return jax.tree_util.tree_map_with_path(place, state)
+        return jax.tree_util.tree_map_with_path(sharding, state)
 
-    def place(self, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
+    def sharding_of(self, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
         """The sharding of a parameter with these logical axes; without axes, that of a parameter that names none."""
         return NamedSharding(self.mesh, self._spec(axes, shape))
 

@@ -23,7 +23,7 @@ from trl_jax.mesh.watch import Watch
 # `args.distributed_state`, with the parts of accelerate's PartialState that scripts use
 
 
-class Places(Protocol):
+class ProcessArguments(Protocol):
     """The arguments that describe the processes of a run."""
 
     device: Any
@@ -39,7 +39,7 @@ class ProcessState:
     local_process_index = 0
     is_local_main_process = True
 
-    def __init__(self, args: Places):
+    def __init__(self, args: ProcessArguments):
         self._args, self.device = args, args.device
         self.num_processes, self.process_index = args.world_size, args.process_index
         self.is_main_process, self.use_distributed = self.process_index == 0, self.num_processes > 1
@@ -99,7 +99,7 @@ def join(address: str | None, count: int | None, number: int | None, timeout: in
 
     Raises:
         ValueError: an address without the other two or the reverse, or numbers that do not fit together.
-        TimeoutError: not all processes came.
+        TimeoutError: not all processes joined in time.
     """
     if jax.distributed.is_initialized():  # by the script itself
         signals.default_in_children(signal.SIGTERM)
@@ -137,7 +137,7 @@ def _whole(variable: str, value: int | str) -> int:
 def _connect(timeout: int, *place: Any) -> None:
     with _watch().joining(timeout):
         jax.distributed.initialize(*place, initialization_timeout=timeout, heartbeat_timeout_seconds=HEARTBEAT)
-    signals.default_in_children(signal.SIGTERM)  # JAX passes it on to the other processes, which ends no child
+    signals.default_in_children(signal.SIGTERM)  # JAX's handler forwards it to other processes, but ends no child
 
 
 def _tpu_pod() -> bool:
@@ -166,14 +166,14 @@ def announce_end(error: Exception) -> None:
 def together(name: str) -> Iterator[None]:
     """A block in which the processes wait for each other.
 
-    If one process raises in it or dies, the others exit within GRACE + LAST seconds, with exit code 1 and a line that
-    names that process. If one has not come after WAIT seconds, a line names it.
+    If a process raises in it or dies, the others exit within GRACE + LAST seconds, with exit code 1 and a line that
+    names that process. If a process has not arrived after WAIT seconds, a line names it.
 
     Args:
-        name: of the block, for these lines: "training", for example.
+        name: of the block, for these lines, such as "training".
 
     Raises:
-        RuntimeError: a collective failed because a process died, which is named, or the network failed.
+        RuntimeError: a collective failed, because a process died (the message names it) or the network failed.
     """
     if not several():
         yield
@@ -183,7 +183,7 @@ def together(name: str) -> Iterator[None]:
 
 
 def reached(name: str) -> None:
-    """Say that this process begins a part of a block in which the processes wait for each other, such as a step."""
+    """Note that this process begins a part of a block in which the processes wait for each other, such as a step."""
     if several():
         _watch().reached(name)
 
@@ -276,10 +276,10 @@ _INSTEAD = {
 
 
 class Accelerator(ProcessState):
-    """The part of accelerate's Accelerator that has a meaning here.
+    """The parts of accelerate's Accelerator that make sense here.
 
     Raises:
-        AttributeError: for every other attribute, with what to use instead.
+        AttributeError: for all other attributes, with what to use instead.
     """
 
     parallelism_config = None
@@ -313,7 +313,7 @@ class Accelerator(ProcessState):
         return model
 
     def gather(self, value: Any) -> Any:
-        """The value itself: outside of a loss it covers all devices, within one those rows that the loss was given."""
+        """The value itself: outside of a loss it covers all devices, and inside a loss, the rows that the loss got."""
         return value
 
     def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:

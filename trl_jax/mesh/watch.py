@@ -1,9 +1,9 @@
-"""Noticing that another process of the run has failed, died or fallen behind, and ending this one with its name.
+"""Notice that another process of the run has failed, died or fallen behind, and exit with a line that names it.
 
 A process that raised or died never reaches the collective in which the others wait, and Python code cannot interrupt
 that wait. A thread therefore watches the other processes in three ways:
 
-- what they announce through the key-value store of JAX's coordination service: exceptions, and how far they are;
+- what they announce through the key-value store of JAX's coordination service: exceptions, and their progress;
 - a TCP connection from each process to the first one (`_Lifelines`), which the kernel closes when a process dies;
 - SIGABRT: without the coordination service, which the first process hosts, JAX aborts the process.
 """
@@ -33,9 +33,9 @@ from trl_jax.mesh.joining import TELL
 
 GRACE = 8  # seconds this process gets to raise an exception by itself after another process raised or died
 LAST = 15  # seconds to wait for the other processes when exiting
-WAIT = 60  # seconds in one place after which a line says which processes have not come so far
-_PUBLISH = 5  # seconds between two announcements of how far this process is
-_NOTICE = 5  # seconds from a failed collective to the news of a death
+WAIT = 60  # seconds of waiting at one point, after which a line names the processes that have not arrived
+_PUBLISH = 5  # seconds between two announcements of this process's progress
+_NOTICE = 5  # seconds to wait for the news of a death after a collective failed
 _RESUME = "Checkpoints are never partial: restart all processes with resume_from_checkpoint=True."
 _FAILED = re.compile(r"Gloo|NCCL|UNAVAILABLE|[Cc]onnection (reset|closed|refused)|[Ss]ocket closed")
 
@@ -57,7 +57,7 @@ class Watch:
         self.lost: int | None = None  # number of a process that died
         self._state: Any = None  # JAX's: number and count of processes, and the client of its coordination service
         self._client: Any = None  # of that service, from the first block on
-        self._joining: Callable[[], str] | None = None  # says why JAX aborts this process if it does so now
+        self._joining: Callable[[], str] | None = None  # why JAX would abort this process now
         self._thread: threading.Thread | None = None  # started with the first block: until then, scripts may fork
         self._count, self._over = 0, threading.Event()
         self._position = _Position(0, "its start", time.monotonic())
@@ -74,7 +74,7 @@ class Watch:
         return self._state.num_processes
 
     def start(self) -> None:
-        """Explain from now on why JAX aborts this process. Call this before or after JAX connects the processes."""
+        """From now on, explain why JAX aborts this process. Call this before or after JAX connects the processes."""
         if self._state is None:
             self._state = coordination_state()
             _explain_abort(self._why_aborted)
@@ -82,7 +82,7 @@ class Watch:
 
     @contextlib.contextmanager
     def joining(self, timeout: float) -> Iterator[None]:
-        """A block in which JAX connects the processes, for so many seconds at most: it says that JAX waits."""
+        """A block of at most `timeout` seconds in which JAX connects the processes; says so while JAX is waiting."""
         self.start()
         over = threading.Event()
 
@@ -96,7 +96,7 @@ class Watch:
         threading.Thread(target=tell, daemon=True).start()
         self._joining = lambda: (
             f"JAX could not connect {what()} within {timeout:g} s (its own message is above): a process is missing, or "
-            "the address cannot be reached. Start all processes; a larger initialization_timeout waits longer."
+            "the address cannot be reached. Start all processes; to wait longer, increase initialization_timeout."
         )
         try:
             yield
@@ -105,14 +105,14 @@ class Watch:
             self._joining = None
 
     def start_devices(self) -> None:
-        """Start JAX's devices if they have not been started: in doing so, the processes wait for each other."""
+        """Start JAX's devices, if they have not been started. Processes wait for each other while doing so."""
         if not self._devices_started:
             self._devices_started = True
             with self.block("starting JAX's devices"):
                 jax.devices()
 
     def reached(self, name: str) -> None:
-        """Say that this process, like all others at some time, begins the part of the run with this name."""
+        """Note that this process begins this part of the run, which all processes reach at some time."""
         self._position = _Position(self._position.number + 1, name, time.monotonic())
 
     @contextlib.contextmanager
@@ -200,7 +200,7 @@ class Watch:
                 self._exit(found[1])
 
     def _failed(self) -> tuple[int, str] | None:
-        """The block in which this process waits for one that failed, and a sentence about that one."""
+        """The block in which this process waits for a failed one, and a sentence about the failure."""
         for number in [] if self.raising else tuple(self.blocks):
             if self.lost is not None:
                 return number, self._loss()
@@ -213,7 +213,7 @@ class Watch:
         return None
 
     def _tell_position(self) -> None:
-        """Publish where this process is, and say which processes have not come so far if it has waited for long."""
+        """Publish this process's position; if it has waited long, say which processes have not arrived."""
         own, now = self._position, time.monotonic()
         published, when = self._published
         if own.number != published and now >= when + _PUBLISH:
@@ -259,7 +259,7 @@ class Watch:
             self._lifelines.close()
 
     def _why_aborted(self) -> str | None:
-        """Why JAX aborts this process, None if that is not known. Runs in the thread that JAX aborts."""
+        """Why JAX aborts this process; None if unknown. Runs in the thread that JAX aborts."""
         if self._joining is not None:
             return self._joining()
         end = time.monotonic() + 2
@@ -271,7 +271,7 @@ class Watch:
 
 
 class _Position:
-    """Where a process is: a number that grows, a name and the time of arrival."""
+    """The position of a process in the run: an increasing number, a name, and the time of arrival."""
 
     def __init__(self, number: int, name: str, since: float):
         self.number, self.name, self.since = number, name, since
@@ -286,10 +286,10 @@ def _flush() -> None:
 class _Lifelines:
     """A TCP connection between the first process and each other one, which shows that both are alive.
 
-    Nothing is sent on it but the number of a process that connects ("hello"), of one that died ("lost"), which the
-    first process passes on, and "bye" from a process that exits as it should. The kernel closes the connections of a
-    process that dies; those to a host that is down fail within 20 seconds. Connecting takes the coordination service,
-    which knows the port and a secret.
+    Only three messages are sent: the number of a process that connects ("hello"), the number of one that died ("lost"),
+    which the first process passes on, and "bye" from a process that exits normally. The kernel closes the connections
+    of a process that dies; those to a host that is down fail within 20 seconds. Connecting requires the coordination
+    service, which knows the port and a secret.
     """
 
     def __init__(self, state: Any, client: Any):
@@ -304,10 +304,10 @@ class _Lifelines:
         self._secret, self._pid = secrets.token_hex(16), os.getpid()
         self._listener: socket.socket | None = None
         self._connected, self._attempts = False, 0
-        os.register_at_fork(after_in_child=self._close_sockets)  # a child would keep the connections open
+        os.register_at_fork(after_in_child=self._close_sockets)  # otherwise a child would keep the connections open
 
     def wait(self, seconds: float) -> int | None:
-        """Wait up to so many seconds. Returns the number of a process that died."""
+        """Wait for up to this many seconds. Returns the number of a process that died, or None."""
         if not self._connected:
             self._connect()
         if not self._selector.get_map():
@@ -350,7 +350,7 @@ class _Lifelines:
                 self._send(f"hello {self._secret} {self._number}")
                 self._connected = True
         except (OSError, jax.errors.JaxRuntimeError):
-            self._connected = self._attempts == 3  # a firewall: JAX's own heartbeats have to do
+            self._connected = self._attempts == 3  # give up, as behind a firewall: JAX's own heartbeats must suffice
 
     def _add(self, connection: socket.socket, number: int | None) -> None:
         connection.settimeout(5)
@@ -362,7 +362,7 @@ class _Lifelines:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> int | None:
-        """Take what came. Returns the number of a process that died."""
+        """Read what arrived. Returns the number of a process that died, or None."""
         before, number = self._peers[connection]
         try:
             data = connection.recv(256)
@@ -388,11 +388,11 @@ class _Lifelines:
 
     def _send(self, text: str) -> None:
         for connection in self._peers:
-            with contextlib.suppress(OSError):  # it has gone; the next read notices
+            with contextlib.suppress(OSError):  # closed; the next read notices
                 connection.sendall(f"{text}\n".encode())
 
     def close(self) -> None:
-        """Say that this process exits as it should."""
+        """Tell the others that this process exits normally, and close the connections."""
         if os.getpid() == self._pid:
             self._send("bye")
             self._close_sockets()
@@ -410,14 +410,13 @@ def _answers(address: str) -> bool:
     return False
 
 
-_abort: list[Any] = []  # the handler, which C code calls: it must not be collected
+_abort: list[Any] = []  # the handler, which C code calls: it must not be garbage-collected
 
 
 def _explain_abort(why: Callable[[], str | None]) -> None:
-    """If C++ code aborts this process and `why` knows a reason, say it and exit with code 1.
+    """If C++ code aborts this process and `why` knows the reason, print it and exit with code 1.
 
-    Python's own signal handlers run too late for that: C code only notes the signal for them, and then the process is
-    aborted.
+    Python's own signal handlers would run too late: its C handler only sets a flag, and then the process is aborted.
     """
     if sys.platform == "win32":
         return

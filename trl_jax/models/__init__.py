@@ -1,5 +1,5 @@
-"""Models: an `Arch` describes the architecture, a decoder or encoder implements it, and a head gives outputs."""
+"""Models: an `Arch` describes the architecture, a decoder or encoder implements it, a head computes outputs."""
 
-from trl_jax.core.trainers import fetching
+from trl_jax.core.trainers import lazy_getattr
 
-__getattr__ = fetching(__name__, {"create_reference_model": "trl_jax.training.reference"})  # where TRL has it
+__getattr__ = lazy_getattr(__name__, {"create_reference_model": "trl_jax.training.reference"})  # TRL exports it here

@@ -19,22 +19,22 @@ from trl_jax.nn.virtual_tokens import Prefix, VectorMaker, VirtualRows
 
 
 class Part(Protocol):
-    """Selects from a matrix on disk the part that is one of our parameters."""
+    """Selects the rows of a checkpoint matrix that make up one of our parameters."""
 
     def rows(self, array: jax.Array) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The LoRA adapter of one matrix on disk, or of the matrices of one name in all layers, stacked along an axis L.
+    """The LoRA adapter of one checkpoint matrix, or of the matrices with one name in all layers, stacked along axis L.
 
     Attributes:
-        name: of the matrix. The arrays are `<name>.lora_A` `[L, r, in]` etc., zero-padded to the largest rank, and all
-            zero in a layer without an adapter.
-        parts: our modules that the matrix on disk contains, each with the `Part` that selects its rows from an array
+        name: the name of the matrix. The arrays are `<name>.lora_A` `[L, r, in]` etc., zero-padded to the largest rank,
+            and all zero in a layer without an adapter.
+        parts: our modules that the checkpoint matrix contains, each with the `Part` that selects its rows from an array
             `[out, ...]`, or None if it is the whole matrix.
-        scales, there: the scale of B A, and whether there is an adapter; one entry per layer if stacked.
-        has: which optional arrays there are, magnitude or bias.
+        scales, there: the scale of B A, and whether an adapter exists; one entry per layer if stacked.
+        has: the optional arrays that exist: magnitude, bias.
         experts: how many experts' matrices each array holds, 0 for none: A is `[E r, in]`, expert by expert; B is
             `[out, r E]`, with experts varying fastest.
         swapped: the expert matrices are stored as (in, out), so A and B are swapped.
@@ -80,7 +80,10 @@ def leaf(name: str, kind: str) -> str:
 
 @dataclass(frozen=True)
 class Layers:
-    """Only the layers `where` of the stack at `path`, or these rows of a table, train: `params[<path>@trained]`."""
+    """Train only the layers `where` of the stack at `path`, or only these rows of a table.
+
+    The trained values are `params["<path>@trained"]`.
+    """
 
     path: str
     where: tuple[int, ...]
@@ -94,7 +97,7 @@ class Layers:
 class AdaptedGraph:
     """A graph for `models.model.merge` with frozen and trained arrays.
 
-    `plain` and `dropping` are the graphs of the adapted model without and with dropout in front of the adapters.
+    `plain` and `dropping` are the graphs of the adapted model without and with dropout before the adapters.
     """
 
     plain: nnx.GraphDef
@@ -104,7 +107,7 @@ class AdaptedGraph:
     rate: float
 
     def installed(self, params: dict[str, Any], key: jax.Array | None) -> tuple[nnx.GraphDef, dict[str, Any]]:
-        """A graph and its parameters, with each adapter placed in the modules that it belongs to."""
+        """A graph and its parameters, with the arrays of each adapter moved to the modules that it adapts."""
         drops = key is not None and self.rate > 0
         trained = {leaf(a.name, kind) for a in self.adapters for kind in _KINDS} | {part.name for part in self.layers}
         arrays = {path: array for path, array in params.items() if path not in trained}
@@ -191,13 +194,13 @@ PREFIX = "prompt_encoder."  # prefix of the trained arrays
 
 
 class Place(Protocol):
-    """Where in the decoder the vectors of virtual tokens go."""
+    """Where the vectors of virtual tokens go in the decoder."""
 
     def prepare(self, decoder: Decoder, count: int) -> None:
         """Give the decoder the modules that hold the vectors of `count` virtual tokens."""
 
     def arrays(self, vectors: jax.Array) -> dict[str, jax.Array]:
-        """The parameters of these modules, by path in the decoder, from vectors `[n, width]`."""
+        """The parameters of these modules, by path in the decoder, for vectors `[n, width]`."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,7 @@ class AsEmbeddings:
 @dataclass(frozen=True)
 class AsKeysValues:
     """The vectors are keys and values of the ids from `first` on: `heads` keys of `channels` channels for the first
-    layer, then as many values, then those of the next layer."""
+    layer, then as many values, then the keys and values of the next layer, and so on."""
 
     first: int
     runs: tuple[Run, ...]
@@ -242,14 +245,14 @@ class AsKeysValues:
 @dataclass(frozen=True)
 class VirtualGraph:
     """A graph for `models.model.merge`: `plain` is the graph of the model with virtual tokens, `maker` computes their
-    vectors, and `place` says where these go."""
+    vectors, and `place` determines where they go."""
 
     plain: nnx.GraphDef
     maker: VectorMaker
     place: Place
 
     def installed(self, params: dict[str, Any], key: jax.Array | None) -> tuple[nnx.GraphDef, dict[str, Any]]:
-        """A graph and its parameters, with the vectors in place of the arrays that they are computed from."""
+        """A graph and its parameters, with the vectors in place of the arrays from which they are computed."""
         own = {path.removeprefix(PREFIX): array for path, array in params.items() if path.startswith(PREFIX)}
         arrays = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
         placed = self.place.arrays(self.maker(own, key))

@@ -11,9 +11,9 @@ from trl_jax.nn.layers import ClampedSwiGLU
 from trl_jax.nn.moe import SparseMixer
 from trl_jax.nn.rope import Rope
 
-# Cache layout: layers of a run with the same window share an array
+# Cache layout: layers of a run that have the same window share an array
 
-_LONGEST = 8  # longest pattern of layers in a turn; its layers are compiled one by one
+_LONGEST = 8  # longest pattern of windows to look for: its layers are unrolled, so compile time grows with it
 
 
 class CachePart(NamedTuple):
@@ -23,19 +23,19 @@ class CachePart(NamedTuple):
     window: int | None
 
 
-class Turns(NamedTuple):
-    """A run of layers, divided into turns with the same pattern of windows, e.g. five local layers and a global one in
-    gemma3. The last turn may be shorter.
+class LayerPattern(NamedTuple):
+    """A run of layers as repetitions of one pattern of windows, e.g. five local layers and a global one in gemma3. The
+    last period may be incomplete.
 
-    parts: the parts of the cache. pattern: for each layer of a turn, the index of its part.
+    parts: the parts of the cache. part_of: for each layer of a period, the index of its part.
     """
 
     parts: tuple[CachePart, ...]
-    pattern: tuple[int, ...]
+    part_of: tuple[int, ...]
 
 
-def turns_of(arch: Arch, run: Run) -> Turns:
-    """The turns of a run. Without a short repeating pattern, each layer is a turn and the cache keeps all tokens."""
+def layer_pattern_of(arch: Arch, run: Run) -> LayerPattern:
+    """The pattern of a run. Without a short one, each layer is a period and its cache keeps all tokens."""
     layers = range(run.first, run.first + run.count)
     windows = [_window(arch, layer) for layer in layers]
     lengths = range(1, _LONGEST + 1)
@@ -45,16 +45,16 @@ def turns_of(arch: Arch, run: Run) -> Turns:
     kinds = list(dict.fromkeys(windows))
     own = [tuple(layer for layer, each in zip(layers, windows, strict=True) if each == kind) for kind in kinds]
     parts = tuple(CachePart(*each) for each in zip(own, kinds, strict=True))
-    return Turns(parts, tuple(kinds.index(each) for each in windows[:length]))
+    return LayerPattern(parts, tuple(kinds.index(each) for each in windows[:length]))
 
 
 def cache_parts(arch: Arch) -> list[CachePart]:
-    """All parts of a decoder's cache, in order. Layers that reuse keys and values have none."""
-    return [part for run in arch.runs if not run.kind.reuses for part in turns_of(arch, run).parts]
+    """All parts of a decoder's cache, in order. Layers that reuse keys and values have no part."""
+    return [part for run in arch.runs if not run.kind.reuses for part in layer_pattern_of(arch, run).parts]
 
 
 def _window(arch: Arch, layer: int) -> int | None:
-    """The largest number of tokens that a layer attends to; a chunk of that length allows no more."""
+    """The most tokens that a query of this layer attends to: its chunk length or its window; None for no limit."""
     chunk = None if arch.chunks is None else arch.chunks[layer]
     return arch.windows[layer] if chunk is None else chunk
 
@@ -76,8 +76,8 @@ BLOCKS = {
 class Arch:
     """Architecture of a decoder. Sizes count channels, heads, layers or tokens.
 
-    Fields that may differ between layers are tuples with one entry per layer. In `ropes`, None is a layer without
-    positions.
+    Fields that may differ between layers are tuples with one entry per layer. In `ropes`, None means a layer without
+    position encoding.
 
     - last_norm: whether a final norm follows the stack.
     - block: a key of BLOCKS; norm, qk_norm_kind: keys of nn.layers.NORMS; activation: a key of nn.layers.ACTIVATIONS
@@ -92,20 +92,20 @@ class Arch:
     - v_norm: the values of each head are normed, without weights.
     - learned_positions: rows of a learned position table, used from row `position_offset` on. With `counts_visible`,
       positions count visible tokens only.
-    - scale_in_table: `embedding_scale` is part of the embedding table, so noise is added after it.
+    - scale_in_table: `embedding_scale` is applied inside the embedding module, so noise is added to scaled embeddings.
     - embedding_size: width of the embedding table and the head inputs if not `hidden_size`; linear maps convert.
     - padding_idx: row of the embedding table that is never trained.
-    - kinds: None if all layers attend and, if there are experts, all have them.
+    - kinds: the kind of each layer; None if all layers have attention and, if the arch has experts, experts.
     - mlp_scales: multiply the MLP's gate before the activation, and the MLP's output.
-    - layer_scalar: each layer ends by scaling the residual stream by a number that is not trained.
+    - layer_scalar: each layer ends by multiplying the residual stream by a frozen scalar.
     - layer_scale: the outputs of attention and MLP are multiplied by learned vectors (LayerScale, arXiv:2103.17239).
     - rope_sections: the rotated channels of a head consist of this many equal sections, each with pairs of its own.
-    - clipped_maps: inputs and outputs of the linear maps of attention and MLP are clipped to limits of the checkpoint.
-    - image_attention: for each layer, whether the tokens of an image also attend to the tokens of the image that follow
-      them (see `nn.text_order.tokens_ahead`); None: in no layer.
+    - clipped_maps: inputs and outputs of the linear maps of attention and MLP are clipped to limits in the checkpoint.
+    - image_attention: for each layer, whether the tokens of an image also attend to later tokens of the same image (see
+      `nn.text_order.tokens_ahead`); None: in no layer.
     - tied_embeddings: the language model head uses the embedding table. Its logits are multiplied by `logit_scale` and
       then become `logit_softcap * tanh(logits / logit_softcap)`.
-    - vision: the tower and connector that compute image features; None for text alone.
+    - vision: the vision tower and connector that compute image features; None for text-only models.
     """
 
     vocab_size: int
@@ -193,7 +193,7 @@ class Arch:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest text that has learned positions; None if there is no limit."""
+        """The longest text that the learned positions cover; None if there is no limit."""
         return None if self.learned_positions is None else self.learned_positions - self.position_offset
 
 
@@ -202,17 +202,16 @@ class Arch:
 
 @dataclass(frozen=True)
 class Connector:
-    """How the outputs of a vision tower become the features that take the place of token embeddings.
+    """How outputs of a vision tower become the features that replace the embeddings of image tokens.
 
     - group: outputs per feature, concatenated or, if `pooled`, averaged.
-    - by_channel: the first channel of all outputs of a group is followed by their second channel, and so on.
-    - scale: multiplies the group. standardized: the checkpoint then has a shift and a scale for each channel, which are
-      not trained.
+    - by_channel: concatenate by channel: the first channel of all outputs of a group, then their second, and so on.
+    - scale: multiplies the group. standardized: a frozen shift and scale per channel are then applied.
     - norm: a key of nn.layers.NORMS, applied to each output, or to their concatenation if `norm_grouped`; None: no
       norm.
     - merged: whether a linear map without bias reduces the concatenation to the width of one output.
     - hidden_size: width between two linear maps, with `activation` after the first; None: a single map.
-    - separators: learned features that stand between rows of an image. They follow the other features.
+    - separators: number of learned features that separate rows of an image. They are appended to the other features.
     """
 
     out_size: int
@@ -235,11 +234,12 @@ class Connector:
 class VisionArch:
     """Architecture of a vision tower and its connector.
 
-    - layers: the blocks. They have no vocabulary, and each patch attends to what `Images.first` and `.end` say.
+    - layers: the transformer blocks, as an Arch without a vocabulary. The patches that each patch attends to are given
+      by `Images.first` and `Images.end`.
     - kernel: channels and sizes of a patch, as in the kernel of the convolution that embeds it; patch_bias: whether it
       has a bias.
-    - class_token: whether the patch at row 0 of the table of positions is a learned embedding.
-    - position_rows: rows of the table of learned positions; None without one.
+    - class_token: whether the patch at row 0 of the position table is a learned embedding.
+    - position_rows: rows of the learned position table; None for no table.
     - pre_norm, post_norm: whether a norm precedes and follows the layers.
     - full_layers: for each layer, whether patches attend to their whole image rather than a window; None: all do.
     - deepstack: layers whose outputs have a connector of their own. The results are added to the residual stream after
@@ -277,8 +277,8 @@ class LayerKind:
     mixer: "attention", "convolution", "delta_net", "mamba", "attention+mamba" (in parallel), or None.
     experts: whether it has experts, in place of the MLP or in addition to it.
     mlp: whether it has an MLP or experts at all.
-    heads, mlp_size: None for those of the Arch.
-    unplaced: it uses no positions and does not norm queries and keys.
+    heads, mlp_size: None to use those of the Arch.
+    unplaced: it has no position encoding and no norm of queries and keys.
     reuses: it computes no keys and values, and attends to those of the last `reused` layer with the same heads.
     """
 
@@ -346,8 +346,8 @@ class EncoderArch:
     - norm: a key of nn.layers.NORMS; activation: a key of nn.layers.ACTIVATIONS.
     - ropes, windows: one entry per layer; empty for identical layers without rope.
     - learned_positions: rows of a learned position table. With `positions_skip_pads`, padding uses row `padding_idx`,
-      and tokens are counted on from there.
-    - type_vocab_size: rows of the token type table, of which a single text uses the first; 0 for no table.
+      and tokens are numbered from the row after it.
+    - type_vocab_size: rows of the token type table, 0 for no table. Only the first row is used (single texts).
     - distances: disentangled attention.
     - padding_idx: row of the embedding table that is never trained.
     - initializer_cutoff: bound on newly initialized weights of the head, in standard deviations.
@@ -386,7 +386,7 @@ class EncoderArch:
 
     @property
     def num_key_heads(self) -> int:
-        """Every head has its own keys."""
+        """Every head has its own keys (no grouped-query attention)."""
         return self.num_heads
 
     @property
@@ -402,7 +402,7 @@ class EncoderArch:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest text that has learned positions; None if there is no limit."""
+        """The longest text that the learned positions cover; None if there is no limit."""
         if self.learned_positions is None:
             return None
         return self.learned_positions - (self.padding_idx + 1 if self.positions_skip_pads else 0)
@@ -424,7 +424,7 @@ class Experts:
     - swiglu: combines gate and up in place of the arch's activation.
     - latent_size: the routed experts work on this many channels, to and from which linear maps project; `latent_bias`:
       these maps and the shared expert have biases.
-    - correction_bias: a number per expert, not trained, added to the weights only for the selection.
+    - correction_bias: a frozen number per expert, added to the weights only to select experts.
     - groups, top_groups, group_best: only experts in the best `top_groups` of `groups` groups are selected; a group is
       rated by the sum of its best `group_best` experts (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
     - weights_inputs: an expert's weight multiplies its input rather than its output.
@@ -458,14 +458,14 @@ class Experts:
     sparse_mixer: SparseMixer | None = None
 
 
-# Mixers: variants of attention, and what replaces it
+# Mixers: variants of attention and its replacements
 
 
 @dataclass(frozen=True)
 class Latent:
     """Multi-head latent attention: queries come from `query_rank` channels (None: from the residual stream), keys and
-    values from `key_rank`. The last `Arch.rotary_dim` channels of queries and keys carry positions; for keys, all heads
-    share them. Values have `value_dim` channels. `norm_eps` is for the norms of the low-rank channels."""
+    values from `key_rank`. The last `Arch.rotary_dim` channels of queries and keys are rotated; all heads share these
+    channels of the keys. Values have `value_dim` channels. `norm_eps` is for the norms of the low-rank channels."""
 
     query_rank: int | None
     key_rank: int
@@ -525,7 +525,7 @@ class MixerScales:
 
 @dataclass(frozen=True)
 class Heads:
-    """Key heads, and channels per head. With `values_are_keys`, values are the keys before their norm."""
+    """Number of key heads, and of channels per head. With `values_are_keys`, values are the keys before their norm."""
 
     count: int
     channels: int
@@ -535,7 +535,7 @@ class Heads:
 @dataclass(frozen=True)
 class QueryGrowth:
     """Queries at position p are scaled by `1 + beta * log(1 + floor((p + first) / original_length))`; with `unplaced`,
-    only in layers without positions (Nakanishi 2025, arXiv:2501.19399)."""
+    only in layers without position encoding (Nakanishi 2025, arXiv:2501.19399)."""
 
     beta: float
     original_length: int

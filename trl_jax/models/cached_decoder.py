@@ -1,4 +1,4 @@
-"""Running the decoder with a cache: prefill, and decoding one token at a time."""
+"""The decoder with a cache: prefill, and decoding one token at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trl_jax.models.arch import Run, Turns, turns_of
+from trl_jax.models.arch import LayerPattern, Run, layer_pattern_of
 from trl_jax.models.decoder import Decoder, Features, last_layer, of_run, read, whole_layer
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.cache import Cache, Kept
 
-_Walked = tuple[jax.Array, list[Kept], tuple[Any, Any]]  # hidden states; what is kept; the last layer's, and its cache
+_Walked = tuple[jax.Array, list[Kept], tuple[Any, Any]]  # hidden states, what is kept, the last layer's kept and cache
 
 
 def with_keys(
@@ -35,20 +35,20 @@ def with_keys(
     angles: dict[str, jax.Array] | None = None,
     features: Features | None = None,
 ) -> tuple[jax.Array, list[Kept]]:
-    """Hidden states `[N, D]`, and what the cache keeps of these tokens. The latter has one entry per cache part (see
-    models/arch.py), with a leading layer axis; if `layers` are given, one entry per layer without that axis. Layers
-    that reuse keys and values have no entry.
+    """Hidden states `[N, D]`, and what the cache keeps of these tokens: one entry per cache part (see models/arch.py),
+    with a leading layer axis; if `layers` is given, one entry per layer without that axis. Layers that reuse keys and
+    values have no entry.
 
     Args:
-        tokens, positions, reads, dtype, max_tokens: as in `Decoder.__call__`. With a cache, each row is one token;
-            without, each row has one read, the last token of its text.
+        tokens, positions, reads, dtype, max_tokens: as in `Decoder.__call__`. With a cache, each row is one token.
+            Without one, each row has one read, the last token of its text.
         longest: length of the longest text so far, for ropes that depend on it.
-        cache: what the tokens follow, in the same parts as the result; None at the start of the texts.
-        layers: the parameters of each layer, already sliced from its stack; None scans over the stacks.
+        cache: the preceding tokens, in the same parts as the result; None at the start of the texts.
+        layers: the parameters of each layer, already sliced from its stack; None to scan over the stacks.
         angles: `decoder.angles` for these positions; None computes it here.
-        features: as in `Decoder.__call__`, at the start of the texts; tokens with a cache are no images.
+        features: as in `Decoder.__call__`. Only without a cache: generated tokens are never images.
     """
-    shared = AttentionInputs(decoder.arch.head_dim**-0.5, places=None if cache is None else cache.places)
+    shared = AttentionInputs(decoder.arch.head_dim**-0.5, fill=None if cache is None else cache.fill)
     shared = shared._replace(**(angles or {}))
     if cache is None:
         shared = shared._replace(lengths=reads % tokens.shape[1] + 1, ahead=decoder.image_ahead(features, None))
@@ -59,9 +59,9 @@ def with_keys(
         graph, state = nnx.split(vars(decoder)[run.name])
         earlier = last[run.kind.heads] if run.kind.reuses else None
         layer = partial(_run_layer, graph, f"{decoder.NAME}.{run.name}", shared, earlier, dtype, features)
-        turns = turns_of(decoder.arch, run)
-        scan = _scan_layers if cache is None or run.kind.reuses else _scan_turns
-        walk = partial(scan, state, turns) if layers is None else partial(_unrolled, layers)
+        pattern = layer_pattern_of(decoder.arch, run)
+        scan = _scan_layers if cache is None or run.kind.reuses else _scan_periods
+        walk = partial(scan, state, pattern) if layers is None else partial(_unrolled, layers)
         h, new, of_last = walk(layer, h, run, by_layer, repeat(None) if run.kind.reuses else parts)
         kept += [] if run.kind.reuses else new
         if run.kind.reused:
@@ -79,7 +79,7 @@ def _run_layer(
     h: jax.Array,
     slices: Any,
 ) -> tuple[jax.Array, Kept | None]:
-    """Run one layer; returns what it keeps. `earlier`: the keys, values and cache of the layer it reuses, if any."""
+    """Run one layer and return what it keeps. `earlier`: the keys, values and cache of the layer it reuses, if any."""
     state, inputs, own_cache = slices
     reused, cache = earlier or (None, own_cache)
     own = shared.of_layer(inputs)._replace(reused=reused, cache=cache)
@@ -89,36 +89,48 @@ def _run_layer(
 
 
 def _scan_layers(
-    state: nnx.State, turns: Turns, layer: Callable, h: jax.Array, run: Run, by_layer: LayerInputs, caches: Iterator
+    state: nnx.State,
+    pattern: LayerPattern,
+    layer: Callable,
+    h: jax.Array,
+    run: Run,
+    by_layer: LayerInputs,
+    caches: Iterator,
 ) -> _Walked:
-    """Run a sequence of layers by scanning over their stack; they have no cache of their own."""
+    """Run a sequence of layers by scanning over their stack. Used when these layers have no cache of their own."""
     del caches
     h, new = jax.lax.scan(layer, h, (state, of_run(by_layer, run), None))
-    return h, [_select_layers(new, run, part.layers) for part in turns.parts], (last_layer(new), None)
+    return h, [_select_layers(new, run, part.layers) for part in pattern.parts], (last_layer(new), None)
 
 
-def _scan_turns(
-    state: nnx.State, turns: Turns, layer: Callable, h: jax.Array, run: Run, by_layer: LayerInputs, caches: Iterator
+def _scan_periods(
+    state: nnx.State,
+    pattern: LayerPattern,
+    layer: Callable,
+    h: jax.Array,
+    run: Run,
+    by_layer: LayerInputs,
+    caches: Iterator,
 ) -> _Walked:
-    """Run a sequence of layers with their parts of the cache, by a scan whose steps compute several layers each."""
-    inputs, own, pattern = (state, of_run(by_layer, run)), [next(caches) for _ in turns.parts], turns.pattern
+    """Run a sequence of layers and their parts of the cache in a scan, one period of the pattern per step."""
+    inputs, own, part_of = (state, of_run(by_layer, run)), [next(caches) for _ in pattern.parts], pattern.part_of
 
-    def turn(h: jax.Array, number: jax.Array | int, count: int = len(pattern)) -> tuple[jax.Array, list[Any]]:
-        """Run the first `count` layers of a turn; returns what they keep, `[N, ...]` for each part."""
+    def period(h: jax.Array, number: jax.Array | int, count: int = len(part_of)) -> tuple[jax.Array, list[Any]]:
+        """Run the first `count` layers of a period; returns what they keep, `[N, ...]` for each part."""
         new = [[] for _ in own]
-        for place, part in enumerate(pattern[:count]):
-            slot = number * pattern.count(part) + len(new[part])
-            h, kept = layer(h, (*_index(inputs, number * len(pattern) + place), _index(own[part], slot)))
+        for place, part in enumerate(part_of[:count]):
+            slot = number * part_of.count(part) + len(new[part])
+            h, kept = layer(h, (*_index(inputs, number * len(part_of) + place), _index(own[part], slot)))
             new[part].append(kept)
         return h, [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) if each else None for each in new]
 
-    whole, rest = divmod(run.count, len(pattern))
-    h, new = jax.lax.scan(turn, h, jnp.arange(whole))
+    whole, rest = divmod(run.count, len(part_of))
+    h, new = jax.lax.scan(period, h, jnp.arange(whole))
     new = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), new)
     if rest:
-        h, more = turn(h, whole, rest)
+        h, more = period(h, whole, rest)
         new = [each if other is None else _concatenate(each, other) for each, other in zip(new, more, strict=True)]
-    of_last = pattern[rest - 1]
+    of_last = part_of[rest - 1]
     return h, new, (last_layer(new[of_last]), last_layer(own[of_last]))
 
 

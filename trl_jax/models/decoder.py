@@ -1,4 +1,4 @@
-"""The decoder: embedding, a scanned stack of blocks, and a final norm. Every decoder family configures it."""
+"""The decoder: embedding, a scanned stack of blocks, and a final norm. Decoder-only models are configurations of it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from trl_jax.nn.virtual_tokens import VirtualRows
 
 
 class Features(NamedTuple):
-    """What a vision tower gives a decoder.
+    """Image features: computed by the vision tower, read by the decoder.
 
     values: float32 `[S, F, D]`, the features of each shard of the batch.
-    at: int32 `[R, T]`, the index of the feature that takes the place of each token's embedding; -1 for other tokens.
-    deep: float32 `[L, S, F, D]`, what is added to the residual stream at these tokens after each of the first L layers;
-        None if nothing is.
+    at: int32 `[R, T]`, the index of the feature that replaces each token's embedding; -1 for other tokens.
+    deep: float32 `[L, S, F, D]`, features to add to the residual stream at image tokens after each of the first L
+        layers, or None.
     """
 
     values: jax.Array
@@ -49,7 +49,7 @@ class Features(NamedTuple):
         return jnp.where((self.at >= 0)[..., None], self._by_token(self.values), h)
 
     def added(self, h: jax.Array, layer: jax.Array | int) -> jax.Array:
-        """Add what follows a layer, if anything, to the residual stream `[R, T, D]` at image tokens."""
+        """Add `deep[layer]`, if it exists, to the residual stream `[R, T, D]` at image tokens."""
         if self.deep is None:
             return h
         last = len(self.deep) - 1
@@ -112,26 +112,26 @@ class Decoder(nnx.Module):
         """Hidden states `[N, D]` of the tokens that are read; with `router_token_count`, also the router sums.
 
         Args:
-            tokens, positions: int32 `[R, T]`; positions may be `[R, T, A]` where ropes have A axes.
-            reads: int32 `[N]`, flat indices (row * T + place) of the wanted tokens, any number per row. The final norm
-                runs on these tokens only. None: all tokens, N = R x T.
+            tokens, positions: int32 `[R, T]`; positions may be `[R, T, A]` if ropes have A axes.
+            reads: int32 `[N]`, flat indices (row * T + column) of the tokens to return, any number per row. The final
+                norm runs on these tokens only. None: all tokens, N = R x T.
             valid: bool `[R, T]`, tokens that others may attend to; None if padding is only on the right.
             packed: what each token attends to, for rows of several texts; None if each row is one text.
             lengths: int32 `[R]`, the length of each row's text, for ropes that depend on the longest text. None: the
                 last read of a row is its last token. Not used for packed rows.
             dtype: compute dtype of the layers; the residual stream, norms and softmax are float32.
-            remat: recompute each layer from its input in the backward pass. Otherwise the results of matrix products
-                are saved and the rest is recomputed: saving every activation costs more than it saves.
-            dropout_key: turns dropout on, at the rates of the config.
+            remat: recompute each layer from its input in the backward pass. Otherwise, matrix products are saved and
+                only the rest is recomputed, which is cheaper than saving every activation.
+            dropout_key: enables dropout, at the rates of the config.
             router_key: makes SparseMixer routers sample experts, as in training.
             noise: added to the token embeddings (NEFTune).
-            max_tokens: upper bound on the length of a text, None if unknown. Windows at least as long are left out.
-            router_token_count: bool or int32 `[R, T]`, how often each token counts in the router sums.
-            features: take the place of the embeddings of image tokens; None for text alone.
+            max_tokens: upper bound on the length of a text, None if unknown. Windows at least this long are dropped.
+            router_token_count: bool or int32 `[R, T]`, the weight of each token in the router sums.
+            features: replace the embeddings of image tokens; None for text-only batches.
         """
         length, stripes = tokens.shape[1], striped(1 if packed is None else BLOCK)
         ahead = self.image_ahead(features, packed)
-        if stripes is not None:  # padding goes to the end: no token attends to it, and it attends to nothing
+        if stripes is not None:  # padding moves to the end: no token attends to it, and it attends to nothing
             assert reads is not None and valid is None
             tokens, positions, packed, router_token_count = jax.tree.map(
                 stripes.local, (tokens, positions, packed, router_token_count)
@@ -153,7 +153,7 @@ class Decoder(nnx.Module):
             graph, state = nnx.split(vars(self)[run.name])
             layer = self._layer(run, graph, own, router_token_count, features, dtype)
             slices = (state, *of_run((by_layer, keys, router_keys), run))
-            h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat, turns=run.count), h, slices)
+            h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat, length=run.count), h, slices)
             if run.kind.reused:
                 reusable[run.kind.heads] = last_layer(run_kept)
             sums += [] if run_sums is None else [run_sums]
@@ -204,7 +204,7 @@ class Decoder(nnx.Module):
         h = self._embedded(tokens, positions, dtype, shared.valid, dropout_key, noise, features)
         embedded = None
         if self.layer_embed is not None:
-            text = tokens  # in the table of these embeddings, image tokens are padding
+            text = tokens  # image tokens use the padding row of this table
             if features is not None:
                 text = jnp.where(features.at >= 0, self.arch.padding_idx, tokens)
             embedded = self.layer_embed(text, h, dtype)
@@ -213,8 +213,7 @@ class Decoder(nnx.Module):
         return h, shared, by_layer._replace(embedded=embedded, number=numbers)
 
     def image_ahead(self, features: Features | None, packed: Packed | None) -> jax.Array | None:
-        """`AttentionInputs.ahead` of whole rows (not yet striped); None if no image's tokens attend to each other in
-        both directions."""
+        """`AttentionInputs.ahead` of whole rows (before striping); None if all attention within images is causal."""
         if features is None or self.arch.image_attention is None:
             return None
         return tokens_ahead(features.at >= 0, packed)
@@ -224,7 +223,7 @@ class Decoder(nnx.Module):
         return rope_inputs(self.arch.ropes, positions, self.arch.rotary_dim, longest)
 
     def finish(self, h: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Final norm of `[N, D]`, and the projection to the embedding width that heads read."""
+        """Final norm of `[N, D]`, and the projection to the embedding width that heads expect."""
         h = apply(self.norm, h)
         return h if self.project_out is None else self.project_out(h.astype(dtype)).astype(jnp.float32)
 
@@ -261,8 +260,8 @@ class Decoder(nnx.Module):
             shared = shared._replace(in_text=positions - left)
         scale = None if arch.attention_scales is None else jnp.asarray(arch.attention_scales, jnp.float32)
         if arch.query_growth is not None:
-            turns = jnp.floor((positions + arch.query_growth.first) / arch.query_growth.original_length)
-            shared = shared._replace(query_scale=(1 + arch.query_growth.beta * jnp.log1p(turns))[..., None, None])
+            contexts = jnp.floor((positions + arch.query_growth.first) / arch.query_growth.original_length)
+            shared = shared._replace(query_scale=(1 + arch.query_growth.beta * jnp.log1p(contexts))[..., None, None])
         if arch.short_convolution is not None and shared.packed is not None:
             shared = shared._replace(previous=previous_tokens(shared.packed, arch.short_convolution.width - 1))
         recurrent = arch.gated_delta or arch.state_space
@@ -273,7 +272,7 @@ class Decoder(nnx.Module):
 
 
 def _longest(length: int, reads: jax.Array | None, lengths: jax.Array | None, packed: Packed | None) -> jax.Array | int:
-    """The length of the longest text, in the form that ropes take."""
+    """The length of the longest text, in the form that `rope_inputs` expects."""
     if packed is not None:
         return packed.longest[..., None, None]
     if lengths is not None:
@@ -287,7 +286,7 @@ EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # dropout sites, eac
 
 
 class BlockOutputs(NamedTuple):
-    """h: residual stream `[R, T, D]`. kept: what the cache needs of these tokens. sums: the router sums, or None."""
+    """h: residual stream `[R, T, D]`. kept: what a cache keeps of these tokens. sums: the router sums, or None."""
 
     h: jax.Array
     kept: Kept
@@ -296,7 +295,7 @@ class BlockOutputs(NamedTuple):
 
 class Block(nnx.Module):
     """One layer: a mixer (attention or a replacement) and an MLP, in sequence or in parallel, with the norms that
-    `arch.block` lists. Some kinds of layers have only one of the two."""
+    `arch.block` lists. Some kinds of layers have only a mixer or only an MLP."""
 
     def __init__(self, arch: Arch, kind: LayerKind):
         def norm(name: str) -> Norm | None:
@@ -307,7 +306,7 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
         self.attention = None if kind.mixer is None else _mixer(arch, kind)
         self.mlp = _mlp(arch, kind) if kind.mlp else None
-        self.beside = ExpertsBeside(arch) if kind.experts and arch.experts.beside_mlp else None
+        self.beside = ParallelExperts(arch) if kind.experts and arch.experts.beside_mlp else None
         self.attention_scale, self.mlp_scale = (
             nnx.Param(jnp.ones(arch.hidden_size, jnp.float32), axes=("norm",)) if arch.layer_scale else None
             for _ in range(2)
@@ -328,9 +327,9 @@ class Block(nnx.Module):
     ) -> BlockOutputs:
         """Apply the layer to `h` `[R, T, D]`.
 
-        Mixer and MLP compute in `dtype`; the residual stream stays float32, as under torch autocast. `key` turns
-        dropout on, `router_key` the sampling of SparseMixer routers, and `router_token_count` `[R, T]` asks for router
-        sums, in which each token counts that often.
+        Mixer and MLP compute in `dtype`; the residual stream stays float32, as under torch autocast. `key` enables
+        dropout and `router_key` enables sampling in SparseMixer routers. With `router_token_count` `[R, T]`, the router
+        sums are returned, too, weighted by it.
         """
         sums_normed = self.arch.block == "normed_sums"
         x = (h if sums_normed else apply(self.attention_norm, h)).astype(dtype)
@@ -416,7 +415,7 @@ def _times(x: jax.Array, scale: nnx.Param | None) -> jax.Array:
 # Experts in addition to an MLP
 
 
-class ExpertsBeside(nnx.Module):
+class ParallelExperts(nnx.Module):
     """Adds normed expert outputs to a normed MLP output; the experts read the residual stream."""
 
     def __init__(self, arch: Arch):
@@ -425,8 +424,8 @@ class ExpertsBeside(nnx.Module):
         self.moe = MoE(size, arch.experts, activation=arch.activation, eps=arch.norm_eps)
 
     def __call__(self, of_mlp: jax.Array, h: jax.Array) -> jax.Array:
-        """Add the experts' output for the residual stream `h` to the MLP output, `[R, T, D]` each, in the dtype of the
-        latter."""
+        """Add the experts' output for the residual stream `h` to the MLP output, both `[R, T, D]`. The experts compute
+        in the dtype of `of_mlp`."""
         seen, dtype = self.norm(h).astype(of_mlp.dtype), of_mlp.dtype
         return self.mlp_norm(of_mlp) + self.out_norm(self.moe(seen, h.astype(dtype)))
 
@@ -441,9 +440,9 @@ _NO_WINDOW = np.iinfo(np.int32).max
 _INPUT, _POLICIES = "layer_input", jax.checkpoint_policies
 _SAVE_PRODUCTS = _POLICIES.save_from_both_policies(
     _POLICIES.dots_with_no_batch_dims_saveable,
-    _POLICIES.save_from_both_policies(_POLICIES.save_only_these_names(SAVED), cudnn.keeps),
+    _POLICIES.save_from_both_policies(_POLICIES.save_only_these_names(SAVED), cudnn.save_policy),
 )
-# What the backward pass saves of a layer, by `remat`.
+# What is saved of a layer for the backward pass, by `remat`.
 _REMAT_POLICIES = {
     False: _SAVE_PRODUCTS,
     True: _POLICIES.nothing_saveable,  # only the layer's input
@@ -455,7 +454,7 @@ _REMAT_POLICIES = {
 
 
 def stacked(make: Callable[[], nnx.Module], count: int) -> nnx.Module:
-    """Stack `count` modules into one: each parameter gets a leading axis "layers" for `jax.lax.scan` to scan over."""
+    """Stack `count` modules into one: each parameter gets a leading axis "layers", over which `jax.lax.scan` runs."""
     graph, state = nnx.split(make())
 
     def stack(param: nnx.Param) -> nnx.Param:
@@ -470,18 +469,18 @@ def in_a_stack(path: str) -> bool:
     return any(name == "layers" or name.startswith("layers_from_") for name in path.split("."))
 
 
-def checkpointed(layer: Callable, *, remat: bool | str, turns: int) -> Callable:
-    """Turn a layer into the checkpointed body of a scan of `turns` steps.
+def checkpointed(layer: Callable, *, remat: bool | str, length: int) -> Callable:
+    """Make a layer the checkpointed body of a scan of `length` steps.
 
     remat=True recomputes everything in the backward pass; False saves matrix products and the results of packed
     attention; "offloaded" recomputes everything, from layer inputs offloaded to host memory. XLA unrolls a loop of one
-    turn and would then eliminate the recomputation as a common subexpression, hence `prevent_cse`.
+    step and would then eliminate the recomputation as a common subexpression, hence `prevent_cse`.
     """
 
     def body(h: jax.Array, slices: Any) -> tuple[jax.Array, Any]:
         return layer(checkpoint_name(h, _INPUT), slices)
 
-    return jax.checkpoint(body, prevent_cse=turns == 1, policy=_REMAT_POLICIES[remat])
+    return jax.checkpoint(body, prevent_cse=length == 1, policy=_REMAT_POLICIES[remat])
 
 
 def of_run(inputs: Any, run: Any) -> Any:
@@ -515,7 +514,7 @@ def apply(part: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Ar
 
 
 def read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped | None) -> jax.Array:
-    """Hidden states `[N, D]` at the flat indices `reads` into rows of `length` tokens; of all tokens if it is None."""
+    """Hidden states `[N, D]` at `reads`, flat indices into rows of `length` tokens; of all tokens if it is None."""
     if striped is not None:
         return striped.read(h, *jnp.divmod(reads, length))
     h = h.reshape(-1, h.shape[-1])
@@ -523,7 +522,7 @@ def read(h: jax.Array, reads: jax.Array | None, length: int, striped: Striped | 
 
 
 def narrowest_window(windows: Sequence[int | None]) -> int | None:
-    """The narrowest window of any layer; None if every layer attends to everything."""
+    """The narrowest window of all layers; None if every layer attends to everything."""
     return min((window for window in windows if window is not None), default=None)
 
 

@@ -1,4 +1,4 @@
-"""The encoder: blocks, trunk and pooling. Every encoder family configures it."""
+"""The encoder: blocks, trunk and pooling. All encoder models are configurations of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Encoder(nnx.Module):
         self.convolution = None if conv is None else Convolution(arch.hidden_size, conv.width, conv.groups)
         self.convolution_norm = None if conv is None else norm_of(arch)
         self.layers = stacked(lambda: EncoderBlock(arch), arch.num_layers)
-        # For the layers after the first, whose input is normed already.
+        # For the layers after the first: the first layer's input is already normed.
         self.attention_norm = stacked(lambda: norm_of(arch), arch.num_layers - 1) if arch.prenorm else None
         self.norm = norm_of(arch) if arch.prenorm else None
 
@@ -63,10 +63,10 @@ class Encoder(nnx.Module):
 
         Args:
             tokens, positions: int32 `[R, T]`.
-            reads: int32 `[N]`, the flat index (row * T + place) of any token of each wanted text.
+            reads: int32 `[N]`, the flat index (row * T + column) of any token of each text to return.
             valid: bool `[R, T]`, tokens that others may attend to; None: the first `lengths` of each row.
             lengths: int32 `[R]`, the length of each row's text; None: all of T. Not used for packed rows.
-            packed: what each token attends to, for rows of several texts that share nothing; None for one text per row.
+            packed: what each token attends to, for packed rows of independent texts; None for one text per row.
             dtype, remat, dropout_key, noise, max_tokens: as in `Decoder.__call__`.
         """
         if packed is None:
@@ -87,10 +87,10 @@ class Encoder(nnx.Module):
         slices = state, self._attention_norms(), by_layer, keys
         if self.convolution is not None:  # parallel to the first layer only
             first, slices = (jax.tree.map(lambda leaf, at=at: leaf[at], slices) for at in (0, slice(1, None)))
-            alone = checkpointed(layer, remat=remat, turns=1)
+            alone = checkpointed(layer, remat=remat, length=1)
             h = self._add_convolution(h, alone(h, first)[0], valid, dropout_key)
-        turns = self.arch.num_layers - (self.convolution is not None)
-        h, _ = jax.lax.scan(checkpointed(layer, remat=remat, turns=turns), h, slices)
+        length = self.arch.num_layers - (self.convolution is not None)
+        h, _ = jax.lax.scan(checkpointed(layer, remat=remat, length=length), h, slices)
         hidden = apply(self.norm, h).astype(jnp.float32)
         return pool(hidden, reads, self.arch.head.pooling, valid=valid, packed=packed)
 
@@ -109,7 +109,7 @@ class Encoder(nnx.Module):
     def _positions_skipping_padding(self, tokens: jax.Array, packed: Packed | None) -> jax.Array:
         real = tokens != self.arch.padding_idx
         numbers = jnp.cumsum(real, axis=1)
-        if packed is not None:  # do not count the texts before the token's own
+        if packed is not None:  # subtract the tokens of earlier texts in the row
             before = jnp.take_along_axis(numbers, packed.first - 1, axis=1, mode="clip")
             numbers = numbers - jnp.where(packed.first > 0, before, 0)
         return numbers * real + self.arch.padding_idx
@@ -178,7 +178,7 @@ class EncoderBlock(nnx.Module):
         self.arch = arch
 
     def __call__(self, h: jax.Array, x: jax.Array, inputs: AttentionInputs, *, key: jax.Array | None) -> jax.Array:
-        """`[R, T, D]` to the same; `x` is `h` after the attention norm, `key` turns dropout on."""
+        """`[R, T, D]` to `[R, T, D]`. `x` is `h` after the attention norm; `key` enables dropout."""
         arch = self.arch
         if arch.distances is not None:
             table = apply(dropout_or_none(arch.distance_dropout, key, _DISTANCES), inputs.distances)
@@ -210,7 +210,7 @@ def pool(
 
     Args:
         hidden: `[R, T, D]`.
-        reads: int32 `[N]`, the flat index (row * T + place) of any token of each text.
+        reads: int32 `[N]`, the flat index (row * T + column) of any token of each text.
         pooling: "first" takes the text's first token, "mean" the mean over its tokens.
         valid: bool `[R, T]`, the tokens of each row's text; None for packed rows.
         packed: from `seen_both_ways`, for rows of several texts.

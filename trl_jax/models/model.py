@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trl_jax.core.outputs import Images, KeptFeatures, TokenOutputs
+from trl_jax.core.outputs import Images, PrecomputedFeatures, TokenOutputs
 from trl_jax.models.adapters import AdaptedGraph, VirtualGraph
 from trl_jax.models.arch import Arch, EncoderArch
 from trl_jax.models.decoder import Decoder, Features, apply
@@ -24,7 +24,7 @@ from trl_jax.nn.linear import Linear, Lora, Quantized, dropout_or_none, stored
 
 
 def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
-    """The graph of a module and the shape of each parameter, without allocating any."""
+    """The graph of a module and the shape of each parameter, without allocating parameters."""
     graph, state = nnx.split(nnx.eval_shape(make))
     return graph, {
         ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -33,7 +33,7 @@ def abstract(make: Callable[[], nnx.Module]) -> tuple[nnx.GraphDef, dict[str, ja
 
 
 def logical_axes(make: Callable[[], nnx.Module]) -> dict[str, tuple[str, ...]]:
-    """The logical axes of each parameter, by path (see `trl_jax.nn`). Parameters without any are left out."""
+    """The logical axes of each parameter, by path (see `trl_jax.nn`). Parameters without logical axes are omitted."""
     state = nnx.to_flat_state(nnx.split(nnx.eval_shape(make))[1])
     named = ((".".join(map(str, path)), leaf.get_metadata()) for path, leaf in state)
     return {path: metadata["axes"] for path, metadata in named if "axes" in metadata}
@@ -43,7 +43,7 @@ Graph = nnx.GraphDef | AdaptedGraph | VirtualGraph
 
 
 def merge(graph: Graph, params: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> nnx.Module:
-    """Build the module from its graph and parameters. `dropout_key` is for dropout in adapters."""
+    """Build the module from its graph and parameters. `dropout_key` enables dropout in adapters."""
     if isinstance(graph, AdaptedGraph | VirtualGraph):
         graph, params = graph.installed(params, dropout_key)
     nested: dict = {}
@@ -60,7 +60,7 @@ def merge(graph: Graph, params: dict[str, jax.Array], dropout_key: jax.Array | N
 
 
 class Model(nnx.Module):
-    """A trunk computes hidden states of the tokens that are read, and a head computes outputs from them.
+    """A trunk, which computes hidden states at the `reads`, and a head, which maps them to outputs.
 
     Parameter paths begin with the NAME of the trunk or head.
     """
@@ -84,18 +84,18 @@ class Model(nnx.Module):
         before_head: bool = False,
         **options: Any,
     ) -> Any:
-        """The outputs of the head: `[N]` scores; or, for a language model, `TokenOutputs` if there are targets,
+        """The outputs of the head: scores `[N]`, or for a language model `TokenOutputs` if there are targets,
         `HeadInputs` with `before_head`, and logits `[N, V]` otherwise.
 
         Args:
-            tokens, positions: int32 `[R, T]`; positions may be `[R, T, A]` where ropes have A axes.
-            reads: int32 `[N]`, flat indices (row * T + place) of the tokens that are read.
-            targets: int32 `[N]`, the id that each read predicts, -1 for none; ignored by score heads.
+            tokens, positions: int32 `[R, T]`; positions may be `[R, T, A]` if ropes have A axes.
+            reads: int32 `[N]`, flat indices (row * T + column) of the tokens whose outputs are computed.
+            targets: int32 `[N]`, the next-token id at each read, -1 for none; ignored by score heads.
             dtype: compute dtype of the layers and the language model head.
-            dropout_key: turns dropout on, at the rates of the config.
+            dropout_key: enables dropout, at the rates of the config.
             temperature: divides the logits of a language model head; ignored by score heads.
             head_dtype: compute dtype of the language model head; None: `dtype`.
-            before_head: return the inputs of the language model head and compute no logits.
+            before_head: return the inputs of the language model head instead of computing logits.
             options: more options of the trunk. With `router_token_count` `[R, T]`, a model with experts returns
                 `(outputs, RouterSums)`.
         """
@@ -122,7 +122,7 @@ class Model(nnx.Module):
         """The outputs of the head for hidden states `[N, D]`; arguments as in `__call__`."""
 
     def head_inputs(self, hidden: jax.Array, dtype: jnp.dtype) -> HeadInputs:
-        """The inputs of the language model head, in this dtype; TypeError for models without one."""
+        """The inputs of the language model head, in this dtype; TypeError if the model has a score head."""
         raise TypeError(f"A {type(self).__name__} has no logits over a vocabulary: it has a score head.")
 
 
@@ -132,7 +132,7 @@ _BEFORE, _AFTER = 100, 101  # dropout sites, distinct from those of the trunk
 
 
 class ScoreHead(Linear):
-    """Hidden states `[N, D]` to scores `[N]`, in float32, so that scores are not rounded in a bfloat16 run."""
+    """Hidden states `[N, D]` to scores `[N]`, in float32, so that scores are not rounded in bfloat16 training."""
 
     NAME = "score"
 
@@ -179,18 +179,18 @@ class Scorer(Model):
 
 
 class SequenceScorer(Scorer):
-    """A decoder that scores each token that is read."""
+    """A decoder with a score head: one score per read."""
 
-    needs_valid = False  # causal: padding on the right is never attended to
+    needs_valid = False  # causal: no token attends to right-padding
 
     def __init__(self, arch: Arch):
         super().__init__(Decoder(arch), ScoreHead(arch.head_inputs))
 
 
 class EncoderScorer(Scorer):
-    """An encoder that scores each text that is read."""
+    """An encoder with a score head: one score per text that is read."""
 
-    needs_valid = True  # bidirectional: padding on the right would be attended to
+    needs_valid = True  # bidirectional: without a mask, tokens would attend to right-padding
 
     def __init__(self, arch: EncoderArch):
         super().__init__(Encoder(arch), EncoderHead(arch))
@@ -202,7 +202,7 @@ class EncoderScorer(Scorer):
 class LmHead(nnx.Module):
     """Hidden states to log-probabilities of targets, or to logits over the vocabulary.
 
-    A tied head has no weight of its own and takes the embedding table. `lora` is an adapter of the weight.
+    A tied head has no weight and uses the embedding table. `lora` is an adapter of the weight.
     """
 
     NAME = "lm_head"
@@ -222,7 +222,7 @@ class LmHead(nnx.Module):
         """`TokenOutputs` for the `targets` `[N]`; without targets, logits `[N, V]`, float32.
 
         Args:
-            hidden: `[N, D]`, in the dtype in which to compute the product.
+            hidden: `[N, D]`, in the dtype in which to compute the matrix product.
             table: the embedding table `[V, D]`, used by a tied head.
             temperature: divides the final logits.
         """
@@ -233,7 +233,7 @@ class LmHead(nnx.Module):
         return token_outputs(inputs.hidden, inputs.weight, targets, **facts)
 
     def inputs(self, hidden: jax.Array, table: nnx.Param | Quantized) -> HeadInputs:
-        """The arrays from which logits are computed, adapter included; arguments as in `__call__`."""
+        """The arrays from which logits are computed, including the adapter; arguments as in `__call__`."""
         weight = stored(table if self.weight is None else self.weight)
         bias = None if self.bias is None else self.bias[...]
         if self.lora is not None:
@@ -242,19 +242,21 @@ class LmHead(nnx.Module):
 
 
 class CausalLm(Model):
-    """A decoder that gives the log-probability of the next token at each read."""
+    """A decoder that predicts the next token at each read."""
 
-    needs_valid = False  # causal: padding on the right is never attended to
+    needs_valid = False  # causal: no token attends to right-padding
 
     def __init__(self, arch: Arch):
         super().__init__(Decoder(arch), LmHead(arch))
         self.vision = None if arch.vision is None else Vision(arch.vision)
 
-    def __call__(self, *given: Any, images: Images | KeptFeatures | Features | None = None, **options: Any) -> Any:
+    def __call__(
+        self, *given: Any, images: Images | PrecomputedFeatures | Features | None = None, **options: Any
+    ) -> Any:
         """As `Model.__call__`.
 
         Args:
-            images: the images of the batch, or their features where these have been computed; None for text alone.
+            images: the images of the batch or their precomputed features; None for text-only batches.
         """
         if images is None:
             return super().__call__(*given, **options)
@@ -262,7 +264,7 @@ class CausalLm(Model):
 
     def features(
         self,
-        images: Images | KeptFeatures | Features,
+        images: Images | PrecomputedFeatures | Features,
         *,
         dtype: jnp.dtype = jnp.float32,
         remat: bool | str = False,
@@ -270,7 +272,7 @@ class CausalLm(Model):
     ) -> Features:
         """The features of images; options as in `Model.__call__`."""
         del options
-        if isinstance(images, KeptFeatures):
+        if isinstance(images, PrecomputedFeatures):
             values, deep = (None if one is None else one.astype(jnp.float32) for one in images[:2])
             return Features(values, images.at, None if deep is None else deep.swapaxes(0, 1))
         return images if isinstance(images, Features) else self.vision(images, dtype=dtype, remat=remat)

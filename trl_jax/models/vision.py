@@ -1,4 +1,4 @@
-"""Vision towers: patches of images to features that take the place of token embeddings."""
+"""Vision towers: patches of images to features that replace the embeddings of image tokens."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class VisionTower(nnx.Module):
     def __call__(
         self, images: Images, *, dtype: jnp.dtype = jnp.float32, remat: bool | str = False
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Hidden states `[S, P, D]`, float32, of all patches after the last layer, and after each layer in
-        `arch.deepstack`; `dtype` and `remat` as in `Decoder.__call__`."""
+        """Hidden states `[S, P, D]`, float32, of all patches after the last layer and, in a list, after each layer in
+        `arch.deepstack`. `dtype` and `remat` as in `Decoder.__call__`."""
         arch, layers = self.arch, self.arch.layers
         h = self._embedded(images, dtype)
         scale = layers.head_dim**-0.5 if layers.attention_scales is None else layers.attention_scales[0]
@@ -60,7 +60,7 @@ class VisionTower(nnx.Module):
         deep, stops = [], [0, *(number + 1 for number in arch.deepstack), layers.num_layers]
         for begin, stop in pairwise(dict.fromkeys(stops)):
             slices = jax.tree.map(lambda a, begin=begin, stop=stop: a[begin:stop], (state, numbers))
-            h, _ = jax.lax.scan(checkpointed(layer, remat=remat, turns=stop - begin), h, slices)
+            h, _ = jax.lax.scan(checkpointed(layer, remat=remat, length=stop - begin), h, slices)
             if stop - 1 in arch.deepstack:
                 deep.append(h)
         return apply(self.post_norm, h), deep
@@ -78,7 +78,7 @@ class VisionTower(nnx.Module):
 
 
 class Projector(nnx.Module):
-    """Hidden states of patches to features, as a `Connector` says."""
+    """Hidden states of patches to features, as configured by a `Connector`."""
 
     def __init__(self, arch: Connector, size: int):
         whole = size if arch.pooled else size * arch.group
@@ -90,7 +90,7 @@ class Projector(nnx.Module):
         self.up = None if hidden is None else Linear(inner, hidden, bias=arch.bias, axes=("mlp", ""))
         self.down = Linear(hidden or inner, arch.out_size, bias=arch.bias, axes=("embed", "mlp" if hidden else ""))
         shape, axes = (arch.out_size,), ("embed",)
-        if arch.separators != 1:  # checkpoints have a single one as a vector
+        if arch.separators != 1:  # checkpoints store a single separator as a vector
             shape, axes = (arch.separators, *shape), ("", *axes)
         self.separators = nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes) if arch.separators else None
         self.shift, self.scale = (

@@ -30,23 +30,23 @@ class KeysValues(NamedTuple):
         k, v = self.k.swapaxes(-2, -3), self.v.swapaxes(-2, -3)
         *lead, heads, _, channels = k.shape
         lead = (*lead, room.group, heads)
-        k_T = zeros_by_head((*lead, channels, room.places), len(lead) - 1, k.dtype)
-        own = zeros_by_head((*lead, room.places, v.shape[-1]), len(lead) - 1, v.dtype)
+        k_T = zeros_by_head((*lead, channels, room.per_completion), len(lead) - 1, k.dtype)
+        own = zeros_by_head((*lead, room.per_completion, v.shape[-1]), len(lead) - 1, v.dtype)
         prompts = (_last_tokens(x, lengths, room.window) for x in (k, v))
         return LayerCache(*prompts, k_T, own, room.window)
 
-    def cache_of_texts(self, places: CachePlaces, room: Room) -> LayerCache:
+    def cache_of_texts(self, fill: CacheFill, room: Room) -> LayerCache:
         """The cache of completions that follow their prompts in the rows; completions of a prompt are adjacent rows."""
-        prompts = len(places.prompt_lengths)
-        own_PT = places.of_completions(room.places)
+        prompts = len(fill.prompt_lengths)
+        own_PT = fill.of_completions(room.per_completion)
 
         def parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             """For prompts `[P, K, S, C]`, and for completions `[P, G, K, T, C]`."""
             *lead, _, length, heads, channels = x.shape
             of_rows = x.swapaxes(-2, -3).reshape(*lead, prompts, room.group, heads, length, channels)
-            at = own_PT[:, None, None, :, None].reshape(*(1 for _ in lead), prompts, 1, 1, room.places, 1)
+            at = own_PT[:, None, None, :, None].reshape(*(1 for _ in lead), prompts, 1, 1, room.per_completion, 1)
             first = jax.lax.slice_in_dim(of_rows[..., 0, :, :, :], 0, length - room.capacity, axis=-2)
-            return _last_tokens(first, places.prompt_lengths, room.window), jnp.take_along_axis(of_rows, at, axis=-2)
+            return _last_tokens(first, fill.prompt_lengths, room.window), jnp.take_along_axis(of_rows, at, axis=-2)
 
         (prompt_k, k), (prompt_v, v) = parts(self.k), parts(self.v)
         return LayerCache(prompt_k, prompt_v, k.swapaxes(-1, -2), v, room.window)
@@ -61,7 +61,7 @@ class LayerCache:
         prompt's end are never attended to.
     k_T: `[P, G, K, C, T]`, keys of completions. v: `[P, G, K, T, C]`, their values. Both layouts let a product with
         one query read memory sequentially.
-    window: the largest number of tokens that the layers attend to, which bounds S and T; None for no limit.
+    window: the most tokens that the layers attend to, which bounds S and T; None for no limit.
     """
 
     prompt_k: jax.Array
@@ -72,7 +72,7 @@ class LayerCache:
 
     def appended(self, new: KeysValues, place: jax.Array) -> LayerCache:
         """Add a token to every completion at `place`, modulo the capacity: the oldest is overwritten."""
-        axis = self.v.ndim - 2  # places are the second to last axis of v, the last of k_T
+        axis = self.v.ndim - 2  # tokens are the second to last axis of v, the last of k_T
         place = place % self.v.shape[axis]
         k, v = new.k.reshape(*self.k_T.shape[:-1], 1), new.v.reshape(*self.v.shape[:axis], 1, self.v.shape[-1])
         k_T = jax.lax.dynamic_update_slice_in_dim(self.k_T, k.astype(self.k_T.dtype), place, axis + 1)
@@ -80,9 +80,9 @@ class LayerCache:
         return replace(self, k_T=k_T, v=v)
 
     def grown(self, more: int, written: jax.Array, grow: Grow) -> LayerCache:
-        """Add places for completions, up to the window."""
-        places = self.v.shape[-2]
-        size = max(within(self.window, places + more), places)
+        """Increase the capacity for completions, up to the window."""
+        old = self.v.shape[-2]
+        size = max(within(self.window, old + more), old)
         return replace(self, k_T=grow(self.k_T, written, -1, size), v=grow(self.v, written, -2, size))
 
     def selected(self, select: Select) -> LayerCache:
@@ -92,14 +92,14 @@ class LayerCache:
         prompt_k, prompt_v = (select(array, axis, False) for array in (self.prompt_k, self.prompt_v))
         return replace(self, prompt_k=prompt_k, prompt_v=prompt_v, **own)
 
-    def with_prompt_places(self, count: int) -> LayerCache:
-        """Resize to `count` places per prompt, or the window if that is smaller. No prompt may be longer."""
+    def with_prompt_capacity(self, count: int) -> LayerCache:
+        """Resize to `count` tokens per prompt, or the window if that is smaller. No prompt may be longer."""
         count = within(self.window, count)
         return replace(self, prompt_k=sized(self.prompt_k, -2, count), prompt_v=sized(self.prompt_v, -2, count))
 
     def refilled(self, slots: jax.Array, new: LayerCache) -> LayerCache:
         """Replace the prompts at `slots` by those of `new` `[P']`. Old completions stay, but are no longer visible."""
-        new, layers = new.with_prompt_places(self.prompt_v.shape[-2]), self.v.ndim - 5
+        new, layers = new.with_prompt_capacity(self.prompt_v.shape[-2]), self.v.ndim - 5
         k, v = (
             replaced(own, slots, other, layers)
             for own, other in ((self.prompt_k, new.prompt_k), (self.prompt_v, new.prompt_v))
@@ -109,10 +109,10 @@ class LayerCache:
 
 def _last_tokens(x: jax.Array, lengths: jax.Array, window: int | None) -> jax.Array:
     """Reduce `[..., P, K, S, C]` to the last tokens of each prompt, as many as fit into the window."""
-    places = within(window, x.shape[-2])
-    if places == x.shape[-2]:
+    count = within(window, x.shape[-2])
+    if count == x.shape[-2]:
         return x
-    at = of_prompts(lengths, places).reshape(*(1 for _ in x.shape[:-4]), len(lengths), 1, places, 1)
+    at = of_prompts(lengths, count).reshape(*(1 for _ in x.shape[:-4]), len(lengths), 1, count, 1)
     return jnp.take_along_axis(x, at, axis=-2)
 
 
@@ -131,12 +131,12 @@ class Latents(NamedTuple):
         *lead, _, channels = self.latent.shape
         return LatentCache(self.latent, jnp.zeros((*lead, room.group, room.capacity, channels), self.latent.dtype))
 
-    def cache_of_texts(self, places: CachePlaces, room: Room) -> LatentCache:
+    def cache_of_texts(self, fill: CacheFill, room: Room) -> LatentCache:
         """The cache of completions that follow their prompts in the rows; completions of a prompt are adjacent rows."""
         *lead, _, length, channels = self.latent.shape
-        prompts = len(places.prompt_lengths)
+        prompts = len(fill.prompt_lengths)
         of_rows = self.latent.reshape(*lead, prompts, room.group, length, channels)
-        at = places.of_completions(room.capacity)
+        at = fill.of_completions(room.capacity)
         at = at.reshape(*(1 for _ in lead), prompts, 1, room.capacity, 1)
         prompt = jax.lax.slice_in_dim(of_rows[..., 0, :, :], 0, length - room.capacity, axis=-2)
         return LatentCache(prompt, jnp.take_along_axis(of_rows, at, axis=-2))
@@ -162,7 +162,7 @@ class LatentCache(NamedTuple):
         return self._replace(own=jax.lax.dynamic_update_slice_in_dim(self.own, latent, place, len(lead)))
 
     def grown(self, more: int, written: jax.Array, grow: Grow) -> LatentCache:
-        """Add places for completions."""
+        """Increase the capacity for completions."""
         return self._replace(own=grow(self.own, written, -2, self.own.shape[-2] + more))
 
     def selected(self, select: Select) -> LatentCache:
@@ -170,13 +170,13 @@ class LatentCache(NamedTuple):
         axis = self.own.ndim - 4  # of prompts: 1 if there is an axis of layers
         return LatentCache(select(self.prompt, axis, False), select(self.own, axis, True))
 
-    def with_prompt_places(self, count: int) -> LatentCache:
-        """Resize to `count` places per prompt."""
+    def with_prompt_capacity(self, count: int) -> LatentCache:
+        """Resize to `count` tokens per prompt."""
         return self._replace(prompt=sized(self.prompt, -2, count))
 
     def refilled(self, slots: jax.Array, new: LatentCache) -> LatentCache:
         """Replace the prompts at `slots` by those of `new` `[P']`. Old completions stay, but are no longer visible."""
-        new = new.with_prompt_places(self.prompt.shape[-2])
+        new = new.with_prompt_capacity(self.prompt.shape[-2])
         return self._replace(prompt=replaced(self.prompt, slots, new.prompt, self.own.ndim - 4))
 
 
@@ -184,8 +184,8 @@ class LatentCache(NamedTuple):
 
 
 class ConvolutionInputs(NamedTuple):
-    """`[R, T, W, D]`: the inputs of each token and those before it, as a convolution over W + 1 tokens will see them
-    from the next token on."""
+    """`[R, T, W, D]`: for each token, the window of W inputs (its own last) that a convolution over W + 1 tokens needs
+    for the next token."""
 
     window: jax.Array
 
@@ -214,8 +214,8 @@ class ConvolutionCache(NamedTuple):
         """Select some completions."""
         return ConvolutionCache(select(self.window, self.window.ndim - 4, True))
 
-    def with_prompt_places(self, count: int) -> ConvolutionCache:
-        """No change: prompts need no places."""
+    def with_prompt_capacity(self, count: int) -> ConvolutionCache:
+        """No change: nothing is stored per prompt token."""
         del count
         return self
 
@@ -258,8 +258,8 @@ class RecurrentCache(NamedTuple):
         """Select some completions."""
         return RecurrentCache(*(select(x, self.window.ndim - 4, True) for x in self))
 
-    def with_prompt_places(self, count: int) -> RecurrentCache:
-        """No change: prompts need no places."""
+    def with_prompt_capacity(self, count: int) -> RecurrentCache:
+        """No change: nothing is stored per prompt token."""
         del count
         return self
 
@@ -291,7 +291,7 @@ class NothingKept(NamedTuple):
         del select
         return self
 
-    def with_prompt_places(self, count: int) -> NothingKept:
+    def with_prompt_capacity(self, count: int) -> NothingKept:
         del count
         return self
 
@@ -322,16 +322,16 @@ class BothCaches(NamedTuple):
         return BothCaches(*(own.appended(each, place) for own, each in zip(self, new, strict=True)))
 
     def grown(self, more: int, written: jax.Array, grow: Grow) -> BothCaches:
-        """Add places for completions."""
+        """Increase the capacity for completions."""
         return BothCaches(*(own.grown(more, written, grow) for own in self))
 
     def selected(self, select: Select) -> BothCaches:
         """Select some completions."""
         return BothCaches(*(own.selected(select) for own in self))
 
-    def with_prompt_places(self, count: int) -> BothCaches:
-        """Resize to `count` places per prompt."""
-        return BothCaches(*(own.with_prompt_places(count) for own in self))
+    def with_prompt_capacity(self, count: int) -> BothCaches:
+        """Resize to `count` tokens per prompt."""
+        return BothCaches(*(own.with_prompt_capacity(count) for own in self))
 
     def refilled(self, slots: jax.Array, new: BothCaches) -> BothCaches:
         """Replace the prompts at `slots` by those of `new` `[P']`."""
@@ -345,56 +345,56 @@ LayersCache = LayerCache | LatentCache | ConvolutionCache | RecurrentCache | Not
 class Cache(NamedTuple):
     """The cache of a model, for P prompts and their P x G completions.
 
-    parts: one per group of layers of a run with the same window, with a leading axis L; or one per layer.
-    places: how much of them is filled.
+    parts: one per group of layers of a run that have the same window, with a leading axis L; or one per layer.
+    fill: how much of the parts is filled.
     """
 
     parts: list[LayersCache]
-    places: CachePlaces
+    fill: CacheFill
 
     def appended(self, new: list[Kept], *, after: jax.Array) -> Cache:
         """Add a token to every completion, `new` part by part.
 
         Args:
-            after: non-negative ids that were sampled using the whole cache. The place to write is made to depend on
-                them: otherwise XLA sees no order between a step's reads and writes, and copies the whole cache.
+            after: non-negative ids that were sampled using the whole cache. The write position is made to depend on
+                them: otherwise XLA sees no order between the reads and writes of a step, and copies the whole cache.
         """
-        place = jnp.minimum(self.places.written, self.places.written + jnp.maximum(jnp.max(after), 0))
+        place = jnp.minimum(self.fill.written, self.fill.written + jnp.maximum(jnp.max(after), 0))
         parts = [own.appended(each, place) for own, each in zip(self.parts, new, strict=True)]
-        return Cache(parts, self.places._replace(written=self.places.written + 1))
+        return Cache(parts, self.fill._replace(written=self.fill.written + 1))
 
     def grown(self, more: int, grow: Grow) -> Cache:
-        """Add places for completions; `grow` copies one array, such as `grown_ring`. No completion may be longer than
-        the places so far."""
-        return self._replace(parts=[own.grown(more, self.places.written, grow) for own in self.parts])
+        """Increase the capacity for completions; `grow` resizes one array, e.g. `grown_ring`. No completion may be
+        longer than the current capacity."""
+        return self._replace(parts=[own.grown(more, self.fill.written, grow) for own in self.parts])
 
-    def with_prompt_places(self, count: int) -> Cache:
-        """Resize to `count` places per prompt."""
-        return self._replace(parts=[own.with_prompt_places(count) for own in self.parts])
+    def with_prompt_capacity(self, count: int) -> Cache:
+        """Resize to `count` tokens per prompt."""
+        return self._replace(parts=[own.with_prompt_capacity(count) for own in self.parts])
 
     def refilled(self, slots: jax.Array, new: Cache) -> Cache:
-        """Replace the prompts at `slots` by those of `new` `[P']`, which must fit; their completions start empty.
-        Prompts with a slot out of range are dropped."""
+        """Replace the prompts at `slots` by the prompts of `new` `[P']`, which must fit; their completions start empty.
+        Prompts whose slot is out of range are dropped."""
         parts = [own.refilled(slots, other) for own, other in zip(self.parts, new.parts, strict=True)]
-        lengths, begun, written, offsets = self.places
-        lengths = lengths.at[slots].set(new.places.prompt_lengths, mode="drop")
+        lengths, begun, written, offsets = self.fill
+        lengths = lengths.at[slots].set(new.fill.prompt_lengths, mode="drop")
         if offsets is not None:
-            offsets = offsets.at[slots].set(new.places.offsets, mode="drop")
-        return Cache(parts, CachePlaces(lengths, begun.at[slots].set(written, mode="drop"), written, offsets))
+            offsets = offsets.at[slots].set(new.fill.offsets, mode="drop")
+        return Cache(parts, CacheFill(lengths, begun.at[slots].set(written, mode="drop"), written, offsets))
 
 
-# Filled places, and helpers for resizing
+# The fill state, and helpers for resizing
 
 
-class CachePlaces(NamedTuple):
+class CacheFill(NamedTuple):
     """How much of a cache is filled, the same for all layers. The token being computed comes next.
 
     prompt_lengths: int32 `[P]`.
     begun: int32 `[P]`, the value of `written` when the completions of a prompt began: 0, unless the prompt replaced
         another one.
-    written: int32 scalar, number of tokens written so far; completions own those since they began.
-    offsets: int32 `[P]`, the position of the token after each prompt, minus the prompt's length, because the tokens of
-        an image share positions; None where tokens are only counted.
+    written: int32 scalar, number of tokens written so far; completions own the tokens since `begun`.
+    offsets: int32 `[P]`, the position of the token after each prompt, minus the prompt's length: the tokens of an image
+        share positions. None if positions just count tokens.
     """
 
     prompt_lengths: jax.Array
@@ -402,10 +402,10 @@ class CachePlaces(NamedTuple):
     written: jax.Array
     offsets: jax.Array | None = None
 
-    def selected(self, prompts: jax.Array) -> CachePlaces:
-        """The places of these prompts, int32 `[P']`."""
+    def selected(self, prompts: jax.Array) -> CacheFill:
+        """The fill state of these prompts, int32 `[P']`."""
         offsets = None if self.offsets is None else self.offsets[prompts]
-        return CachePlaces(self.prompt_lengths[prompts], self.begun[prompts], self.written, offsets)
+        return CacheFill(self.prompt_lengths[prompts], self.begun[prompts], self.written, offsets)
 
     @property
     def own(self) -> jax.Array:
@@ -430,15 +430,15 @@ class CachePlaces(NamedTuple):
 
 class Room(NamedTuple):
     """The size of a new cache: `capacity` places for each of `group` completions per prompt. Layers with a `window`
-    keep no more tokens than that, of prompts and of completions; None for no limit."""
+    keep at most that many tokens of prompts and of completions; None for no limit."""
 
     group: int
     capacity: int
     window: int | None = None
 
     @property
-    def places(self) -> int:
-        """Places per completion."""
+    def per_completion(self) -> int:
+        """Tokens per completion."""
         return within(self.window, self.capacity)
 
 
@@ -459,7 +459,7 @@ def zeros_by_head(shape: Sequence[int], heads: int, dtype: jnp.dtype) -> jax.Arr
 
 def of_prompts(lengths: jax.Array, count: int) -> jax.Array:
     """The position in its prompt of the token at each of `count` places, int32 `[P, S]`: from 0 on, or for longer
-    prompts those of the last tokens."""
+    prompts the positions of the last tokens."""
     return jnp.maximum(lengths - count, 0)[:, None] + jnp.arange(count)
 
 
@@ -482,18 +482,18 @@ Grow = Callable[[jax.Array, jax.Array, int, int], jax.Array]  # `grown_ring`, or
 def grown_ring(array: jax.Array, written: jax.Array, axis: int, size: int) -> jax.Array:
     """Grow a ring buffer of n places to `size` >= n: the token written at step s moves from place s % n to s % size.
 
-    Places that have no token of the last n steps get copies of others.
+    Places without a token of the last n steps get copies of others.
 
     Args:
         written: int32 scalar, number of steps so far.
     """
-    places = array.shape[axis]
-    if size == places:
+    old = array.shape[axis]
+    if size == old:
         return array
-    if size % places == 0:  # s % size % places == s % places
-        return jnp.concatenate([array] * (size // places), axis=axis)
+    if size % old == 0:  # s % size % old == s % old
+        return jnp.concatenate([array] * (size // old), axis=axis)
     last = written - 1 - (written - 1 - jnp.arange(size)) % size  # the step that wrote to each place last
-    return jnp.take(array, last % places, axis=axis)
+    return jnp.take(array, last % old, axis=axis)
 
 
 def wider(array: jax.Array, axis: int, more: int) -> jax.Array:

@@ -61,10 +61,10 @@ def token_outputs(
 ) -> TokenOutputs:
     """Outputs `[N]` for hidden states `[N, D]`, a weight `[V, D]` and a bias `[V]`, float32.
 
-    Logits are `z = softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`; all outputs are those
-    of their softmax. Product and bias are in the dtype of `hidden`, the rest is float32. `targets` `[N]` are ids,
-    negative for reads without a target, which must come last and get zeros. No gradient is computed for inputs that are
-    not differentiated, such as a frozen weight.
+    Logits are `z = softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`; all outputs refer to
+    their softmax distribution. The matrix product and bias are in the dtype of `hidden`, the rest is float32. `targets`
+    `[N]` are ids, negative for reads without a target, which must come last and get zeros. No gradient is computed for
+    inputs that are not differentiated, such as a frozen weight.
     """
     places, rows = len(targets), chunk_rows(len(targets), len(weight))
     filled = -places % rows
@@ -123,7 +123,7 @@ def _outputs(head, hidden, weight, bias, targets):
 
 def _outputs_forward(head, *primals):
     arrays, asked = jax.tree.map(lambda primal: primal.value, primals), differentiated(primals[:3])
-    # With a frozen weight, only hidden states need a gradient, and each row of it is its derivative times a cotangent.
+    # With a frozen weight, only hidden states need a gradient: the derivative saved here, times a cotangent per row.
     outputs, *saved = _forward(head, *arrays, with_d_hidden=asked == (Yes(), None, None))
     return outputs, _Saved(arrays, outputs.entropy, *saved, asked)
 
@@ -139,7 +139,7 @@ def _outputs_backward(head, saved, cotangents):
 
 
 def _d_logits(head, chunk, z, saved, cotangents):
-    """Gradient `[rows, V]` of the chunk's logits; zeros where there is no target."""
+    """Gradient `[rows, V]` of the chunk's logits; zero in rows without a target."""
     target = head.take(chunk, saved.arrays[3])
     columns = [column(saved.arrays[3], cotangent) for cotangent in cotangents[:3]]
     of_logps, of_entropy, of_mean = (head.take(chunk, one) for one in columns)
@@ -152,7 +152,7 @@ def _d_logits(head, chunk, z, saved, cotangents):
 
 
 def _target_logits(z, target, at_target):
-    """Logits of the targets, `[rows]`; arbitrary where there is none."""
+    """Logits of the targets, `[rows]`; arbitrary in rows without a target."""
     if divided():
         return jnp.sum(jnp.where(at_target, z, 0), axis=1)
     return jnp.take_along_axis(z, jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
@@ -176,7 +176,7 @@ def divergences(
 
     Args:
         student, teacher: hidden states `[N, D]` and heads over the same vocabulary; widths may differ.
-        targets: int32 `[N]`; negative for reads that do not count, which must come last and get zeros.
+        targets: int32 `[N]`; negative for reads to ignore, which must come last and get zeros.
         beta: from 0 to 1.
     """
     places, rows = len(targets), chunk_rows(len(targets), len(student.weight))
@@ -279,8 +279,8 @@ _divergences.defvjp(_divergence_forward, _backward, symbolic_zeros=True)
 # Chunks
 
 # Logits per chunk, and minimum rows per chunk. The weight's gradient is read and written once per chunk, so a chunk
-# needs enough rows to outweigh that, and more of them where products are fast. A CPU is faster if the logits fit into
-# its caches, and then allocates less memory.
+# needs enough rows to amortize that, and more rows on devices with fast matrix products. CPUs are faster, and allocate
+# less memory, if the logits fit into their caches.
 LOGITS = {"cpu": 3 << 19, "gpu": 1 << 27, "tpu": 1 << 27}
 FEWEST = {"cpu": 192, "gpu": 256, "tpu": 256}
 _MULTIPLE = 64
@@ -332,9 +332,8 @@ class Head:
         """The number of chunks that contain a target.
 
         Inside a shard_map over the batch, each device may have its own number. If the compiler also partitions
-        products,
-        devices communicate in every chunk, and all do as many as the longest, for which they would wait anyway: not
-        every platform supports communication in loops of different lengths.
+        products, devices communicate in every chunk, so all of them run the maximum over devices: they would wait for
+        the longest loop anyway, and not every platform supports communication in loops of different lengths.
         """
         count = (jnp.sum(targets >= 0, dtype=jnp.int32) + self.rows - 1) // self.rows
         axes = jax.sharding.get_abstract_mesh().manual_axes
@@ -366,10 +365,10 @@ def gradients(
     chunks: jax.Array,
     d_logits: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array | None, ...]:
-    """Gradients of hidden states, weight and bias, where asked for.
+    """Gradients of hidden states, weight and bias; None for those not in `asked`.
 
     Args:
-        d_logits: (chunk, its logits) -> their gradient `[rows, V]`, zeros where there is no target.
+        d_logits: (chunk, its logits) -> their gradient `[rows, V]`, zero in rows without a target.
     """
     hidden, weight, bias = arrays
     cast_weight, cast_bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
@@ -397,7 +396,7 @@ def gradients(
 
 
 def column(targets: jax.Array, cotangent: jax.Array | SymbolicZero) -> jax.Array:
-    """Cotangents `[n, 1]`, zero where there is no target."""
+    """Cotangents `[n, 1]`, zero in rows without a target."""
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros((len(targets), 1), jnp.float32)
     return jnp.where(targets >= 0, cotangent, 0)[:, None]

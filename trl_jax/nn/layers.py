@@ -18,8 +18,8 @@ from trl_jax.nn.linear import ClippedLinear, Dropout, Embedding, Linear
 def tanh(x: jax.Array) -> jax.Array:
     """tanh(x), correctly rounded for |x| > 2 as in torch; XLA's can be off by four ulps.
 
-    A unit near 1 has the gradient (1 - t)(1 + t), of which one ulp is a large part. If the texts of an example cancel
-    in the sum for a weight, that error is all that is left, and Adam scales it up to a full step.
+    Near |t| = 1 the gradient (1 - t)(1 + t) is tiny, so one ulp of t is a large relative error. If the gradients of an
+    example's texts cancel for a weight, only this error is left, and Adam scales it up to a full step.
     """
     size = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
     far = 1 - 2 / (jnp.exp(2 * size) + 1)
@@ -51,7 +51,7 @@ def _gelu_tanh_exact(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1 + tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
-# For gates whose gradient comes from a single token, so that rounding errors are not averaged out. Slower.
+# Slower; for gates whose gradient comes from a single token, where rounding errors do not average out.
 EXACT_ACTIVATIONS = ACTIVATIONS | dict.fromkeys(
     (name for name, function in ACTIVATIONS.items() if function is _gelu_tanh), _gelu_tanh_exact
 )
@@ -93,7 +93,7 @@ class MLP(nnx.Module):
         self.activation, self.scales = XIELU() if activation == XIELU_NAME else ACTIVATIONS[activation], scales
 
     def __call__(self, x: jax.Array, *, dropout: Dropout | None = None) -> jax.Array:
-        """`[..., D]` to the same; `dropout` is applied to the hidden activations."""
+        """`[..., D]` to `[..., D]`; `dropout` is applied to the hidden activations."""
         of_gate, of_down = self.scales
         if self.gate is None:
             hidden = self.activation(self.up(x))
@@ -119,7 +119,7 @@ class XIELU(nnx.Module):
         self.beta, self.eps = (nnx.Param(jnp.zeros((), jnp.float32), axes=()) for _ in range(2))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., F]` to the same, computed in float32."""
+        """`[..., F]` to `[..., F]`, computed in float32."""
         y, dtype = x.astype(jnp.float32), x.dtype
         beta, eps = jax.lax.stop_gradient((self.beta[...], self.eps[...]))
         above, below = jax.nn.softplus(self.alpha_p[...]), beta + jax.nn.softplus(self.alpha_n[...])
@@ -190,7 +190,7 @@ class Norm(nnx.Module):
 
 
 class Convolution(nnx.Module):
-    """`[R, T, D]` to the same: a convolution over `width` (odd) neighboring tokens, zero-padded at the ends of the
+    """`[R, T, D]` to `[R, T, D]`: a convolution over `width` (odd) neighboring tokens, zero-padded at the ends of the
     row.
 
     The weight is stored as on disk, (out, in / groups, width).

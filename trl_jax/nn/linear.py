@@ -29,7 +29,7 @@ class Linear(nnx.Module):
         self.lora = nnx.data(None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # A product of two matrices: with more axes, XLA needs twice the time for the gradients on a CPU.
+        # A product of two matrices: with more axes, the gradients take XLA twice as long on a CPU.
         flat = x.reshape(-1, x.shape[-1])
         y = jnp.einsum("ni,oi->no", flat, self.weight[...].astype(x.dtype))
         if self.lora is not None:
@@ -45,7 +45,7 @@ class Linear(nnx.Module):
 
 
 class ClippedLinear(Linear):
-    """A linear map whose inputs and outputs are clipped to limits of the checkpoint, scalars that are not trained."""
+    """A linear map whose inputs and outputs are clipped to limits from the checkpoint, frozen scalars."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, axes: tuple[str, str] = ("", "")):
         super().__init__(in_features, out_features, bias=bias, axes=axes)
@@ -98,7 +98,7 @@ def stored(weight: nnx.Param | Quantized) -> jax.Array:
 
 
 def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows `[..., D]` of a table `[V, D]`. Ids past the end give the last row, e.g. for padding after the last
+    """Rows `[..., D]` of a table `[V, D]`. Ids past the end get the last row, e.g. for padding after the last
     position."""
     alone = jax.sharding.get_abstract_mesh().empty
     return _rows_late(table, ids) if alone and platform() == "cpu" else _rows(table, ids)
@@ -110,8 +110,8 @@ def _rows(table, ids):
 
 def _rows_backward(saved, gradient):
     """Scatter-add to zeros that depend on the gradient. XLA on CPUs allocates arrays without dependencies at the start
-    of a step, so the table's gradient would occupy memory along with all saved activations. For finite gradients, the
-    zeros are exactly +0."""
+    of a step, so the table's gradient would occupy memory at the same time as all saved activations. For finite
+    gradients, the zeros are exactly +0."""
     table, ids = saved
     zeros = jnp.minimum(jnp.abs(gradient.reshape(-1, gradient.shape[-1])[0]), 0)
     return jnp.broadcast_to(zeros, table.shape).at[jnp.clip(ids, 0, len(table) - 1)].add(gradient), None
@@ -129,7 +129,7 @@ class Lora(nnx.Module):
 
     With a `magnitude` `[out]` (DoRA, Liu et al. 2024, arXiv:2402.09353), rows of W + scale B A are rescaled to that
     norm. `there` is False in layers without an adapter, whose output then stays W x. `bias` `[out]` is a bias of B.
-    `key` turns on dropout of the adapter's input.
+    `key` enables dropout of the adapter's input.
     """
 
     def __init__(self, leaves: dict[str, jax.Array], rate: float = 0.0):
@@ -200,7 +200,7 @@ class ExpertsLora(nnx.Module):
 
 
 def adapted_dot(x: jax.Array, sizes: jax.Array, weight: jax.Array, *lora: jax.Array) -> jax.Array:
-    """Grouped product of rows `[M, in]`, sorted by expert with `sizes` per expert, with W + B A if given: `[M,
+    """Grouped product of rows `[M, in]`, sorted by expert with `sizes` rows per expert, with W (+ B A if given): `[M,
     out]`."""
     y = grouped_dot(x, weight.astype(x.dtype), sizes)
     if not lora:
@@ -219,6 +219,8 @@ class Dropout(NamedTuple):
     key: jax.Array
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.rate == 1:
+            return jnp.zeros_like(x)
         kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
         return jnp.where(kept, x / (1 - self.rate), 0)
 
@@ -228,7 +230,7 @@ class Dropout(NamedTuple):
 
 
 def dropout_or_none(rate: float, key: jax.Array | None, number: int) -> Dropout | None:
-    """Dropout for the site `number` of those that share a key; None if it is off or the rate is 0."""
+    """Dropout for site `number` among the sites that share a key; None if it is off or the rate is 0."""
     return None if key is None or rate == 0.0 else Dropout(rate, key).fold(number)
 
 
@@ -241,10 +243,10 @@ def grouped_dot(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiply each group of rows with its own matrix: x `[M, in]`, weight `[E, out, in]`, `sizes` rows per group,
     result `[M, out]`.
 
-    Accelerators have a kernel for it. XLA on CPUs would multiply every row with every matrix, so there blocks of rows
-    from one group are processed one after the other.
+    Accelerators have a kernel for this. On CPUs, XLA would multiply every row with every matrix, so blocks of rows,
+    each from one group, are processed sequentially.
     """
-    return jax.lax.platform_dependent(x, weight, sizes, cpu=_blockwise, default=_ragged)
+    return (_blockwise if platform() == "cpu" else _ragged)(x, weight, sizes)
 
 
 def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -271,7 +273,7 @@ def _products(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
 
 def _blocks(count: int, sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """For each block: its group, its rows `[BLOCK]` (`count` for padding), and whether it has any. For each row: its
-    place in the concatenated blocks."""
+    position in the concatenated blocks."""
     blocks_of = -(-sizes // BLOCK)
     last_block, last_row = jnp.cumsum(blocks_of), jnp.cumsum(sizes)
     block = jnp.arange(count // BLOCK + len(sizes))
@@ -304,7 +306,7 @@ def _backward(saved, gradient):
 _blockwise.defvjp(_forward, _backward)
 
 
-# Quantized weights, dequantized where they are used, one layer at a time
+# Quantized weights, dequantized when they are used, one layer at a time
 
 HALVES = ("bfloat16", "float16")
 QUANTIZED_BLOCK, SCALES = 64, 256  # numbers per scale, and scales per scale of scales
@@ -361,7 +363,7 @@ class Quantized(nnx.Module):
     """A stored matrix in place of an `nnx.Param`: `weight[...]` is the float32 matrix."""
 
     def __init__(self, form: Format, lead: tuple[int, ...] = (), axes: tuple[str, ...] = ("", "")):
-        """`lead` are the sizes of axes in front of the matrix, `axes` the logical axes of all."""
+        """`lead` are the sizes of leading axes before the matrix, `axes` the logical axes of all."""
 
         def param(name: str) -> nnx.Param | None:
             if name not in form.leaves():

@@ -57,7 +57,7 @@ class MoE(nnx.Module):
         self.experts, self.activation = experts, ACTIVATIONS[activation]
 
     def __call__(self, x: jax.Array, routed_by: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
-        """`[..., D]` to the same. The router reads `routed_by` `[..., D]`, or x if that is None. With `key`, a sparse
+        """`[..., D]` to `[..., D]`. The router reads `routed_by` `[..., D]`, or x if that is None. With `key`, a sparse
         mixer samples experts."""
         flat = x.reshape(-1, x.shape[-1])
         mixed = self._routed(flat, flat if routed_by is None else routed_by.reshape(flat.shape), key)
@@ -73,7 +73,8 @@ class MoE(nnx.Module):
         return self.from_latent(self._sharded(self.into_latent(x), *routes))
 
     def _sharded(self, x: jax.Array, weights: jax.Array, selected: jax.Array) -> jax.Array:
-        """The weighted sum of the experts' outputs. If the tensor axis shards experts, each device computes its own."""
+        """The weighted sum of the experts' outputs. If experts are sharded over the tensor axis, each device computes
+        its own."""
         count, devices = self.experts.count, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
         experts = self._matrices()
         if devices == 1 or count % devices:
@@ -83,12 +84,12 @@ class MoE(nnx.Module):
             return psum(self._mix(tokens.astype(x.dtype), *arguments), TENSOR)
 
         divided, first = PartitionSpec(TENSOR), jnp.arange(0, count, count // devices)
-        places = (*[PartitionSpec()] * 3, *[divided] * 4)
-        run = jax.shard_map(of_device, in_specs=places, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
+        specs = (*[PartitionSpec()] * 3, *[divided] * 4)
+        run = jax.shard_map(of_device, in_specs=specs, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False)
         return run(as_summed(x), weights, selected, first, *experts)  # the gradient of x is a sum over devices
 
     def router_sums(self, x: jax.Array, token_weights: jax.Array) -> RouterSums:
-        """Router sums over the tokens of `x` `[..., D]`, each counted `token_weights` `[...]` times."""
+        """Router sums over the tokens of `x` `[..., D]`, weighted by `token_weights` `[...]`."""
         flat, weight = x.reshape(-1, x.shape[-1]), token_weights.reshape(-1).astype(jnp.float32)
         probabilities = jax.nn.softmax(self._logits(flat), axis=-1)
         _, selected = jax.lax.top_k(probabilities, self.experts.top_k)

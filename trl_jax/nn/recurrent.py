@@ -25,16 +25,17 @@ einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class Seen(NamedTuple):
-    """Which tokens and states precede the tokens of each chunk; `[R, N, ...]`, or `[1, N, ...]` if all rows are alike.
+    """Which tokens and states precede the tokens of each chunk; `[R, N, ...]`, or `[1, N, ...]` if it is the same for
+    all rows.
 
     The scan carries the state after the last token so far and, if texts have contexts, the state at the end of that
     token's context.
 
     mask: bool `[I, J]`, the tokens of the chunk up to and including itself that belong to its text.
     after_last, after_context: bool `[I]`, whether the token continues from the first or from the second state.
-    context_row: int32 `[]`, where in this chunk the context of its last token ends; -1 if it ends earlier. In that case
-        `context_kept` says that it ended before the previous chunk's last token, so that its state is carried on, and
-        `context_begins` that it ended exactly there. None if no row has contexts.
+    context_row: int32 `[]`, the row of this chunk in which the context of its last token ends; -1 if it ends earlier.
+        In that case, `context_kept` is True if it ended before the previous chunk's last token, so that its state is
+        carried on, and `context_begins` is True if it ended exactly there. None if no row has contexts.
     """
 
     mask: jax.Array
@@ -302,7 +303,7 @@ class GatedShortConvolution(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: None = None
     ) -> tuple[jax.Array, ConvolutionInputs]:
-        """`[R, T, D]` to the same, and the window for the cache. Reads valid, previous and cache of `inputs`."""
+        """`[R, T, D]` to `[R, T, D]`, and the window for the cache. Reads valid, previous and cache of `inputs`."""
         del dropout  # no family has dropout here
         if inputs.valid is not None:
             x_RTD = x_RTD * inputs.valid[..., None].astype(x_RTD.dtype)
@@ -361,7 +362,8 @@ def _previous(
 
 class Recurrent(nnx.Module):
     """Linear maps and short convolutions, followed by a scan along each text: `_scan`, or `_step` for one token after a
-    cached state. `_hides_convolved`: whether invisible tokens are zeroed after the convolution as well as before.
+    cached state. `_hides_convolved`: whether invisible tokens are zeroed after the convolution, too, and not just
+    before.
 
     The kernels of the convolutions are stored as on disk, (channels, 1, width), the current token last.
 
@@ -396,12 +398,13 @@ class Recurrent(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: None = None
     ) -> tuple[jax.Array, RecurrentState]:
-        """`[R, T, D]` to the same, and the state for the cache. Reads valid, order, lengths and cache of `inputs`."""
+        """`[R, T, D]` to `[R, T, D]`, and the state for the cache. Reads valid, order, lengths and cache of
+        `inputs`."""
         del dropout  # no family has dropout here
         if inputs.striped is not None:
             raise ValueError("A recurrent layer needs the whole text on one device: leave sequence at 1.")
         x_RTD, order = _hide_invisible(x_RTD, inputs.valid), inputs.order
-        x_RTD = x_RTD if order is None else order.ordered(x_RTD)
+        x_RTD = x_RTD if order is None else order.to_order(x_RTD)
         parts, window = self._convolved(x_RTD, inputs)
         given = self._scan_inputs(x_RTD, parts, inputs.lengths)
         if inputs.cache is None:
@@ -410,7 +413,7 @@ class Recurrent(nnx.Module):
             before = inputs.cache.state.reshape(len(x_RTD), *inputs.cache.state.shape[-4:])
             out, state = self._step(*(y[:, 0] for y in given), before)
         out = self._output(out.reshape(*x_RTD.shape[:2], -1), x_RTD, parts)
-        return out if order is None else order.restored(out), RecurrentState(window, state)
+        return out if order is None else order.from_order(out), RecurrentState(window, state)
 
     @abstractmethod
     def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
@@ -420,7 +423,8 @@ class Recurrent(nnx.Module):
     def _scan_inputs(
         self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        """The arguments of `_scan`, `[R, T, ...]` each; `_step` gets those of one token. `parts` are convolved."""
+        """The arguments of `_scan`, `[R, T, ...]` each; `_step` gets their values for one token. `parts` are
+        convolved."""
 
     @abstractmethod
     def _output(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
@@ -441,7 +445,7 @@ class Recurrent(nnx.Module):
 
 
 def inside(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Zero `[R, T, ...]` past the end of each text; with zeros, the state no longer changes."""
+    """Zero `[R, T, ...]` past the end of each text: zeros leave the recurrent state unchanged."""
     if lengths is None:
         return x
     within = jnp.arange(x.shape[1]) < lengths[:, None]
@@ -580,7 +584,7 @@ class ParallelMixers(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
     ) -> tuple[jax.Array, BothKept]:
-        """`[R, T, D]` to the same, and what both keep; `dropout` is for attention."""
+        """`[R, T, D]` to `[R, T, D]`, and what both mixers keep for the cache; `dropout` is for attention."""
         scales, caches = self.scales, (None, None) if inputs.cache is None else inputs.cache
         attended, keys_values = self.attention(x_RTD * scales.attention_in, inputs._replace(cache=caches[0]), dropout)
         mixed, state = self.mamba(x_RTD * scales.mamba_in, inputs._replace(cache=caches[1]))

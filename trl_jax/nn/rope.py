@@ -16,11 +16,12 @@ class Rope:
     """Settings of a rope.
 
     `kind` is one of default, linear, proportional, axial, axial_in_turn, llama3, yarn, longrope; the fields after
-    `axes` are for the last three. `channels` is the number of rotated channels, if it differs between layers; of a
-    proportional rope, only this `fraction` rotates. Cosines and sines are multiplied by `attention_factor` or, if any
-    text of the batch is longer than `original_length`, by `long_attention_factor` (if not None).
+    `axes` are only used by the last three. `channels` is the number of rotated channels, if it differs between layers;
+    of a proportional rope, only this `fraction` is rotated. Cosines and sines are multiplied by `attention_factor` or,
+    if any text of the batch is longer than `original_length`, by `long_attention_factor` (if not None).
 
-    With `axes`, positions may have several axes, `[R, T, A]`: pair i of channels turns with axis `axes[i]`.
+    With `axes`, positions may have several axes, `[R, T, A]`: channel pair i is rotated by the position on axis
+    `axes[i]`.
     """
 
     theta: float
@@ -60,7 +61,7 @@ class Rope:
         return jnp.where(longest > self.original_length, self.long_attention_factor, self.attention_factor)
 
     @property
-    def turn(self) -> int | None:
+    def switch_length(self) -> int | None:
         """The text length beyond which the whole batch is rotated differently; None if there is no such length."""
         differs = self.kind == "longrope" or self.long_attention_factor is not None
         return self.original_length if differs else None
@@ -76,14 +77,14 @@ def _linear(rope: Rope, powers: np.ndarray) -> np.ndarray:
 
 
 def _proportional(rope: Rope, powers: np.ndarray) -> np.ndarray:
-    """The first pairs rotate as in the default rope, the others do not rotate."""
+    """The first pairs rotate as in the default rope, the others do not rotate at all."""
     turning = np.arange(len(powers)) < int(rope.fraction * 2 * len(powers) // 2)
     return np.where(turning, 1 / powers, np.float32(0)) / np.float32(rope.factor)
 
 
 def _axial(rope: Rope, powers: np.ndarray) -> np.ndarray:
-    """Two axes, each with the frequencies of a rope of half as many channels: first all pairs of one axis, then those
-    of the other."""
+    """Two axes, each with the frequencies of a rope of half as many channels: first all pairs of one axis, then all
+    pairs of the other."""
     count = (len(powers) + 1) // 2
     exponents = np.arange(0, 2 * count, 2, dtype=np.float32) / np.float32(2 * count)
     half = 1 / (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
@@ -91,14 +92,15 @@ def _axial(rope: Rope, powers: np.ndarray) -> np.ndarray:
 
 
 def _axial_in_turn(rope: Rope, powers: np.ndarray) -> np.ndarray:
-    """Two axes that take the frequencies of a default rope in turn: first all pairs of one axis, then those of the
+    """Two axes, which get alternate frequencies of a default rope: first all pairs of one axis, then all pairs of the
     other."""
     base = 1 / powers
     return np.concatenate([base[0::2], base[1::2]])
 
 
 def _llama3(rope: Rope, powers: np.ndarray) -> np.ndarray:
-    """Llama 3.1: long wavelengths are slowed down by `factor`, short ones kept, those in between blended."""
+    """Llama 3.1: divide the frequencies of long wavelengths by `factor`, keep those of short ones, and blend in
+    between."""
     base = 1 / powers
     wavelength = 1 / base * (2 * math.pi)
     turns = 1 / wavelength * rope.original_length  # rotations within the original context; rounds as in torch
@@ -139,7 +141,7 @@ def rope_angles(
     positions: jax.Array, ropes: Sequence[Rope | None], channels: int, longest: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[len(ropes), R, T, 1, pairs]`, float32, for positions `[R, T]`, or `[R, T, A]` of ropes with
-    axes. None rotates nothing, and neither do the last pairs of a rope with fewer channels."""
+    axes. A rope that is None does not rotate, nor do the last pairs of a rope with fewer channels."""
     shape = (*positions.shape[:2], 1, (channels + 1) // 2)
     cosines, sines = [], []
     for rope in ropes:
@@ -161,23 +163,23 @@ def rope_angles(
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False, sections: int = 1) -> jax.Array:
     """Rotate the first `2 * cos.shape[-1]` channels of `[R, T, heads, C]` and keep the others.
 
-    Channel k is paired with channel k + half of them; if interleaved, 2k with 2k + 1. With more than one of the equal
-    `sections`, channels are paired within theirs.
+    Channel k is paired with channel k + half of them; if interleaved, 2k with 2k + 1. With `sections` > 1, the channels
+    are split into equal sections and paired within each.
     """
-    turned, kept = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    rotated, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
     elif sections > 1:
-        halves = turned.reshape(*x.shape[:-1], sections, 2, -1)
+        halves = rotated.reshape(*x.shape[:-1], sections, 2, -1)
         first, second = (halves[..., half, :].reshape(*x.shape[:-1], -1) for half in range(2))
     else:
-        first, second = jnp.split(turned, 2, axis=-1)
+        first, second = jnp.split(rotated, 2, axis=-1)
     pair = first * cos - second * sin, second * cos + first * sin
     if interleaved:
-        turned = jnp.stack(pair, axis=-1).reshape(turned.shape)
+        rotated = jnp.stack(pair, axis=-1).reshape(rotated.shape)
     elif sections > 1:
         halves = (half.reshape(*x.shape[:-1], sections, -1) for half in pair)
-        turned = jnp.stack(tuple(halves), axis=-2).reshape(turned.shape)
+        rotated = jnp.stack(tuple(halves), axis=-2).reshape(rotated.shape)
     else:
-        turned = jnp.concatenate(pair, axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), kept], axis=-1)
+        rotated = jnp.concatenate(pair, axis=-1)
+    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)

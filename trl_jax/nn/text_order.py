@@ -12,10 +12,10 @@ from trl_jax.core.outputs import Packed
 
 
 class PreviousTokens(NamedTuple):
-    """The W tokens that precede each token in its text, nearest last, `[R, T, W]`; one of the two is None.
+    """The W tokens that precede each token in its text, nearest last, `[R, T, W]`; either `within` or `places` is None.
 
-    within: bool, for contiguous texts: whether the token so many places before belongs to the text.
-    places: int32, otherwise: the places of these tokens; T if there is none.
+    within: bool, for contiguous texts: whether the token at this distance belongs to the same text.
+    places: int32, for other texts: the positions of these tokens in the row; T if there is no such token.
     """
 
     within: jax.Array | None
@@ -23,12 +23,13 @@ class PreviousTokens(NamedTuple):
 
 
 class TextOrder(NamedTuple):
-    """Packed rows with each text in order, and branches after their context; int32 `[R, T]`.
+    """Packed rows reordered so that each text is in order, and branches follow their context; int32 `[R, T]`.
 
     first, context, context_end: as in `core.outputs.Packed`, for the reordered rows. The last two are None if no text
         has a context.
     previous: for convolutions on the reordered rows.
-    order: the places in the packed row of the reordered tokens. inverse: its inverse. Both None if nothing moves.
+    order: the positions in the packed row of the reordered tokens. inverse: its inverse. Both None if the order is
+        kept.
     """
 
     first: jax.Array
@@ -38,19 +39,19 @@ class TextOrder(NamedTuple):
     order: jax.Array | None = None
     inverse: jax.Array | None = None
 
-    def ordered(self, x: jax.Array) -> jax.Array:
+    def to_order(self, x: jax.Array) -> jax.Array:
         """Reorder tokens `[R, T, ...]` of packed rows."""
         return x if self.order is None else _gathered(x, self.order)
 
-    def restored(self, x: jax.Array) -> jax.Array:
-        """The inverse of `ordered`."""
+    def from_order(self, x: jax.Array) -> jax.Array:
+        """The inverse of `to_order`."""
         return x if self.inverse is None else _gathered(x, self.inverse)
 
 
 def text_order(packed: Packed, count: int) -> TextOrder:
     """The order of packed rows, for layers whose convolution also covers the `count` preceding tokens.
 
-    Two completions of a prompt, one of which precedes it in reverse order, become branches after it.
+    If two completions share a prompt (one is stored before it, in reverse order), both become branches of the prompt.
     """
     if packed.prompt is None and packed.context is None:
         return TextOrder(packed.first, None, None, previous_tokens(packed, count))
@@ -85,9 +86,9 @@ def _branches(packed: Packed) -> tuple[jax.Array, ...]:
 
 
 def _completions(packed: Packed) -> tuple[jax.Array, ...]:
-    """For one row with prompts that two completions share: for each token, the first token in the order of its text, of
-    its completion if it belongs to one and of the text otherwise; whether it belongs to a completion in reverse order,
-    and to any completion; and the end of its prompt, or 0."""
+    """For one row with prompts that two completions share, for each token: the first token, in reading order, of its
+    completion or else of its text; whether it is in a completion stored in reverse order; whether it is in any
+    completion; and the end of its prompt, or 0."""
     length = len(packed.first)
     place = jnp.arange(length, dtype=jnp.int32)
     backwards = (place < packed.prompt) & (packed.first < length)
@@ -131,10 +132,10 @@ def _places_before(packed: Packed, count: int) -> jax.Array:
 
 
 def tokens_ahead(image: jax.Array, packed: Packed | None) -> jax.Array:
-    """How many tokens that follow a token in its text belong to the same image, int32 `[R, T]`.
+    """For each token, how many later tokens of its text belong to the same image: int32 `[R, T]`.
 
-    Consecutive image tokens of a text are one image. The first token of a completion does not continue an image of the
-    prompt that it shares with another completion.
+    Consecutive image tokens of a text are one image. If two completions share a prompt, their first tokens do not
+    continue an image of the prompt.
 
     Args:
         image: bool `[R, T]`, which tokens belong to images.

@@ -1,6 +1,6 @@
 """Trainable vectors of virtual tokens.
 
-The vectors train directly (prompt tuning, Lester et al. 2021, arXiv:2104.08691) or are computed by a small network
+The vectors are trained directly (prompt tuning, Lester et al. 2021, arXiv:2104.08691) or computed by a small network
 (P-tuning, Liu et al. 2021, arXiv:2103.10385). They serve as embeddings, or as keys and values (prefix tuning, Li and
 Liang 2021, arXiv:2101.00190). Arrays have PEFT's names and shapes.
 """
@@ -32,12 +32,12 @@ class VectorMaker(Protocol):
         """Name -> shape of each array, in the order of the torch module."""
 
     def __call__(self, arrays: Arrays, key: jax.Array | None = None) -> jax.Array:
-        """The vectors; `key` turns dropout on."""
+        """The vectors; `key` enables dropout."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of vectors that train directly."""
+    """A table of vectors that are trained directly."""
 
     count: int
     width: int
@@ -53,8 +53,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Mlp:
-    """A table of vectors with `inner` channels, followed by linear maps to `sizes` with an `activation` between them;
-    `name` is that of the torch Sequential."""
+    """A table of vectors with `inner` channels, followed by linear maps to `sizes` with an `activation` in between;
+    `name` is the name of the torch Sequential."""
 
     count: int
     inner: int
@@ -125,7 +125,7 @@ class Lstm:
 
 
 def _maps(name: str, inputs: int, sizes: tuple[int, ...]) -> Shapes:
-    """Shapes of the linear maps of a torch Sequential, in which they alternate with activations."""
+    """Shapes of the linear maps of a torch Sequential in which linear maps and activations alternate."""
     found, before = {}, inputs
     for number, size in enumerate(sizes):
         found |= {f"{name}.{2 * number}.weight": (size, before), f"{name}.{2 * number}.bias": (size,)}
@@ -144,7 +144,7 @@ def _mapped(x: jax.Array, arrays: Arrays, name: str, count: int, activation: str
 
 
 class VirtualRows(nnx.Module):
-    """Embeddings `[n, D]` of the ids from `first` on, which follow those of the token table."""
+    """Embeddings `[n, D]` of the ids from `first` on, which follow the ids of the token table."""
 
     def __init__(self, rows: jax.Array, first: int):
         self.rows, self.first = nnx.Param(rows), first

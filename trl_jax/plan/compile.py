@@ -17,14 +17,15 @@ from trl_jax.nn.attention import cudnn
 from trl_jax.plan import hlo
 from trl_jax.plan.chips import Chip, Topology
 
-# libtpu queries which TPU the machine has. These answer on a machine without one; the compile target is independent.
+# libtpu queries which TPU the machine has. These answer for a machine without one; they do not affect the compile
+# target.
 _NO_TPU_HERE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-_TOO_LARGE = (  # libtpu's errors: after compiling and, for temporaries alone, before
+_TOO_LARGE = (  # libtpu's errors: after compiling and, for temporaries only, before
     r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
     r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
 )
@@ -69,7 +70,7 @@ def no_compiler(topology: Topology) -> str | None:
 def prepare(topology: Topology) -> None:
     """Make JAX use this machine's CPU, with as many simulated devices as a `cpu:A` topology has.
 
-    Call it before JAX looks for devices.
+    Call this before JAX initializes its backends.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # the plan reports the compile time
@@ -130,7 +131,7 @@ def of_refusal(error: str) -> tuple[int, int] | None:
 
 
 def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
-    """Compile a traced program for the topology, and return the figures alone."""
+    """Compile a traced program for the topology, and return only the figures."""
     return compiled_program(traced, topology)[0]
 
 
@@ -138,7 +139,7 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
     """Compile a traced program for the topology. The program is None if it does not fit into memory.
 
     Raises:
-        jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
+        jax.errors.JaxRuntimeError: the compiler failed for a reason other than memory.
     """
     on_gpu = topology.platform == "gpu"
     start, lowered = time.monotonic(), traced.lower(lowering_platforms=("cuda" if on_gpu else topology.platform,))
@@ -153,9 +154,8 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
     arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     # The CPU compiler reports no peak, and a TPU's peak includes what is offloaded to the host.
     summed = topology.platform == "cpu" or memory.host_temp_size_in_bytes > 0
-    results = (
-        memory.output_size_in_bytes - memory.alias_size_in_bytes
-    )  # results that do not reuse the memory of a donated argument
+    # Results that do not reuse the memory of a donated argument
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = arguments + allocated + results if summed else memory.peak_memory_in_bytes
     fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
     room = gpu_room(topology) if on_gpu else None  # XLA compiles for GPUs even if the program does not fit
@@ -185,15 +185,15 @@ class Bound(NamedTuple):
 def bound(chip: Chip, compiled: Compiled, outputs: int) -> Bound:
     """The bound of a compiled step whose results take `outputs` bytes per device.
 
-    It assumes products at peak bfloat16 speed; that arguments are read once, results written once, and temporaries
-    both; and collectives that use all links at once, in one direction.
+    Assumes that matrix products run at peak bfloat16 speed; that arguments are read once, results written once, and
+    temporaries both; and that collectives use all links at once, in one direction.
     """
     moved = compiled.arguments + outputs + 2 * compiled.temporary
     sent = sum(one.sent for one in compiled.cost.collectives)
     return Bound(compiled.cost.flops / chip.flops, moved / chip.bandwidth, sent / (chip.links / 2))
 
 
-# NVIDIA GPUs, described to XLA so that it compiles for GPUs that this machine does not have
+# Descriptions of NVIDIA GPUs, so that XLA compiles for GPUs that this machine does not have
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _GPUS_PER_HOST = 8  # at most

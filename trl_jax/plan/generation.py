@@ -1,4 +1,4 @@
-"""Plan generation: made-up completions for online training, and the two programs of a generation."""
+"""Plan generation: synthetic completions for online training, and the two programs of a generation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,23 @@ from trl_jax.generation.decode import (
     Weights,
     cast_matrices,
     decodes_by_layer,
-    divided,
     grown_shapes,
+    initial_state,
     layer_shapes,
     part_of_group,
     prefill,
+    shard_for_generation,
 )
-from trl_jax.generation.decode import begun as begun_decode
-from trl_jax.generation.generator import FIRST_PLACES, STEPS, Drawing, Lengths, Limit, next_tokens, places, queue_of
+from trl_jax.generation.generator import (
+    FIRST_CAPACITY,
+    STEPS,
+    Drawing,
+    Lengths,
+    Limit,
+    cache_capacity,
+    next_tokens,
+    queue_of,
+)
 from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.cache import Cache
@@ -41,7 +50,7 @@ from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training.state import Setup
 
-TOKEN = 0  # the token id of made-up completions
+TOKEN = 0  # the token id of synthetic completions
 
 
 # Rollouts with completions of the maximum length
@@ -87,7 +96,7 @@ def further_arguments(task: Task, args: BaseConfig, teacher: PreTrainedModel | N
 
 
 def longest_prompts(args: BaseConfig, count: int) -> Dataset:
-    """Make up `count` prompts. `with_longest_completions` expands each to `args.max_prompt_length` tokens.
+    """Make `count` synthetic prompts. `with_longest_completions` expands each to `args.max_prompt_length` tokens.
 
     Raises:
         ValueError: max_prompt_length is None.
@@ -101,7 +110,7 @@ def longest_prompts(args: BaseConfig, count: int) -> Dataset:
 
 
 def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestWriter:
-    """Make a trainer's rollout use made-up completions instead of the policy's.
+    """Make a trainer's rollout use synthetic completions instead of the policy's.
 
     Args:
         made_up: whether the prompts are from `longest_prompts`.
@@ -124,11 +133,11 @@ def most_new_tokens(args: BaseConfig) -> int:
     return (vars(args).get("generation_kwargs") or {}).get("max_new_tokens") or most
 
 
-# Completions that GKD and online DPO write just before a step
+# Completions that GKD and online DPO sample just before a step
 
 
 def prompt_length(args: BaseConfig) -> int:
-    """Tokens of a made-up prompt, so that prompt and completion have max_length tokens.
+    """Tokens of a synthetic prompt, so that prompt and completion have max_length tokens.
 
     Raises:
         ValueError: a completion leaves no room for a prompt.
@@ -143,13 +152,13 @@ def prompt_length(args: BaseConfig) -> int:
 
 
 class LongestSteps:
-    """The steps of a trainer that writes completions just before a step, each of the maximum length.
+    """The steps of a trainer that samples completions just before each step. Every completion has the maximum length.
 
     Attributes:
         layout: of the rows.
         longest: length of the longest prompt so far, in tokens.
-        group: texts that are completed for each row.
-        models: that write completions.
+        group: number of texts completed for each row.
+        models: the models that sample completions.
     """
 
     def __init__(self, steps: Iterable[StepBatch], layout: str, tokens: int, group: int, models: list[PreTrainedModel]):
@@ -160,19 +169,19 @@ class LongestSteps:
         return iter(self._steps)
 
     def complete(self, model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
-        """As `training.rollout.Completer`."""
+        """As `training.rollout.Completer`, without running the model."""
         del model, dtype
         self.longest = max(self.longest, *map(len, prompts))
         return [np.full(self._tokens, TOKEN, np.int32) for _ in prompts]
 
     def sizes(self, run: Setup) -> list[Size]:
-        """The size of the completions of a micro-batch."""
+        """The size of the generation for a micro-batch."""
         prompts = run.args.per_device_train_batch_size * run.shards * self.group
         return [Size.of(prompts, 1, self.longest, self._tokens)]
 
 
 def longest_steps(trainer: BaseTrainer) -> LongestSteps | None:
-    """The steps of a trainer that writes completions just before a step; None for other trainers."""
+    """The steps of a trainer that samples completions just before each step; None for other trainers."""
     from trl_jax.trainer.gkd_trainer import GKDTrainer, RewrittenSteps, completed, prompt_of
     from trl_jax.trainer.online_dpo_trainer import OnlineDPOTrainer
 
@@ -240,18 +249,18 @@ class Size(NamedTuple):
     @classmethod
     def of(cls, prompts: int, group: int, prompt_length: int, new_tokens: int) -> Size:
         """The size for prompts and completions of at most these lengths, which are rounded up."""
-        return cls(prompts, prompts * group, padded_length(prompt_length, "auto"), places(new_tokens))
+        return cls(prompts, prompts * group, padded_length(prompt_length, "auto"), cache_capacity(new_tokens))
 
-    def divided(self, shards: int) -> Size:
-        """The size when divided evenly over `shards` devices. Completions of one prompt may be on several of them, each
-        of which then has the prompt."""
+    def per_shard(self, shards: int) -> Size:
+        """The size when split evenly over `shards` devices. If the completions of a prompt are split, each device has a
+        copy of the prompt."""
         group = self.completions // self.prompts
         parts = part_of_group(self.prompts, group, shards)
         prompts = -(-self.prompts * parts // shards) * shards
         return self._replace(prompts=prompts, completions=prompts * (group // parts))
 
     def at_once(self, weights: Weights, limit: Limit) -> Size:
-        """The size of the part that a run generates at once, on all devices, within the limit of a device."""
+        """The size of the part that is generated at once, on all devices, within the limit of a device."""
         group, new = self.completions // self.prompts, self.new_places
         lengths = Lengths(self.prompt_places, new, self.prompt_places + new)
         queue = queue_of(weights, self.prompts, group, lengths, limit)
@@ -281,13 +290,13 @@ class Size(NamedTuple):
 class Generation(NamedTuple):
     """The largest generation of a run.
 
-    size: of all its completions.
-    at_once: of those that are generated at once.
+    size: all of its completions.
+    at_once: the part that is generated at once.
     cache: bytes of the full cache, per device; None if it was not compiled.
     copied: bytes per device of the largest array that is copied when the cache grows to its full size.
     compiled: figures of the program that needs more memory, prefill or decode; None if nothing was compiled.
     decode: figures of the decoding program; None if it was not compiled.
-    beside: bytes in memory that are not arguments of these programs.
+    beside: bytes in device memory that are not arguments of these programs.
     evaluates: whether it belongs to an evaluation.
     """
 
@@ -302,7 +311,7 @@ class Generation(NamedTuple):
 
     @property
     def most(self) -> Compiled | None:
-        """`compiled`, with the peak of growing the cache if that is higher."""
+        """`compiled`, with the peak of growing the cache if that is larger."""
         if self.decode is None or self.decode.arguments is None:
             return self.compiled
         return self.compiled._replace(peak=max(self.compiled.peak, self.decode.arguments + self.copied))
@@ -315,7 +324,7 @@ def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype:
         path: jax.ShapeDtypeStruct(arrays[path].shape, jnp.dtype(dtype), sharding=arrays[path].sharding)
         for path in cast
     }
-    arrays, shards = divided(arrays, None if topology.chip is None else int(topology.chip.memory))
+    arrays, shards = shard_for_generation(arrays, None if topology.chip is None else int(topology.chip.memory))
     by_layer = decodes_by_layer(arrays, shards, topology.platform)
     layers = layer_shapes(graph, arrays) if by_layer else None
     shards = None if shards is None else replace(shards, by_layer=by_layer)
@@ -323,6 +332,21 @@ def abstract_weights(graph: Any, arrays: dict[str, Any], dtype: str, head_dtype:
 
 
 # Programs
+
+
+class CompiledPrograms(NamedTuple):
+    """Figures of the programs of a generation.
+
+    most: of the program that needs more memory, prefill or decoding with a full cache; None if nothing was compiled.
+    decode: of the latter; None if prefill does not fit.
+    cache: bytes of the full cache per device; None if prefill does not fit.
+    copied: bytes per device of the largest array that is copied when the cache grows to its full size.
+    """
+
+    most: Compiled | None
+    decode: Compiled | None
+    cache: int | None
+    copied: int
 
 
 class Programs:
@@ -336,30 +360,29 @@ class Programs:
 
     def __init__(self, weights: Weights, size: Size, *, vocabulary: int, exact: bool):
         self._weights, self._vocabulary, self._exact = weights, vocabulary, exact
-        self._size = size if weights.shards is None else size.divided(weights.shards.count)
+        self._size = size if weights.shards is None else size.per_shard(weights.shards.count)
         self._max_tokens = size.prompt_places + size.new_places
 
-    def compiled(self, topology: Topology) -> tuple[Compiled, Compiled | None, int | None, int]:
-        """Figures of the program that needs more memory, prefill or decoding with a full cache; figures of the latter;
-        bytes of the full cache per device; and of its largest array before it last grew. Of these, the second and third
-        are None if prefill already does not fit."""
+    def compiled(self, topology: Topology) -> CompiledPrograms:
+        """Compile prefill and, if it fits, decoding with a full cache."""
         first, program = compiled_program(self.prefill(), topology)
         if program is None:
-            return first, None, None, 0
+            return CompiledPrograms(first, None, None, 0)
         cache = jax.tree.map(_placed, program.out_info[1], program.output_shardings[1])
         full, half = self._grown(cache, self._size.new_places), self._grown(cache, self._size.new_places // 2)
         leaves = zip(jax.tree.leaves(full.cache.parts), jax.tree.leaves(half.cache.parts), strict=True)
         copied = max((on_device(old) for new, old in leaves if new.shape != old.shape), default=0)
         step = compiled_program(self.decode(full), topology)[0]
-        return max(first, step, key=lambda one: one.peak), step, on_device(full.cache.parts), copied
+        most = max(first, step, key=lambda one: one.peak)
+        return CompiledPrograms(most, step, on_device(full.cache.parts), copied)
 
     def prefill(self) -> jax.stages.Traced:
-        """Trace the pass over the prompts."""
+        """Trace the prefill."""
         weights, size = self._weights, self._size
         tokens, by_layer = _ints(size.prompts, size.prompt_places), weights.layers is not None
         return prefill.trace(
             weights.graph, weights.arrays, tokens, _ints(size.prompts), _ints(),
-            group=size.completions // size.prompts, capacity=min(size.new_places, FIRST_PLACES),
+            group=size.completions // size.prompts, capacity=min(size.new_places, FIRST_CAPACITY),
             max_tokens=self._max_tokens, dtype=weights.dtype,
             head_dtype=weights.head_dtype, by_layer=by_layer, shards=weights.shards,
         )  # fmt: skip
@@ -376,10 +399,10 @@ class Programs:
         )  # fmt: skip
 
     def _grown(self, cache: Cache, capacity: int) -> Decoding:
-        """The state of decoding with a cache of this capacity, sharded like `cache`, the output of prefill."""
-        size, most = self._size, max(capacity, min(self._size.new_places, FIRST_PLACES))
-        alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_PLACES)
-        begin = partial(begun_decode, alive=alive, capacity=capacity, logps=False)
+        """The decoding state with a cache of this capacity, sharded like `cache`, the output of prefill."""
+        size, most = self._size, max(capacity, min(self._size.new_places, FIRST_CAPACITY))
+        alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_CAPACITY)
+        begin = partial(initial_state, alive=alive, capacity=capacity, logps=False)
         state = grown_shapes(jax.eval_shape(begin, cache), capacity=most)
         return state._replace(cache=jax.tree.map(lambda leaf, own: _placed(leaf, own.sharding), state.cache, cache))
 

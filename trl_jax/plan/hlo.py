@@ -170,7 +170,7 @@ class Collective(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Cost per device. unknown: number of loops of unknown length, whose bodies are counted once."""
+    """Cost per device. unknown: number of loops with an unknown trip count, whose bodies are counted once."""
 
     flops: int
     collectives: list[Collective]
@@ -213,9 +213,8 @@ class _Reader:
                     self.visit(called, times * trips)
 
     def _collect(self, kind: str, one: Instruction, body: Computation, times: int) -> None:
-        if chain := re.search(
-            r'chain_id="(\d+)"', one.rest
-        ):  # one collective that the TPU compiler split over several fusions
+        # The TPU compiler splits one collective over several fusions, which share a chain_id.
+        if chain := re.search(r'chain_id="(\d+)"', one.rest):
             if chain[1] in self._chains:
                 return
             self._chains.add(chain[1])
@@ -229,7 +228,7 @@ class _Reader:
             sums[place] += times * added
 
     def _trip_count(self, one: Instruction) -> int:
-        """Trip count of a loop: as annotated by the compiler, or the constant that the counter is compared with."""
+        """Trip count of a loop: from the compiler's annotation, or the constant to which the counter is compared."""
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', one.rest):
             return int(known[1])
         condition = self.computations[re.search(r"condition=%?([\w.-]+)", one.rest)[1]].values()

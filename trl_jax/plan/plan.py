@@ -24,10 +24,10 @@ from trl_jax.nn.attention.attention import QUERY_BLOCK
 from trl_jax.plan import generation, trace
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import Bound, Compiled, bound, compiled, gpu_room, no_compiler, on_device
-from trl_jax.plan.generation import Generation, Programs, Size, abstract_weights
+from trl_jax.plan.generation import CompiledPrograms, Generation, Programs, Size, abstract_weights
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training import layout as layout_choice
-from trl_jax.training.devices import room_within
+from trl_jax.training.devices import usable_memory
 from trl_jax.training.model import outlined, with_images
 from trl_jax.training.reference import PREFIX
 
@@ -63,7 +63,7 @@ class Evaluation(NamedTuple):
 class Phase(NamedTuple):
     """A step, an evaluation or a generation of the run.
 
-    peak: peak bytes per device; if nothing was compiled, bytes of the arguments alone.
+    peak: peak bytes per device; if nothing was compiled, bytes of the arguments only.
     fits: None if unknown.
     """
 
@@ -85,10 +85,9 @@ class Plan:
     why: why `compiled` is None.
     bound: None if the chip or the compiler's figures are unknown.
     evaluation: None if the run does not evaluate.
-    generation: in online training, or if one was asked for.
+    generation: in online training, or if requested.
     scorer: bytes of a reward model.
-    unread: bytes of a reference model that only the generation phase reads, so it is no argument of a step or an
-        evaluation.
+    unread: bytes of a reference model that only generation reads, so it is not an argument of a step or an evaluation.
     """
 
     model: str
@@ -126,14 +125,14 @@ class Plan:
             phases.append(self._phase("generation", self.memory.parameters + self.memory.moments, own.most, own.beside))
         return phases
 
-    def _phase(self, name: str, arguments: int, compiled: Compiled | None, beside: int) -> Phase:
+    def _phase(self, name: str, arguments: int, compiled: Compiled | None, other_bytes: int) -> Phase:
         """A phase, including the reward model.
 
         Args:
             arguments: bytes of the arguments.
-            beside: bytes in memory that are not in the compiled program.
+            other_bytes: bytes in memory that are not in the compiled program.
         """
-        chip, peak = self.topology.chip, (arguments if compiled is None else compiled.peak + beside) + self.scorer
+        chip, peak = self.topology.chip, (arguments if compiled is None else compiled.peak + other_bytes) + self.scorer
         fits = None if chip is None else peak <= chip.memory
         if fits:
             fits = compiled and compiled.fits and (compiled.room is None or peak <= compiled.room)
@@ -174,10 +173,10 @@ class Run:
 
     checkpoint: its weights are not read.
     adapter, quantization: of the base weights, if any.
-    trainer: None means the trainer that the config belongs to.
+    trainer: None for the trainer that the config belongs to.
     scorer: a reward model.
     teacher: the teacher, in distillation.
-    generation: a generation to plan in addition, for a trainer that does not generate.
+    generation: an additional generation to plan, for a trainer that does not generate.
     """
 
     checkpoint: Checkpoint
@@ -197,7 +196,7 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         compiles: False counts the arguments without compiling.
 
     Raises:
-        ValueError: the trainer refuses the arguments, or there is neither a dataset nor a max_length.
+        ValueError: the trainer rejects the arguments, or there is neither a dataset nor a max_length.
         TypeError: `run.trainer` is None, and the config is not one of trl_jax's.
     """
     kind = names_of_config(args).load_trainer() if run.trainer is None else run.trainer
@@ -209,12 +208,12 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
         teacher = None if run.teacher is None else outlined(run.teacher, planned, None, None)
         trainer = trace.trainer_of(kind, model, planned, run.rows, teacher)
-        written = generation.longest_steps(trainer)
-        survey = trace.batches(trainer, written)
+        online_steps = generation.longest_steps(trainer)
+        survey = trace.batches(trainer, online_steps)
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
     arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
     evaluation = _evaluation(trainer, arguments, topology, compiles) if trace.evaluates(args) else None
-    own_loss = trainer.parts.train_step.user_loss is not None  # which recomputes layers where the arguments allow it
+    own_loss = trainer.parts.train_step.user_loss is not None  # it remats layers if the arguments allow it
     for remat in args.remats[-1:] if own_loss else args.remats:
         planned_run = _planned(run.checkpoint.name, topology, trainer, survey, arguments, remat, compiles)
         if planned_run.phases[0].fits is not False:
@@ -227,10 +226,10 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     sizes = [] if run.generation is None else [run.generation]
     if trainer.parts.setup.rollout is not None:
         sizes = generation.sizes(trainer.parts.setup, evaluates=trace.evaluates(args))
-    elif written is not None:
-        sizes += written.sizes(trainer.parts.setup)
+    elif online_steps is not None:
+        sizes += online_steps.sizes(trainer.parts.setup)
     if sizes:
-        models = [trainer.model] if written is None else written.models
+        models = [trainer.model] if online_steps is None else online_steps.models
         found = [_generation(trainer, one, arguments, sizes, topology, compiles, further["scorer"]) for one in models]
         further["generation"] = max(found, key=lambda plan: plan.beside + (plan.most.peak if plan.most else 0))
     return replace(planned_run, why=why, **further)
@@ -282,11 +281,11 @@ def _attention(platform: str, trainer: BaseTrainer, layout: str) -> str:
     windowed = layout_choice.windowed(args, backend)
     if platform == "gpu":
         flash = backend.causal and not windowed and arch.softcap is None and not arch.sinks
-        flash = flash and cudnn.takes(arch.head_dim, args.compute_dtype)
+        flash = flash and cudnn.supports_head_dim(arch.head_dim, args.compute_dtype)
         return "cuDNN flash attention" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":
         return _BY_ROWS
-    by_text = trainer.parts.setup.rollout is not None  # completions of a prompt, also in windowed layers
+    by_text = trainer.parts.setup.rollout is not None  # completions are attended text by text, also in windowed layers
     splash_runs = platform == "tpu" and (by_text or not (windowed and layout == "shared"))
     return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
 
@@ -306,10 +305,10 @@ def _generation(
     compiles: bool,
     scorer: int,
 ) -> Generation:
-    """Plan the largest of these generations; the second, if any, is that of an evaluation.
+    """Plan the largest of these generations. If there are two, the second is for evaluation.
 
     Args:
-        model: that writes the completions: the run's, or its teacher.
+        model: samples the completions: the run's model or its teacher.
         scorer: bytes of a reward model.
     """
     check_generates(model)
@@ -328,17 +327,19 @@ def _generation(
     with trace.on_device(trainer):
         exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
         programs = Programs(weights, at_once, vocabulary=run.vocab_size, exact=exact)
-        result, decode, cache, copied = programs.compiled(topology) if compiles else (None, None, None, 0)
-    beside = on_device((step.state, {path: leaf for path, leaf in placed.items() if path not in paths.values()}))
-    return Generation(size, at_once, cache, copied, result, decode, beside, bool(evaluates))
+        compiled = programs.compiled(topology) if compiles else CompiledPrograms(None, None, None, 0)
+    other_bytes = on_device((step.state, {path: leaf for path, leaf in placed.items() if path not in paths.values()}))
+    return Generation(
+        size, at_once, compiled.cache, compiled.copied, compiled.most, compiled.decode, other_bytes, bool(evaluates)
+    )
 
 
 def _limit(args: BaseConfig, topology: Topology, held: int) -> Limit:
-    """The limit of a run's generation on a device that holds so many bytes, as in `training.rollout`."""
+    """The limit of a run's generation on a device that already holds `held` bytes, as in `training.rollout`."""
     if topology.chip is None:
         return Limit(args.max_completions_per_device)
     most = gpu_room(topology) if topology.platform == "gpu" else int(topology.chip.memory)
-    return Limit(args.max_completions_per_device, max(room_within(most) - held, 0))
+    return Limit(args.max_completions_per_device, max(usable_memory(most) - held, 0))
 
 
 def _bound(topology: Topology, result: Compiled | None, arguments: trace.StepArguments) -> Bound | None:
@@ -359,7 +360,7 @@ def _settings(args: BaseConfig) -> dict[str, Any]:
     return found | {name: vars(args)[name] for name in generates if name in vars(args)}
 
 
-# Suggestions: each is planned, none is guessed
+# Suggestions: each one is planned, too
 
 Planned = Callable[[BaseConfig], Plan]
 
@@ -428,7 +429,7 @@ def batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
     """per_device_train_batch_size halved down to one, with gradient_accumulation_steps doubled: the same steps."""
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     divisors = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
-    parts = vars(args).get("steps_per_generation")  # unchanged, it would make generations smaller
+    parts = vars(args).get("steps_per_generation")  # if it were unchanged, generations would become smaller
     return [
         {"per_device_train_batch_size": size // by, "gradient_accumulation_steps": passes * by}
         | ({} if parts is None else {"steps_per_generation": parts * by})

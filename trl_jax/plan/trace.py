@@ -39,7 +39,7 @@ from trl_jax.training.evaluate import CompletionEvaluator
 from trl_jax.training.forward import run_key
 from trl_jax.training.state import Editable
 
-MAX_SURVEYED = 2_048  # steps of a dataset whose lengths are surveyed
+MAX_SURVEYED = 2_048  # maximum number of steps whose lengths are surveyed
 MAX_OF_PROMPTS = 64  # the same in online training, where every completion is assumed to have the maximum length
 
 
@@ -62,7 +62,7 @@ class PlannedConfig(BaseConfig):
 
 
 class PlaceholderTokenizer:
-    """Stands in for a tokenizer if the rows are token ids."""
+    """Replaces the tokenizer if the rows are token ids."""
 
     pad_token, pad_token_id, eos_token, eos_token_id = "<pad>", 0, "</s>", 0
     bos_token_id = None
@@ -75,7 +75,7 @@ class PlaceholderTokenizer:
         return {self.pad_token: 0, self.eos_token: 0}
 
     def __call__(self, text: list[str], **options: Any) -> dict[str, list[list[int]]]:
-        """`tokens` tokens per text: its number, which no other made-up prompt has."""
+        """Each text, which is a number, becomes `tokens` copies of that id, so that no two prompts share a prefix."""
         return {"input_ids": [[int(one) if one.isdigit() else 0] * self._tokens for one in text]}
 
     def batch_decode(self, ids: list, **options: Any) -> list[str]:
@@ -84,7 +84,7 @@ class PlaceholderTokenizer:
 
 def task_of(kind: type[BaseTrainer], args: BaseConfig) -> Task:
     """The task of a trainer class with these arguments."""
-    trainer = kind.__new__(kind)  # skip __init__: make_task needs the arguments alone
+    trainer = kind.__new__(kind)  # skip __init__: make_task only needs the arguments
     trainer._editable = Editable(args, None)
     return trainer.make_task()
 
@@ -116,7 +116,7 @@ def evaluates(args: BaseConfig) -> bool:
 class Rows(NamedTuple):
     """The rows of a run and their tokenizer.
 
-    If `train` is None, rows are made up: their texts have max_length tokens each and share no prefix.
+    If `train` is None, rows are synthetic: their texts have max_length tokens each and share no prefix.
     """
 
     train: Dataset | IterableDataset | None = None
@@ -137,7 +137,7 @@ def trainer_of(
         teacher: in distillation.
 
     Raises:
-        ValueError: there is neither a dataset nor a maximum length, or the trainer refuses the arguments.
+        ValueError: there is neither a dataset nor a maximum length, or the trainer rejects the arguments.
     """
     task, made_up = task_of(kind, args), rows.train is None
     online = isinstance(task, RolloutTask)
@@ -159,14 +159,14 @@ def trainer_of(
 
 
 def _prompts(task: RolloutTask, args: PlannedConfig) -> Rows:
-    """Made-up prompts: as many as a generation and as an evaluation batch take."""
+    """Synthetic prompts, enough for a generation and an evaluation batch."""
     evaluated = args.per_device_eval_batch_size * args.data_parallel_size // task.num_generations_eval
     counts = (task.cycle.prompts, max(1, evaluated))
     return Rows(*(generation.longest_prompts(args, count) for count in counts), PlaceholderTokenizer())
 
 
 def _made_up(task: Task, args: PlannedConfig) -> Rows:
-    """Made-up rows, as many as a step and as an evaluation pass take."""
+    """Synthetic rows, enough for a step and an evaluation pass."""
     if args.max_length is None:
         raise ValueError(
             "max_length=None leaves the length of texts open: pass --max_length, or --dataset_name to use real lengths."
@@ -187,7 +187,7 @@ def _made_up(task: Task, args: PlannedConfig) -> Rows:
 
 
 def longest(columns: Columns, length: int, count: int) -> Dataset:
-    """Make up `count` rows with a task's columns and texts of `length` tokens.
+    """Make `count` synthetic rows with a task's columns and texts of `length` tokens.
 
     Each text repeats a different token id, so that texts share no prefix. All of its tokens are targets.
     """
@@ -216,14 +216,16 @@ class Survey(NamedTuple):
     layout: str
 
 
-def batches(trainer: BaseTrainer, written: generation.LongestSteps | None = None) -> Survey:
+def batches(trainer: BaseTrainer, online_steps: generation.LongestSteps | None = None) -> Survey:
     """Survey the first steps of the first epoch.
 
     Args:
-        written: the steps of a trainer that writes completions just before a step.
+        online_steps: the steps of a trainer that samples completions just before each step.
     """
     lengths, places, tokens, largest = Counter(), [], [], None
-    steps, layout = _steps(trainer) if written is None else (islice(written, MAX_OF_PROMPTS), written.layout)
+    steps, layout = (
+        _steps(trainer) if online_steps is None else (islice(online_steps, MAX_OF_PROMPTS), online_steps.layout)
+    )
     for step in steps:
         lengths[step.arrays.tokens.shape[-1]] += 1
         places.append(step.num_places)
@@ -302,13 +304,13 @@ def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments
 
 
 def _stacked(micro: list[dict[str, np.ndarray]]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The inputs of a script's own loss, of all micro-batches of a step, each as large as the largest."""
+    """The inputs of a user-defined loss for all micro-batches of a step, each padded to the shape of the largest."""
     largest = max(micro, key=lambda one: one["input_ids"].size)
     return {name: jax.ShapeDtypeStruct((len(micro), *own.shape), own.dtype) for name, own in largest.items()}
 
 
 def evaluation_arguments(trainer: BaseTrainer, step: StepArguments, batch: Batch) -> StepArguments:
-    """The arguments of an evaluation pass: those of the training step with this batch."""
+    """The arguments of an evaluation pass: those of the training step, but with this batch."""
     sharding = (
         SingleDeviceSharding(trainer.args.jax_devices()[0])
         if trainer.sharding_plan is None
@@ -332,7 +334,8 @@ def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bo
 
 
 def traced_evaluation(trainer: BaseTrainer, arguments: StepArguments) -> jax.stages.Traced:
-    """Trace an evaluation pass during training. The optimizer state is an unused argument, because it takes memory."""
+    """Trace an evaluation pass during training. The optimizer state is an unused argument, so that its memory
+    counts."""
 
     evaluator = trainer.parts.evaluator
 

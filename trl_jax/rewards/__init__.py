@@ -21,7 +21,7 @@ __all__ = [
 
 
 def contents(completions: Sequence[Any], function: str) -> list[str]:
-    """The text of each completion, a list of one message. Raises TypeError naming `function` for plain strings."""
+    """The text of each completion, which is a list of one message. Raises TypeError, naming `function`, for strings."""
     if any(isinstance(one, str) for one in completions):
         raise TypeError(
             f"{function} needs conversational completions, but these are plain strings, because the prompts are. Make "
@@ -37,7 +37,7 @@ _SECONDS_TO_PARSE, _SECONDS_TO_VERIFY = 10, 5
 
 
 class _Verdict(NamedTuple):
-    """A reward (None if the solution cannot be parsed), and the solution and the answer as parsed."""
+    """The reward (None if the solution cannot be parsed), and the parsed solution and answer as text."""
 
     reward: float | None
     gold: str
@@ -78,8 +78,8 @@ def reasoning_accuracy_reward(
     """`accuracy_reward` of the text after the reasoning; 0.0 if the reasoning does not end.
 
     Args:
-        reasoning_delimiters: strings that end the reasoning; the first of the list found in a completion is used, at
-            its last occurrence. None means ["</think>"].
+        reasoning_delimiters: strings that end the reasoning; the first one in the list that a completion contains is
+            used, at its last occurrence. None means ["</think>"].
     """
     grade = _grader("reasoning_accuracy_reward")
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
@@ -96,8 +96,8 @@ def reasoning_accuracy_reward(
 
 @dataclass(frozen=True)
 class CosineScaledReward:
-    r"""`accuracy_reward` scaled by completion length: shorter correct answers score higher, longer wrong answers score
-    less negatively.
+    r"""`accuracy_reward` scaled by completion length: correct answers score higher if they are shorter, wrong answers
+    if they are longer.
 
     $$ v_{long} + (v_{short} - v_{long}) \frac{1 + \cos(\pi\, length / max\_len)}{2} $$
 
@@ -133,7 +133,7 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> CosineScaledReward:
-    """Make a reward function that takes completions, solutions and token ids.
+    """Create a reward function that takes completions, solutions and token ids.
 
     Args:
         max_len: number of tokens at which the scaling saturates.
@@ -154,7 +154,7 @@ def _logged(
 
 
 def _grader(function: str) -> Callable[[str, str], _Verdict]:
-    """Make a function (completion text, solution text) -> verdict. `function` names the reward in errors."""
+    """A function (completion text, solution text) -> verdict. `function` names the reward function in errors."""
     try:
         from latex2sympy2_extended import NormalizationConfig
         from math_verify import LatexExtractionConfig, parse, verify
@@ -165,7 +165,7 @@ def _grader(function: str) -> Callable[[str, str], _Verdict]:
     timed = threading.current_thread() is threading.main_thread()  # math_verify implements timeouts with signals
     if not timed:
         for name in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(name).setLevel(logging.ERROR)  # otherwise each call warns that timeouts are disabled
+            logging.getLogger(name).setLevel(logging.ERROR)  # else each call warns that timeouts are disabled
     to_parse, to_verify = (_SECONDS_TO_PARSE, _SECONDS_TO_VERIFY) if timed else (None, None)
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
@@ -217,7 +217,7 @@ class RepetitionPenalty:
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RepetitionPenalty:
-    """Make a reward function of token ids; `max_penalty` must be at most 0."""
+    """Create a reward function of token ids; `max_penalty` must be at most 0."""
     if max_penalty > 0:
         raise ValueError(f"max_penalty={max_penalty} is above 0, which would reward repetition. Pass 0 or less.")
     return RepetitionPenalty(ngram_size, max_penalty)
@@ -245,5 +245,5 @@ class SoftOverlongPunishment:
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlongPunishment:
-    """Make a reward function of token ids."""
+    """Create a reward function of token ids."""
     return SoftOverlongPunishment(max_completion_len, soft_punish_cache)

@@ -1,4 +1,4 @@
-"""Log completions, to the terminal, trackers, disk and the Hub, and their metrics."""
+"""Log completions to the terminal, trackers, disk and the Hub, and compute their metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MESSAGES = ("prompt", "completion")  # columns that keep lists and dicts
 
 
 def without_pictures(messages: Any) -> Any:
-    """A conversation in which image parts have no pixels; anything else is returned unchanged."""
+    """Remove the images from a conversation's image parts; anything else is returned unchanged."""
     if not isinstance(messages, list):
         return messages
     found = []
@@ -59,19 +59,19 @@ def without_pictures(messages: Any) -> Any:
 class CompletionsLog:
     """The most recent completions, kept separately for training and evaluation.
 
-    The contents come from models and user functions, so nothing in the table may end a run: whatever cannot be shown or
-    written becomes a warning.
+    The contents come from models and user functions, so logging is best effort: content that cannot be shown or written
+    causes a warning, never an error.
 
     Attributes:
-        names: of the reward functions; None if completions are not scored.
-        size: how many completions are kept.
-        num_to_print: how many are printed, chosen at random; None prints all.
+        names: names of the reward functions; None if completions are not scored.
+        size: number of completions to keep.
+        num_to_print: number of completions to print, chosen at random; None prints all.
         unique_prompts: whether trackers get each prompt only once.
-        folder: where files are written (evaluation files start with eval_); None writes none.
+        folder: folder for Parquet files (names of evaluation files start with eval_); None: no files.
         trackers: functions that take the table as a pandas DataFrame.
-        repo: pushes each file to the Hub; None pushes nothing.
-        multimodal: whether trackers get the images of prompts. Files and checkpoints have none.
-        shows: whether the table is printed, written and sent; otherwise it is only there for scripts that read it.
+        repo: pushes each file to the Hub; None: no pushes.
+        multimodal: whether trackers get the images of prompts. Files and checkpoints never have images.
+        shows: whether the table is printed, written and sent; otherwise it only exists for scripts that read it.
     """
 
     names: Sequence[str] | None
@@ -83,7 +83,7 @@ class CompletionsLog:
     repo: CompletionsRepo | None = None
     multimodal: bool = False
     shows: bool = True
-    _shown: dict[Mode, dict[str, Any]] = field(default_factory=dict)  # what `columns` gave since the last generation
+    _shown: dict[Mode, dict[str, Any]] = field(default_factory=dict)  # results of `columns` since the last generation
     _pictures: dict[Mode, deque[list[Any]]] = field(init=False)
     _rows: dict[Mode, deque[dict[str, Any]]] = field(init=False)
     _warned: set[str] = field(default_factory=set)
@@ -104,8 +104,8 @@ class CompletionsLog:
 
         Args:
             rewards: `[B, F]`; None if completions are not scored.
-            advantages: `[B]`; None likewise.
-            extra: columns from `log_extra`; generations may have different ones.
+            advantages: `[B]`; None if completions are not scored.
+            extra: columns from `log_extra`, which may differ between generations.
         """
         self._take_changes(mode)
         self._shown.pop(mode, None)
@@ -122,8 +122,8 @@ class CompletionsLog:
     def table(self, mode: Mode, step: int) -> dict[str, list]:
         """The columns in TRL's order: step, prompt, completion, rewards, extra columns, advantage.
 
-        An extra column is None for generations that lack it. A reward is NaN for completions from before a resume in
-        which the reward function had another name.
+        An extra column is None for generations that lack it. After resuming, a reward is NaN for earlier completions if
+        its reward function had a different name then.
         """
         self._take_changes(mode)
         rows, judged = self._rows[mode], self.names is not None
@@ -138,8 +138,9 @@ class CompletionsLog:
         }
 
     def columns(self, mode: Mode) -> dict[str, Any]:
-        """The columns as in TRL's `_logs`: deques of prompts, completions, advantages and the images of prompts, and
-        dicts of them for rewards and extra columns. What is set there, except images, is in the table."""
+        """The columns in the form of TRL's `_logs`: deques of prompts, completions, advantages and the images of
+        prompts, and dicts of deques for rewards and extra columns. Changes to them, except to images, appear in the
+        table."""
         table, rows = self.table(mode, 0), self._rows[mode]
         extra = dict.fromkeys(name for row in rows for name in row["extra"])
         pictures = self._pictures[mode] if any(self._pictures[mode]) else ()
@@ -154,10 +155,10 @@ class CompletionsLog:
         return self._shown[mode]
 
     def _take_changes(self, mode: Mode) -> None:
-        """Take what a script has set in the `columns`.
+        """Copy a script's changes to `columns` into the rows.
 
         Raises:
-            ValueError: a column has more or fewer values than there are completions.
+            ValueError: the number of values in a column differs from the number of completions.
         """
         shown = self._shown.get(mode, {})
         for name in ("prompt", "completion", "advantages", "rewards", "extra"):
@@ -169,7 +170,10 @@ class CompletionsLog:
                         "values, and add columns with log_extra in a reward function."
                     )
                 for row, value in zip(self._rows[mode], values, strict=False):
-                    (row[name] if nested else row)[column.replace("advantages", "advantage")] = plain(value)
+                    if nested:
+                        row[name][column] = plain(value)
+                    else:
+                        row["advantage" if column == "advantages" else column] = plain(value)
 
     def _kept(self, values: Iterable[Any]) -> deque[Any]:
         return deque(values, maxlen=self.size)
@@ -197,17 +201,17 @@ class CompletionsLog:
                 track(frame)
 
     def finish(self) -> None:
-        """Push the remaining files at the end of a run and wait for the uploads."""
+        """At the end of a run, push the remaining files and wait for the uploads."""
         if self.repo is not None:
             with self._warning("pushed to the Hub"):
                 self.repo.finish()
 
     @contextlib.contextmanager
     def _warning(self, what: str) -> Iterator[None]:
-        """Turn any exception into a warning; repeated ones are logged once."""
+        """Turn any exception into a warning; equal warnings are only logged once."""
         try:
             yield
-        except Exception as error:  # from rich, pandas, a tracker or the disk: training continues without this table
+        except Exception as error:  # rich, pandas, a tracker or the disk failed: training continues without the table
             found = f"{type(error).__name__}: {printable(str(error)[:500])}"
             message = f"log_completions: the completions table could not be {what}; training continues. {found}"
             if message not in self._warned:
@@ -240,8 +244,8 @@ class CompletionsLog:
 def plain(value: Any) -> Any:
     """Copy a value as plain data for JSON, Arrow and the terminal: None, bool, int, float, str, lists and dicts.
 
-    NumPy and JAX arrays become lists, other types their `str`, and lone surrogates are escaped. "..." replaces a
-    container inside itself, anything nested deeper than _DEPTH, and all beyond _ITEMS items.
+    NumPy and JAX arrays become lists, other types their `str`, and lone surrogates are escaped. "..." replaces
+    containers that contain themselves, values nested deeper than _DEPTH, and everything after _ITEMS items.
     """
     left, open_containers = _ITEMS, set()
 
@@ -290,8 +294,8 @@ def _text(value: Any) -> str:
 def as_frame(table: Mapping[str, list]) -> pd.DataFrame:
     """Convert the table to a DataFrame that can be written to Parquet.
 
-    Prompts and completions keep their messages, except that the arguments of tool calls become JSON text because their
-    fields differ per tool. Other columns with lists, dicts or mixed types become JSON text entirely.
+    Prompts and completions keep their messages, but the arguments of tool calls become JSON text because their fields
+    differ per tool. In other columns with lists, dicts or mixed types, all values become JSON text.
     """
     return pd.DataFrame({name: _column(values, messages=name in _MESSAGES) for name, values in table.items()})
 
@@ -306,7 +310,7 @@ def _column(values: list, *, messages: bool) -> list:
 
 
 def _fits_arrow(values: list) -> bool:
-    """Whether Parquet can hold the values as they are: they have one type, and ints have at most 64 bits."""
+    """Whether Parquet can store the values unchanged: they have a single type, and ints have at most 64 bits."""
     try:
         return not _has_empty_struct(pa.array(values).type)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
@@ -347,7 +351,7 @@ def _wandb(frame: pd.DataFrame) -> None:
 
 
 def _with_images(frame: pd.DataFrame, kind: Callable[[Any], Any]) -> pd.DataFrame:
-    """The table with the images of prompts, if it has any, as a tracker's `kind` of image."""
+    """The table with the images of prompts, if any, converted to the tracker's image class `kind`."""
     if "image" not in frame:
         return frame
     return frame.assign(image=[[kind(open_picture(picture)) for picture in own] for own in frame["image"]])
@@ -364,7 +368,7 @@ _TRACKERS = {"wandb": _wandb, "trackio": _trackio}
 
 # Push to the Hub
 
-_SECONDS = 120  # between two commits, as in TRL: the Hub limits commits per hour
+_SECONDS = 120  # minimum time between two commits, as in TRL: the Hub limits commits per hour
 _CARD = """---
 pretty_name: Completions of a training run
 tags: [trl, trl_jax, trl-logs, completions]
@@ -379,7 +383,7 @@ Written by trl_jax: one file per log, with the most recent completions and their
 class CompletionsRepo:
     """Pushes files to a dataset repository in the background, at most once per _SECONDS.
 
-    Files that cannot be pushed stay in the folder, and a warning is logged.
+    If a push fails, a warning is logged and the files stay in the folder.
 
     Raises:
         PermissionError, ConnectionError: the repository cannot be opened.
@@ -424,7 +428,8 @@ def print_completions(
     Args:
         table: columns of equal length: step, prompt, completion, one per name in `rewards`, extra columns, and an
             optional advantage.
-        num_samples: number of rows, chosen at random. None, or at least the number of rows, prints all in order.
+        num_samples: number of rows to print, chosen at random. If None or not less than the number of rows, all are
+            printed in order.
     """
     if importlib.util.find_spec("rich") is None or num_samples == 0:
         return
@@ -464,7 +469,7 @@ def _drawn(rows: int, num_samples: int | None) -> Sequence[int]:
 
 
 def _pieces(value: Any) -> Iterator[tuple[str, str]]:
-    """The text of a cell as (text, style) pieces: messages with their roles, anything else as it is."""
+    """The text of a cell as (text, style) pieces: messages with their roles, or `str` of any other value."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         yield str(value), ""
         return
@@ -478,7 +483,8 @@ def _pieces(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _content(content: Any) -> Iterator[tuple[str, str]]:
-    """Text and content blocks as TRL shows them, and any other items in a list that a tool returned."""
+    """The pieces of a message's content: text and blocks as in TRL, and any other items in a list that a tool
+    returned."""
     if not isinstance(content, list):
         yield "" if content is None else str(content), ""
         return
@@ -493,7 +499,7 @@ def _content(content: Any) -> Iterator[tuple[str, str]]:
 
 
 def _call(call: Any) -> str:
-    """A tool call in Python syntax; a malformed call as it is."""
+    """A tool call in Python syntax; for a malformed call its `str`."""
     function = call.get("function", {}) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return str(call)
@@ -518,7 +524,7 @@ _COLORS = {"": "#1f6feb", "eval_": "#1a7f37"}  # training and evaluation
 
 
 def write_picture(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
-    """Plot the logs so far into `training.svg`. Writes nothing if no metric was logged yet.
+    """Plot the logs to `training.svg`. Writes nothing if none of the plotted metrics has been logged.
 
     Args:
         history: `state.log_history`.
@@ -556,10 +562,11 @@ class Collected:
         return {name: sum(found) / len(found) if found else None for name, found in real.items()}
 
     def taken_late(self, logs: Collection[str], before: str) -> dict[str, float | None]:
-        """The same, by names with `before`, of what a script has appended since the others were taken for `logs`.
+        """As `taken`, for values that a script appended after the metrics in `logs` were taken; `before` is the prefix
+        of names in `logs`.
 
         Raises:
-            ValueError: a number was appended to one that `logs` has.
+            ValueError: a value was appended to a metric that is already in `logs`.
         """
         if known := sorted(name for name, found in self.values.items() if found and before + name in logs):
             raise ValueError(
@@ -573,7 +580,7 @@ def length_metrics(lengths: Sequence[int], truncated: np.ndarray) -> Iterator[tu
     """Length metrics of completions.
 
     Args:
-        lengths: number of tokens of each.
+        lengths: number of tokens of each completion.
         truncated: bool `[B]`.
     """
     lengths = np.asarray(lengths, np.float32)
@@ -592,7 +599,7 @@ def reward_metrics(names: Sequence[str], rewards: np.ndarray, advantages: Any) -
     """Reward metrics.
 
     Args:
-        names: of the F reward functions.
+        names: names of the F reward functions.
         rewards: float32 `[B, F]`.
         advantages: the `Advantages` computed from them.
     """
@@ -610,8 +617,9 @@ def group_reward_metrics(
     """Reward metrics under the names of TRL's AsyncGRPO.
 
     Args:
-        names, rewards, advantages: as of `reward_metrics`.
-        group: completions of a prompt, over whose rewards the standard deviation is taken, with n in the denominator.
+        names, rewards, advantages: as for `reward_metrics`.
+        group: completions per prompt. `reward_std` is the mean over groups of the population standard deviation
+            (ddof=0).
     """
     yield "reward", _mean(advantages.rewards)
     groups = [own[~np.isnan(own)] for own in np.asarray(advantages.rewards).reshape(-1, group)]
@@ -627,12 +635,12 @@ def sampling_metrics(
     sampling: Sequence[np.ndarray],
     completion_mask: Sequence[np.ndarray],
 ) -> Iterator[tuple[str, float]]:
-    """How far the sampler's log-probabilities are from the policy's, and the importance ratios that the loss uses.
+    """The differences between the sampler's log-probabilities and the policy's, and the importance ratios in the loss.
 
-    Tokens without a log-probability of the sampler (NaN) have no difference, and the ratio 1.
+    Tokens without a log-probability from the sampler (NaN) are left out of the differences and have the ratio 1.
 
     Args:
-        old, sampling: log-probabilities of each completion's tokens under the policy and as the sampler reported them.
+        old, sampling: log-probabilities of each completion's tokens, from the policy and from the sampler.
     """
     tokens = [(a - b)[mask] for a, b, mask in zip(old, sampling, completion_mask, strict=True)]
     apart = np.abs(np.concatenate(tokens))
@@ -652,7 +660,8 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _std(values: np.ndarray) -> float:
-    """Sample standard deviation (n - 1) of the non-NaN values; NaN for fewer than two; infinite if one is, as TRL."""
+    """Sample standard deviation (ddof=1) of the non-NaN values. NaN for fewer than two values; infinite if a value is,
+    as in TRL."""
     real = values[~np.isnan(values)]
     if len(real) < 2:
         return math.nan

@@ -22,13 +22,13 @@ from trl_jax.core.secrets import scrubbed
 from trl_jax.core.text import brief
 from trl_jax.data.chat import is_messages, load_tokenizer, rendered
 from trl_jax.hub.auto import find_checkpoint
-from trl_jax.hub.config import told_of
+from trl_jax.hub.config import naming_argument
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import as_arrays, as_checkpoint, is_torch_model
 
 logger = logging.getLogger(__name__)
 
-HELPERS = ("trainer_state", "log_extra", "log_metric")  # what the trainer passes to reward functions, as in TRL
+HELPERS = ("trainer_state", "log_extra", "log_metric")  # arguments that the trainer adds, as in TRL
 
 
 def reward_functions(
@@ -50,10 +50,10 @@ def reward_functions(
             of these. The list is not modified.
         processing_classes: the tokenizers of the reward models, as a list with None for functions. None loads each
             model's own tokenizer.
-        weights: only their number is checked.
+        weights: only checked for their number.
         trainer_state, timeout, metrics_of_run, helpers: see `RewardFunctions`.
-        columns: of the rows, which functions get by name; None if they are not known beforehand.
-        models: options of `reward_model`.
+        columns: columns of the rows, which are passed to functions by name; None if they are not known beforehand.
+        models: options for `reward_model`.
 
     Raises:
         ValueError: there is no reward function, or the number of weights or tokenizers does not match.
@@ -107,12 +107,12 @@ def check_signature(
     """Raise TypeError for a reward function that does not take the arguments that it would be called with.
 
     Args:
-        columns: of the rows, which it gets by name; None if they are not known.
+        columns: columns of the rows, which are passed by name; None if they are not known.
         helpers: see `RewardFunctions`.
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take more than what it wraps
-    except (TypeError, ValueError):  # of a class in C
+    except (TypeError, ValueError):  # callables implemented in C may have no signature
         return
     parameters, always = signature.parameters.values(), ("prompts", "completions", "completion_ids", *helpers)
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
@@ -147,14 +147,14 @@ def unwrapped(function: Callable) -> Callable:
 
 
 def is_async(function: Callable) -> bool:
-    """Whether calling it returns a coroutine: an `async def`, a partial of one, or an object with async `__call__`."""
+    """Whether calling it returns a coroutine: an async function, a partial of one, or an object with async __call__."""
     function = unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 @contextlib.contextmanager
 def raised_by(who: str, prompts: list) -> Iterator[None]:
-    """Add a note to any exception that says which user function raised it and for which completions."""
+    """Add a note to any exception that names the user function that raised it and the first of its prompts."""
     try:
         yield
     except Exception as error:
@@ -165,14 +165,14 @@ def raised_by(who: str, prompts: list) -> Iterator[None]:
         raise
 
 
-_GRACE = 1.0  # seconds that a cancelled coroutine has to finish before it is abandoned
+_GRACE = 1.0  # seconds that a cancelled coroutine may take before it is abandoned
 
 
 class TookTooLong(Exception):
     """A coroutine did not finish in time.
 
     number: its index among the coroutines.
-    blocks: whether it blocked the event loop, so that it could not even be cancelled.
+    blocks: whether it blocked the event loop and therefore could not be cancelled.
     """
 
     def __init__(self, number: int, *, blocks: bool):
@@ -183,7 +183,7 @@ class TookTooLong(Exception):
 class EventLoop:
     """An event loop in a background thread, started by the first call.
 
-    All calls share it, so connections that a function keeps open between calls stay usable.
+    All calls share it, so that functions can keep connections open between calls.
     """
 
     def __init__(self):
@@ -242,7 +242,7 @@ async def _together(
 
 # Reward functions
 
-_OWN = ("prompt", "completion", "completion_ids")  # dataset columns that functions do not get under these names
+_OWN = ("prompt", "completion", "completion_ids")  # dataset columns that are not passed to functions
 _GIVEN = ("prompts", "completions", *HELPERS)  # arguments that the trainer passes in addition to the columns
 _TABLE = ("step", "prompt", "completion", "advantage")  # columns of the completions table
 _METRICS = (
@@ -260,19 +260,19 @@ class RewardFunctions:
     """Reward functions and reward models, as one callable.
 
     A function is called with lists, as `f(prompts=, completions=, completion_ids=, **columns, trainer_state=,
-    log_extra=, log_metric=)`, and returns a number or None per completion. None (NaN here) means that the function does
+    log_extra=, log_metric=)`, and returns a number or None per completion. None (here NaN) means that the function does
     not apply to this completion.
 
     Attributes:
-        names: of the metrics and of the columns in the completions table.
+        names: names in metrics and in the completions table.
         functions: in the order of `names`.
-        trainer_state: returns the trainer state that functions receive.
+        trainer_state: returns the trainer state that is passed to functions.
         timeout: seconds that async functions may take; None means no limit.
         given: the user's own list of functions, whose entries may be replaced at any time, as in TRL; None if the user
-            passed no list.
-        metrics_of_run: names that the trainer logs in this run only, in addition to `_METRICS`.
-        own: a script's own `_calculate_rewards`, with the arguments and the result of `calculated`; None without one.
-        helpers: the arguments of `HELPERS` that functions get.
+            did not pass a list.
+        metrics_of_run: metrics that the trainer logs in this run in addition to `_METRICS`.
+        own: a user-defined `_calculate_rewards`, with the signature of `calculated`, or None.
+        helpers: those of `HELPERS` that are passed to functions.
     """
 
     names: list[str]
@@ -288,7 +288,7 @@ class RewardFunctions:
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     _numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     _completions: int = 0
-    _left_out: set[str] = field(default_factory=set)  # columns of log_extra that a warning was given for
+    _left_out: set[str] = field(default_factory=set)  # columns of log_extra that were warned about
     _renamed: set[str] = field(default_factory=set)
 
     @property
@@ -299,11 +299,11 @@ class RewardFunctions:
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:
-        """Compute rewards, float32 `[B, F]`; NaN where a function does not apply. A script's own `_calculate_rewards`
-        may change those of `calculated`.
+        """Compute rewards, float32 `[B, F]`; NaN where a function does not apply. A user-defined `_calculate_rewards`
+        may change the result of `calculated`.
 
         Raises:
-            TypeError: the script's own method did not return `[B, F]` numbers.
+            TypeError: the user-defined method did not return `[B, F]` numbers.
         """
         if self.own is None:
             return self.calculated(rows, prompts, completions, completion_ids)
@@ -384,7 +384,7 @@ class RewardFunctions:
 
     @property
     def tokenizers(self) -> list[Any]:
-        """The tokenizers of reward models; None for functions."""
+        """The tokenizer of each reward model; None for functions."""
         return [one.tokenizer if isinstance(one, RewardModel) else None for one in self.functions]
 
     def sums(self) -> dict[str, tuple[float, int]]:
@@ -426,7 +426,7 @@ class RewardFunctions:
         self._numbers[self._free(name, taken, f"log_metric({name!r}, ...)")].append(number)
 
     def _free(self, name: str, taken: Sequence[str], call: str) -> str:
-        """The name, or name_2 if the trainer already logs under it; warns the first time."""
+        """The name, or name_2 if the trainer already logs that name; warns the first time."""
         if name not in taken:
             return name
         free = numbered([*taken, name])[-1]
@@ -460,11 +460,11 @@ class RewardFunctions:
 
 
 def check_columns(names: Iterable[str], found: str, *more: str) -> None:
-    """Raise ValueError for a column named like an argument that the trainer passes to reward functions.
+    """Raise ValueError if a column has the name of an argument that the trainer passes to reward functions.
 
     Args:
         found: start of the error, such as "train_dataset has the column".
-        more: names of further arguments.
+        more: names of additional arguments.
     """
     given = (*_GIVEN, *more)
     if (name := next((name for name in names if name in given), None)) is not None:
@@ -480,7 +480,7 @@ def reward_columns(names: Sequence[str]) -> list[str]:
 
 
 def callable_name(function: Callable) -> str:
-    """TRL's name of a reward function: `__name__` (of the innermost function of a partial), else its class name."""
+    """TRL's name for a reward function: `__name__` (of a partial's innermost function), else its class name."""
     function = unwrapped(function)
     try:
         return function.__name__
@@ -501,7 +501,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def _checked(name: str, found: Any, completions: int) -> np.ndarray:
-    """Check the value that a function returned; float32 `[B]`, NaN for None."""
+    """Check the rewards that a function returned, and convert them to float32 `[B]`, with NaN for None."""
     wrong = TypeError(
         f"The reward function {name!r} must return a list of {completions} rewards (numbers or None), got "
         f"{show('rewards', found)}."
@@ -538,7 +538,7 @@ def _checked(name: str, found: Any, completions: int) -> np.ndarray:
 
 
 def _finite_scores(name: str, scores: np.ndarray) -> np.ndarray:
-    """Refuse NaN and infinity from a reward model; only for functions does NaN mean "does not apply"."""
+    """Raise ValueError for NaN and infinity from a reward model; only functions may return NaN for "does not apply"."""
     bad = np.flatnonzero(~np.isfinite(scores))
     if bad.size:
         raise ValueError(
@@ -555,8 +555,8 @@ def _number(value: Any) -> float:
 
 
 def _copied(given: dict[str, Any]) -> dict[str, Any]:
-    """Copy lists and dicts in the arguments of a function; other objects, such as environments, are shared."""
-    copies: dict[int, Any] = {}  # by id, because a tool's answer may contain itself
+    """Copy lists and dicts in a function's arguments recursively; other objects, such as environments, are shared."""
+    copies: dict[int, Any] = {}  # by id, because a tool's result may contain itself
 
     def copy(value: Any) -> Any:
         if type(value) not in (list, dict):
@@ -592,10 +592,10 @@ _ROWS = 32  # rows per forward pass
 
 @dataclass
 class RewardModel:
-    """A model with a score head that scores prompts with their completions.
+    """A model with a score head, which scores prompts with their completions.
 
     tokenizer: the model's own; its chat template renders conversations.
-    template_options: further arguments of that template.
+    template_options: extra arguments for that template.
     """
 
     model: PreTrainedModel
@@ -630,7 +630,7 @@ class RewardModel:
 
 
 def is_model(value: Any) -> bool:
-    """Whether it is a reward model rather than a function: a name, a folder, or a trl_jax or torch model."""
+    """Whether `value` is a reward model rather than a function: a name, a folder, or a trl_jax or torch model."""
     return isinstance(value, str | os.PathLike | PreTrainedModel) or is_torch_model(value)
 
 
@@ -650,7 +650,7 @@ def reward_model(
         tokenizer: None loads the model's own. A missing pad token is set to the EOS token, as in TRL.
         model_init_kwargs: loading options for a model given by name; by default its weights keep the checkpoint's
             dtype.
-        seed: initializes the score head if the checkpoint has none.
+        seed: for initializing the score head if the checkpoint has none.
 
     Raises:
         TypeError, ValueError: the model has no score head, or cannot be loaded.
@@ -665,7 +665,7 @@ def reward_model(
     elif isinstance(model, PreTrainedModel):
         ours, place, config = model, model.name_or_path, model.config
     else:
-        with told_of("reward_funcs"):
+        with naming_argument("reward_funcs"):
             ours = find_checkpoint(str(model), **options).load(seed)
         place, config = str(model), ours.config
     if ours.backend.head != "score":

@@ -1,10 +1,9 @@
-"""Online training: from prompts to completions, rewards and training rows."""
+"""Online training: turn prompts into completions, rewards and training examples."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,14 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from trl_jax.core.outputs import NONE, VirtualTokens
+from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.data.batch import IGNORED, Batch, CompletionRows, Context, Example, Extras, padded_length
 from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
 from trl_jax.generation.generator import StopRule
 from trl_jax.losses.advantages import Advantages
-from trl_jax.losses.policy_gradient import next_entropy_coef
 from trl_jax.rollout.completions_log import (
     Collected,
     CompletionsLog,
@@ -32,12 +30,12 @@ from trl_jax.rollout.completions_log import (
 )
 from trl_jax.rollout.samplers import Sampler
 from trl_jax.rollout.server import ServerError
-from trl_jax.tasks.policy import Cycle, PolicyTask, RolloutTask
+from trl_jax.tasks.policy import Cycle, EntropyBonus, PolicyTask, RolloutTask
 
 logger = logging.getLogger(__name__)
 
 BASE_SEED_WORDS = 2  # random words that torch's DataLoader draws per epoch to seed its workers
-# Why a resumed run may no longer use the log-probabilities that it saved: the argument that has changed.
+# Saved log-probabilities that differ from those that a resumed run needs -> the argument that was changed.
 _REASONS = {
     "old_logps": "gradient_accumulation_steps, whose steps use up a generation or do not",
     "ref_logps": "beta, from or to 0",
@@ -61,16 +59,15 @@ class RolloutSteps:
         changed.
     lay_out: (micro-batches of completions, the generation of each, step number, entropy coefficient) -> step batch.
     bonus: the entropy coefficient of each step; None without an entropy bonus.
-    logps: which log-probabilities completions carry: "old_logps", "ref_logps", "sampling_logps".
-    streams: torch's random streams, one per rank that micro-batches are divided over. Completions are sampled with the
-        first.
-    seeds: the stream that gives servers their seeds, which do not depend on the number of ranks; None without servers.
-    num_micro_batches: since the start of the run; decides when to generate.
-    generated: when the first step since the last log generated: "before" its micro-batches, "within" or "after" it;
-        None if there was no step. Determines the order of the logged metrics.
-    num_steps_of_run: how many steps the run has, after which nothing is generated ahead.
-    at_iterates: a block in which the policy is where the next gradient is taken, as in TRL. With a schedule-free
-        optimizer, that is not the average which evaluations use.
+    logps: the log-probabilities that completions have: "old_logps", "ref_logps", "sampling_logps".
+    streams: torch random streams, one per rank. Completions are sampled with the first one.
+    seeds: the random stream for the servers' seeds, which do not depend on the number of ranks; None without servers.
+    num_micro_batches: number of micro-batches since the start of the run; determines when to generate.
+    generated: whether the first step since the last log generated "before" its micro-batches, "within" them, or not at
+        all ("after"); None if there was no step. Determines the order of the logged metrics.
+    num_steps_of_run: returns the number of steps in the run; nothing is generated ahead for later steps.
+    at_iterates: a context in which the policy has the parameters at which the next gradient is taken, as in TRL. With a
+        schedule-free optimizer, these differ from the averaged parameters that evaluation uses.
     """
 
     rollout: Rollout
@@ -97,7 +94,7 @@ class RolloutSteps:
     _begun_at: float = 0.0
 
     def begin(self) -> None:
-        """Reset the state of an earlier run, whose completions came from another policy."""
+        """Discard the state of an earlier run, whose completions came from another policy."""
         self.buffer, self.num_micro_batches, self.num_steps, self.epoch = None, 0, 0, -1
         self.generated, self._next = None, None
         if self.make_sampler is not None:
@@ -105,12 +102,12 @@ class RolloutSteps:
         self.sampler.begin()
 
     def begin_epoch_again(self, epoch: int) -> None:
-        """Make the next `set_epoch(epoch)` restart that epoch with the current prompts and a new generation."""
+        """Make the next `set_epoch(epoch)` restart that epoch with the current dataset and a new generation."""
         self.buffer, self._next, self.num_micro_batches, self.epoch = None, None, 0, epoch - 1
         self.sampler.begin(epoch)
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
-        """Start an epoch. A restored epoch continues at its own position, so `skip` is not needed."""
+        """Start an epoch. A restored epoch continues at its saved position, so `skip` is ignored."""
         del skip, skipped_digest
         if epoch == self.epoch:
             return
@@ -130,7 +127,7 @@ class RolloutSteps:
             yield self._step()
 
     def _step(self) -> Any:
-        """Collect micro-batches for one step, or fewer at the end of an epoch, and lay them out as a batch."""
+        """Collect the micro-batches of one step (fewer at the end of an epoch) and lay them out as a batch."""
         self._begun_at = time.monotonic()
         parts, experiences, number, when = [], [], self.num_steps, None
         while len(parts) < self.cycle.accumulation and self.sampler.has_next:
@@ -170,7 +167,7 @@ class RolloutSteps:
             self.rollout.table.finish()
 
     def stepped(self, metrics: dict[str, Any]) -> None:
-        """Wait for a step to finish, as its successor's generation would anyway, and record its time and metrics."""
+        """Wait for a step to finish, which the next generation would do anyway, and record its time and metrics."""
         jax.block_until_ready(metrics)
         self.seconds.append(time.monotonic() - self._begun_at)
         if self.bonus is not None:
@@ -207,8 +204,8 @@ class RolloutSteps:
         return [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
 
     def _written(self, rows: Sequence[Row]) -> Written:
-        """The completions of these rows, begun before the steps of the last generation if there was one. Begins those
-        of the next generation."""
+        """Wait for the completions of these rows, which were started before the steps of the previous generation, or
+        start them now if there was none. Then start those of the next generation."""
         group = self.cycle.group
         begun, self._next = self._next, None
         if begun is None:
@@ -223,12 +220,12 @@ class RolloutSteps:
         return written
 
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Everything that a resumed run needs to continue bit for bit: arrays by name, and JSON values. Waits for what
-        is generated ahead."""
-        arrays = {} if self.buffer is None else {f"buffer/{name}": a for name, a in self.buffer.arrays().items()}
+        """Everything that a resumed run needs to continue bitwise identically: arrays by name, and JSON values. Waits
+        for completions that are being generated ahead."""
+        arrays = {} if self.buffer is None else _prefixed("buffer", self.buffer.arrays())
         begun = None if self._next is None else self._next.ended()
         if begun is not None:
-            arrays |= {f"next/{name}": array for name, array in begun.wait().arrays().items()}
+            arrays |= _prefixed("next", begun.wait().arrays())
         states = [stream.state() for stream in self.streams]
         arrays["streams"] = np.stack([state.key for state in states])
         seeds = None if self.seeds is None else self.seeds.state()
@@ -236,7 +233,7 @@ class RolloutSteps:
             arrays["seeds"] = seeds.key
         if self.rollout.table is not None:
             arrays["table"] = self.rollout.table.state()
-        arrays |= {f"sampler/{name}": array for name, array in self.sampler.state().items()}
+        arrays |= _prefixed("sampler", self.sampler.state())
         facts = {
             "num_micro_batches": self.num_micro_batches,
             "num_steps": self.num_steps,
@@ -255,8 +252,8 @@ class RolloutSteps:
         """Continue from a saved `state`.
 
         Returns:
-            Whether the position in the epoch is counted from zero again: arguments have changed, so generations are
-            formed afresh, starting with the first prompt that no finished generation has used.
+            Whether arguments have changed, so that new generations are formed, starting with the first prompt that no
+            finished generation has used. The position in the epoch is then counted from zero again.
         """
         states = zip(arrays["streams"], facts["streams"], strict=True)
         for stream, (key, (used, position)) in zip(self.streams, states, strict=False):  # ranks may differ
@@ -278,7 +275,7 @@ class RolloutSteps:
         then = facts.get("sizes", now)  # missing in earlier checkpoints
         self.epoch, self.num_micro_batches = facts["epoch"], facts["num_micro_batches"]
         self.buffer = Experience.of_arrays(buffer) if buffer else None
-        if ("order" in sampler) != ("order" in self.sampler.state()):  # one run reads a table, the other a stream
+        if ("order" in sampler) != ("order" in self.sampler.state()):  # a table then and a stream now, or vice versa
             self.begin_epoch_again(self.epoch)
             return True
         self.sampler.restore(sampler)
@@ -302,7 +299,7 @@ class RolloutSteps:
         return moved
 
     def _sizes(self) -> dict[str, int]:
-        """The sizes that divide completions into generations and micro-batches, named after the arguments."""
+        """The sizes that define generations and micro-batches, named after the arguments."""
         cycle = self.cycle
         return {
             "num_generations": cycle.group,
@@ -323,14 +320,15 @@ class RolloutSteps:
 class Begun:
     """Completions that servers are generating.
 
-    wait: waits for them. step: the number of steps before they were begun.
+    wait: waits for them.
+    step: the number of steps taken before they were started.
     """
 
     wait: Callable[[], Written]
     step: int
 
     def ended(self) -> Begun | None:
-        """These completions, once they are there; None if the servers failed, which `wait` raises when they are due."""
+        """Wait for the completions and return self; None if the servers failed, in which case a later `wait` raises."""
         try:
             written = self.wait()
         except ServerError:
@@ -339,7 +337,11 @@ class Begun:
         return self
 
 
-def _under(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _prefixed(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {f"{prefix}/{name}": array for name, array in arrays.items()}
+
+
+def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     start = f"{prefix}/"
     return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
 
@@ -353,13 +355,20 @@ class Writer(Protocol):
     """The policy with its tokenizer: generates completions, and converts ids to text."""
 
     def prompts(self, rows: Sequence[Row]) -> list:
-        """The prompts of rows, with the images of their columns in their messages."""
+        """The prompts of rows, with the images of their image columns inserted into the messages."""
 
     def write(self, prompts: list, group: int) -> Written:
         """Generate one completion per prompt; each prompt occurs `group` times in a row."""
 
     def begin(self, prompts: list, group: int) -> Callable[[], Written]:
-        """As `write`, but returns while servers generate; the function that it returns waits for them."""
+        """As `write`, but returns immediately while servers generate; the returned function waits for them."""
+
+    def checked(self, made: Written) -> Written:
+        """Complete what `begin` returned or a checkpoint restored: add the features of its images.
+
+        Raises:
+            ValueError: a completion has an image token without an image.
+        """
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         """Completions as reward functions see them: messages if the prompts are messages, else texts."""
@@ -369,7 +378,7 @@ class Writer(Protocol):
 
 
 class OwnMethods(Protocol):
-    """A script's overrides of generation methods, with the arguments and results of `Rollout`'s methods."""
+    """User-defined overrides of generation methods, with the signatures of `Rollout`'s methods."""
 
     def scored(self, rows: Sequence[Row], group: int, mode: str) -> Experience: ...
 
@@ -380,16 +389,15 @@ class OwnMethods(Protocol):
 class Rollout:
     """Generates completions with the current policy and scores them.
 
-    judge: computes rewards and advantages; None if every completion is trained on alike, without rewards.
-    ends: the token ids that end a complete completion; one that ends with another id was truncated, unless `stop` ends
-        it.
+    judge: computes rewards and advantages; None if training uses no rewards.
+    ends: the EOS token ids. A completion that ends with a different id was truncated, unless `stop` ended it.
     drops_truncated: whether truncated completions are excluded from the loss.
-    saw_tokens: receives the number of tokens read and generated in training and returns the total of the run.
-    table: logs completions with their rewards; None logs none.
+    saw_tokens: adds a number of tokens (read and generated, in training) to the run's total, and returns the total.
+    table: the completions table, or None.
     tell: reports progress to the user.
     begin: resets the environments of a batch of rows and returns the rows with their observations.
-    own: methods of a script's own that completions go through; None without any.
-    stop: ends completions besides `ends`; None without stop strings.
+    own: user-defined methods that generate or score completions, or None.
+    stop: also ends completions, at stop strings; None without any.
     """
 
     writer: Writer
@@ -403,25 +411,25 @@ class Rollout:
     own: OwnMethods | None = None
     stop: StopRule | None = None
     collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
-    _ready: Written | None = None  # completions of the rows that are scored next
+    _ready: Written | None = None  # completions that were generated ahead, of the rows that are scored next
 
     def begin_ahead(self, rows: Sequence[Row], group: int) -> Callable[[], Written]:
-        """Begin the completions of rows; the function that it returns waits for them."""
+        """Start completing rows; the returned function waits for the completions."""
         return self.writer.begin(self.writer.prompts(rows), group)
 
     def make(self, rows: Sequence[dict[str, Any]], group: int, mode: str, written: Written | None = None) -> Experience:
         """Generate completions for the prompts of these rows and score them.
 
         Args:
-            rows: each occurs `group` times in a row.
+            rows: each one is repeated `group` times.
             mode: "train" or "eval", under which metrics are collected.
-            written: the completions, if there are some already.
+            written: the completions, if they were generated ahead.
         """
         self._ready = written
         return (self if self.own is None else self.own).scored(rows, group, mode)
 
     def scored(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
-        """As `make`, without a script's own `_generate_and_score_completions`."""
+        """As `make`, but without a user-defined `_generate_and_score_completions`."""
         rows = self.begin(rows)
         metrics, prompts = self.collected[mode], self.writer.prompts(rows)
         next_thing = "training" if mode == "train" else "evaluating"
@@ -447,9 +455,10 @@ class Rollout:
         return Experience(list(map(Completed, *of_each)))
 
     def written(self, prompts: list, group: int, mode: str) -> Written:
-        """One completion per prompt. Adds length and token metrics."""
+        """Generate one completion per prompt, and add length and token metrics."""
         ready, self._ready = self._ready, None
-        made, metrics = self.writer.write(prompts, group) if ready is None else ready, self.collected[mode]
+        made = self.writer.write(prompts, group) if ready is None else self.writer.checked(ready)
+        metrics = self.collected[mode]
         lengths = [int(own.sum()) for own in made.by_model]
         tokens = sum(map(len, made.prompt_ids)) + sum(lengths)
         metrics.set("num_tokens", float(self.saw_tokens(tokens if mode == "train" else 0)))
@@ -458,7 +467,7 @@ class Rollout:
         return made
 
     def _truncated(self, made: Written) -> np.ndarray:
-        """Which completions were truncated, bool `[B]`."""
+        """Whether each completion was truncated, bool `[B]`."""
         return np.asarray([
             int(own[-1]) not in self.ends and not (self.stop and self.stop(prompt, own, len(own) - 1))
             for prompt, own in zip(made.prompt_ids, made.completion_ids, strict=True)
@@ -479,8 +488,8 @@ Logps = Sequence[np.ndarray]
 class Rewards(Protocol):
     """Reward functions.
 
-    names: used in metrics.
-    arrays: of the reward models among them.
+    names: their names in metrics.
+    arrays: the arrays of the reward models among them.
     """
 
     names: Sequence[str]
@@ -490,10 +499,10 @@ class Rewards(Protocol):
         """Compute rewards, float32 `[B, F]`; NaN where a function does not apply."""
 
     def metrics(self) -> dict[str, float]:
-        """Metrics that functions logged in the last call, sorted by name."""
+        """The metrics that functions logged in the last call, sorted by name."""
 
     def extra(self) -> dict[str, list]:
-        """Columns that functions logged in the last call, sorted by name."""
+        """The columns that functions logged in the last call, sorted by name."""
 
 
 class Judged(NamedTuple):
@@ -501,8 +510,8 @@ class Judged(NamedTuple):
 
     rewards: float32 `[B, F]`.
     advantages: the result of `PolicyTask.advantages`.
-    logps: log-probabilities of each completion's tokens under the policy that generated it, under the reference, and
-        as the sampler reported them; each None if not needed.
+    logps: log-probabilities of each completion's tokens from the policy that generated it, the reference, and the
+        sampler; each None if not needed.
     """
 
     rewards: np.ndarray
@@ -519,10 +528,10 @@ class Judged(NamedTuple):
 class Judge:
     """Calls the reward functions and turns rewards into advantages.
 
-    logps: ("policy" or "reference", completions, completion_mask) -> log-probabilities of the completions' tokens under
-        that model, float32 `[tokens]` for each.
+    logps: ("policy" or "reference", completions, completion_mask) -> that model's log-probabilities of the completions'
+        tokens, float32 `[tokens]` each.
     start: starts a call in the background and returns a function that waits for its result, so that log-probabilities
-        are computed while reward functions run. Reward functions stay in this thread because some use signals.
+        are computed while reward functions run. Reward functions run in this thread because some use signals.
     tell: reports progress to the user.
     """
 
@@ -542,7 +551,7 @@ class Judge:
         group: int,
         metrics: Collected,
     ) -> Judged:
-        """Score completions; each prompt occurs `group` times in a row.
+        """Score completions; each prompt is repeated `group` times.
 
         Args:
             texts: the completions as reward functions see them.
@@ -570,14 +579,14 @@ class Judge:
         return Judged(rewards, advantages, (old, ref, sampling))
 
     def _logps(self, made: Written, completion_mask: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
-        """Log-probabilities under the policy and under the reference; None per completion if not needed."""
+        """The policy's and the reference's log-probabilities; None for each completion if not needed."""
         nothing = [None] * len(made.completion_ids)
         old = self.logps("policy", made, completion_mask) if self.task.keeps_old_logps else nothing
         return old, self.logps("reference", made, completion_mask) if self.task.beta else nothing
 
 
 def _divergence(old: Logps, ref: Logps, completion_mask: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Sum over each completion's tokens of log pi_old - log pi_ref, float32 `[B]`."""
+    """The sum of log pi_old - log pi_ref over each completion's unmasked tokens, float32 `[B]`."""
     if old[0] is None or ref[0] is None:
         return None
     return np.asarray([np.sum((a - b) * c) for a, b, c in zip(old, ref, completion_mask, strict=True)], np.float32)
@@ -598,10 +607,10 @@ def example_of(
     that other completions of it can share.
 
     Args:
-        completion_mask: bool, for each token of the completion.
+        completion_mask: bool, one per token of the completion.
         numbers: extras per completion.
         of_tokens: extras per unmasked token.
-        images: of the prompt, or of the whole text.
+        images: images of the prompt, or of the whole text.
     """
     ids = np.concatenate([prompt, completion]).astype(np.int32)
     labels = np.full(len(ids), IGNORED, np.int32)
@@ -627,15 +636,15 @@ def step_examples(
     part: float,
     ranks: int,
     numbers: Mapping[str, float],
-    virtual: VirtualTokens = NONE,
+    virtual: VirtualTokens = NO_VIRTUAL_TOKENS,
 ) -> list[list[Example]]:
     """The examples of each micro-batch of a step.
 
     Args:
-        generations: for each micro-batch, the generation that it is cut from.
+        generations: for each micro-batch, the generation that it is a slice of.
         part: micro-batches of the step / micro-batches of a generation.
-        ranks: number of ranks that a micro-batch is divided over.
-        numbers: extras that are the same for all completions.
+        ranks: number of ranks over which a micro-batch is divided.
+        numbers: extras with the same value for all completions.
         virtual: virtual tokens before each text.
     """
     groups = []
@@ -669,14 +678,14 @@ def with_rows(
     multiple: int,
     numbers: Mapping[str, float],
 ) -> Batch:
-    """The arrays of a step with the completions as rows, for a script's own loss.
+    """Add the completions as rows to the arrays of a step, for a user-defined loss.
 
     Args:
-        parts, generations: the step's, as of `step_examples`.
-        shards: that each micro-batch is divided over.
-        longest: rows have room for completions of so many tokens, at least.
-        multiple: that TRL would pad rows to.
-        numbers: of the step, by name.
+        parts, generations: as for `step_examples`.
+        shards: number of shards over which each micro-batch is divided.
+        longest: minimum width of the completions, in tokens.
+        multiple: the multiple to which TRL would pad rows.
+        numbers: scalars of the step, by name.
     """
     every = [row for generation in generations for row in generation.rows]
     prompt, completion = (-(-length // multiple) * multiple for length in _longest(every))
@@ -717,69 +726,6 @@ def _longest(rows: Sequence[Completed]) -> tuple[int, int]:
     return max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
 
 
-# Entropy bonus
-
-
-@dataclass
-class EntropyBonus:
-    """The coefficient of the entropy bonus, fixed or adapted after each step.
-
-    coef: the current coefficient.
-    target: entropy in nats. If the entropy of the last step is at most the target, the bonus is applied and `coef` is
-        raised by `delta`; otherwise it is not applied and `coef` is lowered, within [`least`, `most`]. None keeps
-        `coef` fixed.
-    """
-
-    coef: float
-    target: float | None = None
-    delta: float = 0.005
-    least: float = 0.0
-    most: float = 1.0
-    entropy: float = math.inf  # of the last step
-    logged: list[float] = field(default_factory=list)  # coefficient after each step since the last log
-    _metrics: dict[str, Any] | None = None
-
-    def next(self) -> float:
-        """The coefficient for the next step; 0 if an adaptive bonus is not applied."""
-        self._adapt()
-        return self.coef if self.target is None or self.entropy <= self.target else 0.0
-
-    @property
-    def now(self) -> float:
-        """The coefficient after all steps so far."""
-        self._adapt()
-        return self.coef
-
-    def stepped(self, metrics: dict[str, Any]) -> None:
-        self._metrics = metrics
-
-    def _adapt(self) -> None:
-        """Update the coefficient from the metrics of the last step, which are fetched from the device only here."""
-        if self._metrics is None:
-            return
-        total, tokens = (np.asarray(self._metrics[f"bonus_{name}"], np.float64).sum() for name in ("entropy", "tokens"))
-        self._metrics, self.entropy = None, float(total / max(tokens, 1))
-        if self.target is not None:
-            bounds = {"delta": self.delta, "least": self.least, "most": self.most}
-            self.coef = next_entropy_coef(self.coef, self.entropy, target=self.target, **bounds)
-        self.logged.append(self.coef)
-
-    def taken(self) -> list[float]:
-        """The coefficients after the steps since the last call."""
-        self._adapt()
-        logged, self.logged = self.logged, []
-        return logged
-
-    def state(self) -> dict[str, Any]:
-        """JSON values for `restore`."""
-        self._adapt()
-        return {"coef": self.coef, "entropy": None if math.isinf(self.entropy) else self.entropy, "logged": self.logged}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        entropy = state["entropy"]
-        self.coef, self.entropy, self.logged = state["coef"], math.inf if entropy is None else entropy, state["logged"]
-
-
 # Completions with advantages, as trained on and checkpointed
 
 
@@ -787,14 +733,14 @@ class Completed(NamedTuple):
     """A prompt with one completion.
 
     prompt, completion: token ids, int32.
-    completion_mask: bool, for each token of the completion whether it contributes to the loss.
+    completion_mask: bool, whether each token of the completion contributes to the loss.
     advantage: computed from its reward relative to the prompt's other completions.
-    old_logps, ref_logps: float32, log-probabilities of the completion's tokens under the policy that generated it and
-        under the reference; None if not needed.
-    sampling_logps: float32, the same as the sampler reported them, NaN where it did not; None if not needed.
-    images: of the prompt, or of the text up to the last image in the completion; None without any.
-    extras: what a script added to the outputs of `_generate_and_score_completions`, float32, int32 or bool: scalars or
-        one number for each token of the completion, by name; None without any.
+    old_logps, ref_logps: float32, log-probabilities of the completion's tokens from the policy that generated it and
+        from the reference; None if not needed.
+    sampling_logps: float32, the sampler's log-probabilities, NaN where it reported none; None if not needed.
+    images: images of the prompt, or of the text up to the last image in the completion; None if there are none.
+    extras: numbers that a script added to the outputs of `_generate_and_score_completions`, by name: float32, int32 or
+        bool, a scalar or one number per token of the completion; None if there are none.
     """
 
     prompt: np.ndarray
@@ -817,15 +763,14 @@ _LOGPS = ("old_logps", "ref_logps", "sampling_logps")
 _OF_TRL = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 TRL_LOGPS = dict(zip(_OF_TRL, _LOGPS, strict=True))
 _SAVED_AS = {"completion_mask": "counted"}  # the name used in checkpoints
-_IMAGES = "images/"  # prefix of the arrays of images
-_EXTRAS, _OF_TOKENS = "extras/", "of_tokens/"  # prefixes of a script's own numbers, and of whether tokens have them
+_EXTRAS, _OF_TOKENS = "extras/", "of_tokens/"  # prefixes of user-defined numbers, and of whether they are per token
 
 
 @dataclass(frozen=True)
 class Experience:
     """The completions of one generation, in training order. Micro-batches are slices of it.
 
-    num_items: what a script returned as `num_items_in_batch`; None for the tokens that contribute to the loss.
+    num_items: the `num_items_in_batch` that a script returned; None: the number of tokens that contribute to the loss.
     """
 
     rows: Sequence[Completed]
@@ -833,7 +778,7 @@ class Experience:
 
     @property
     def num_tokens(self) -> float:
-        """Number of tokens of all completions, by which losses of tokens are divided."""
+        """The divisor of token-level losses: the number of tokens that contribute to the loss, or `num_items`."""
         return sum(row.num_tokens for row in self.rows) if self.num_items is None else self.num_items
 
     @property
@@ -847,8 +792,8 @@ class Experience:
         return replace(self, rows=[self.rows[place] for place in order])
 
     def part(self, number: int, parts: int, ranks: int) -> list[Completed]:
-        """Micro-batch `number` of `parts`: the rows are divided into `ranks` equal runs, and each contributes its
-        `number`-th part."""
+        """Micro-batch `number` of `parts`: the rows are divided into `ranks` equal runs, and each run contributes its
+        part with this number."""
         of_rank = len(self.rows) // ranks
         size = of_rank // parts
         starts = (rank * of_rank + number * size for rank in range(ranks))
@@ -865,8 +810,7 @@ class Experience:
             if values[0] is not None:
                 arrays[_SAVED_AS.get(name, name)] = np.concatenate(values)
         if any(row.images is not None for row in rows):
-            images = images_to_arrays([row.images for row in rows])
-            arrays |= {f"{_IMAGES}{name}": array for name, array in images.items()}
+            arrays |= _prefixed("images", images_to_arrays([row.images for row in rows]))
         for name, values in (rows[0].extras or {}).items():
             every = [row.extras[name] for row in rows]
             arrays[f"{_EXTRAS}{name}"] = np.concatenate(every) if values.ndim else np.asarray(every)
@@ -885,7 +829,7 @@ class Experience:
 
         columns = [split("prompt", "prompt"), split("completion", "completion"), split("completion_mask", "completion")]
         logps = [split(name, "completion") for name in _LOGPS]
-        images = {name.removeprefix(_IMAGES): array for name, array in arrays.items() if name.startswith(_IMAGES)}
+        images = _under("images", arrays)
         images = images_from_arrays(images) if images else [None] * len(arrays["advantage"])
         extras = [{} for _ in arrays["advantage"]]
         for name in (name.removeprefix(_OF_TOKENS) for name in arrays if name.startswith(_OF_TOKENS)):
@@ -908,16 +852,16 @@ Ids = Sequence[Sequence[int]]
 class Written:
     """B prompts with their completions, before scoring.
 
-    prompt_ids, completion_ids: token ids; a completion includes its end token.
-    by_model: bool, for each token of a completion whether the model generated it. Only these are trained on and
-        counted; the others are answers of tools.
+    prompt_ids, completion_ids: token ids; a completion includes its EOS token.
+    by_model: bool, whether the model generated each token of a completion. The other tokens are tool results, which are
+        neither trained on nor counted.
     columns: extra columns for the reward functions. A list has one value per row; any other value applies to all rows.
-    messages: each completion as reward functions see it; None decodes its tokens.
-    calls: number of tool calls, and of those that failed; None without tools.
+    messages: each completion as reward functions see it; None: its tokens are decoded.
+    calls: number of tool calls, and of failed ones; None without tools.
     sampling_logps: float32, the sampler's log-probability of each token of a completion, NaN where it has none; None if
-        the sampler reports none.
-    images: of each prompt, or of its text up to the last image in its completion; None if there are none.
-    seconds: what servers took, by the names under which it is logged.
+        the sampler does not report them.
+    images: images of each prompt, or of its text up to the last image in its completion; None if there are none.
+    seconds: times that servers took, by the names under which they are logged.
     """
 
     prompt_ids: Sequence[Sequence[int]]
@@ -932,7 +876,7 @@ class Written:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The servers' seconds; tool calls per completion and the fraction that failed, under TRL's names."""
+        """The servers' times, tool calls per completion and the fraction that failed, under TRL's names."""
         if self.calls is None:
             return dict(self.seconds)
         calls, failures = map(np.float32, self.calls)
@@ -942,11 +886,13 @@ class Written:
         return own | self.seconds
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The completions of servers as a few flat arrays, by name, for `of_arrays`."""
+        """The completions, which must come from servers, as a few flat arrays, by name, for `of_arrays`."""
         parts = {"prompt": self.prompt_ids, "completion": self.completion_ids}
         arrays = {f"{name}_length": np.asarray(list(map(len, ids)), np.int32) for name, ids in parts.items()}
         arrays |= {name: np.concatenate(ids).astype(np.int32) for name, ids in parts.items()}
         arrays["sampling_logps"] = np.concatenate(self.sampling_logps)
+        if self.images is not None:
+            arrays |= _prefixed("images", images_to_arrays(self.images))
         if self.calls is None:
             return arrays
         told = np.frombuffer(json.dumps(self.messages).encode(), np.uint8)
@@ -960,7 +906,11 @@ class Written:
             return np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
 
         prompts, completions = ([ids.tolist() for ids in split("prompt", "prompt")], split("completion", "completion"))
-        made = cls(prompts, completions, all_written(completions), sampling_logps=split("sampling_logps", "completion"))
+        images = _under("images", arrays)
+        made = cls(
+            prompts, completions, all_written(completions), sampling_logps=split("sampling_logps", "completion"),
+            images=images_from_arrays(images) if images else None,
+        )  # fmt: skip
         if "calls" not in arrays:
             return made
         messages, calls = json.loads(arrays["messages"].tobytes()), tuple(arrays["calls"].tolist())
@@ -968,7 +918,7 @@ class Written:
 
     @property
     def images_of_each(self) -> Sequence[TextImages | None]:
-        """The images of each row; None for rows without any."""
+        """The images of each row; None for rows without images."""
         if self.images is None:
             return [None] * len(self.prompt_ids)
         return [images if images.images else None for images in self.images]
@@ -984,5 +934,5 @@ class Written:
 
 
 def all_written(completions: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """`by_model` for completions that the model generated entirely."""
+    """`by_model` for completions that the model generated without tools."""
     return [np.ones(len(own), bool) for own in completions]

@@ -1,4 +1,4 @@
-"""Prompt samplers of online training: the same order of prompts as TRL, to the index."""
+"""Prompt samplers of online training, with the same order of prompts as TRL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 
 
 class Sampler(Protocol):
-    """The prompts of each micro-batch, epoch after epoch."""
+    """Yields the prompts of each micro-batch, epoch by epoch."""
 
     num_chunks: int | None  # per epoch; None if unknown
 
@@ -27,15 +27,15 @@ class Sampler(Protocol):
         """Whether the epoch has another micro-batch."""
 
     def next(self) -> Any:
-        """The chunk of prompts of the next micro-batch, whether or not it generates."""
+        """Advance to the next micro-batch and return its chunk of prompts, whether or not it starts a generation."""
 
     def following(self) -> Any | None:
-        """The chunk after the one that `next` returned last, which stays the next one; None at the end of an epoch,
-        unless prompts wrap."""
+        """Peek at the chunk after the current one without advancing; at the end of an epoch, at the first one of the
+        next epoch. None at the end of a stream."""
 
     @property
     def num_done(self) -> int:
-        """Prompts of this epoch whose chunks have been yielded all `repeats` times."""
+        """Number of prompts of this epoch whose chunks have been yielded all `repeats` times."""
 
     def repeat_chunk(self) -> None:
         """Restart the current chunk from its first micro-batch."""
@@ -44,7 +44,7 @@ class Sampler(Protocol):
         """Arrays for `restore`."""
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Continue from `state`. If it has another chunk size or number of repeats, continue after the prompts that
+        """Continue from `state`. If its chunk size or number of repeats is different, continue after the prompts that
         were done."""
 
 
@@ -57,8 +57,8 @@ class RepeatSampler:
         rows: number of rows in the dataset.
         chunk: prompts per generation.
         repeats: micro-batches per generation.
-        wraps: repeat the dataset in its order; each epoch starts after the last prompt of the previous one. Excludes
-            `shuffle`.
+        wraps: cycle through the dataset in order; each epoch starts after the last prompt of the previous one. Cannot
+            be combined with `shuffle`.
     """
 
     def __init__(self, rows: int, *, chunk: int, repeats: int, shuffle: bool, seed: int, wraps: bool = False):
@@ -77,11 +77,15 @@ class RepeatSampler:
         if self._wraps:
             self._order = self._after_last(self.num_chunks * self._chunk)
         else:
-            self._order = self._stream.permutation(self._rows) if self._shuffle else np.arange(self._rows)
+            self._order = self._drawn(self._stream)
         self._start = self._given = 0
 
+    def _drawn(self, stream: TorchGenerator) -> np.ndarray:
+        """The order of an epoch, from the stream's current state."""
+        return stream.permutation(self._rows) if self._shuffle else np.arange(self._rows)
+
     def _after_last(self, count: int) -> np.ndarray:
-        """The next `count` prompts, continuing at the start of the dataset after its end."""
+        """The indices of the next `count` prompts, wrapping around at the end of the dataset."""
         first = self._order[-1] + 1 if len(self._order) else 0
         return (first + np.arange(count)) % self._rows
 
@@ -101,7 +105,11 @@ class RepeatSampler:
         first = self._start + (max(self._given - 1, 0) // self._repeats + 1) * self._chunk
         if first + self._chunk <= len(self._order):
             return self._order[first : first + self._chunk]
-        return self._after_last(self._chunk) if self._wraps else None
+        if self._wraps:
+            return self._after_last(self._chunk)
+        stream = TorchGenerator(self._seed)
+        stream.restore(self._stream.state())
+        return self._drawn(stream)[: self._chunk]
 
     @property
     def num_done(self) -> int:
@@ -131,7 +139,7 @@ class StreamSampler:
     """`RepeatSampler` for a streaming dataset: yields rows instead of indices, in the order of the stream.
 
     Args:
-        stream: shuffle it beforehand to vary the order; `set_epoch` is called before each epoch, as in TRL.
+        stream: read in its own order (shuffle it beforehand); `set_epoch` is called before each epoch, as in TRL.
         chunk, repeats: see `RepeatSampler`.
     """
 
@@ -145,7 +153,7 @@ class StreamSampler:
         self._epoch, self._start, self._chunks, self._given = epoch - 1, 0, 0, 0
         self._rows: Iterator[dict[str, Any]] = iter(())
         self._chunk: list[dict[str, Any]] = []
-        self._following: list[dict[str, Any]] | None = None  # read before it is due
+        self._following: list[dict[str, Any]] | None = None  # chunk that `following` has read ahead
 
     def next_epoch(self) -> None:
         """Raises ValueError if the epoch has fewer prompts than one chunk."""
@@ -175,7 +183,7 @@ class StreamSampler:
         return len(self._chunk) == self._size
 
     def next(self) -> list[dict[str, Any]]:
-        """The next chunk of rows. Call only if `has_next`."""
+        """Return the current chunk of rows, which `has_next` has read. Call only if `has_next`."""
         self._given += 1
         return self._chunk
 
@@ -192,7 +200,7 @@ class StreamSampler:
         self._open(self._epoch, self.num_done)
 
     def state(self) -> dict[str, np.ndarray]:
-        # numbers: the epoch, its chunks read so far, and how often the last one was yielded
+        # numbers: the epoch, the number of chunks read, and how often the last one was yielded
         numbers, sizes = [self._epoch, self._chunks, self._given], [self._size, self._repeats, self._start]
         return {"numbers": np.asarray(numbers, np.int64), "sizes": np.asarray(sizes, np.int64)}
 
@@ -213,5 +221,5 @@ class StreamSampler:
 
 
 def _done(chunks: int, given: int, repeats: int) -> int:
-    """Chunks yielded all `repeats` times, if the last of them was yielded `given` times."""
+    """Number of chunks yielded all `repeats` times, if the last of `chunks` was yielded `given` times."""
     return chunks - (chunks > 0 and given < repeats)

@@ -1,10 +1,11 @@
-"""Completions by vLLM servers over HTTP: `use_vllm=True, vllm_mode="server"`.
+"""Completions by serving engines over HTTP: `use_vllm=True, vllm_mode="server"`.
 
-Prompts go to `/v1/completions` as token ids; token ids and their log-probabilities come back. Each prompt is one
-request for all of its completions and has its own seed, so that completions do not depend on how prompts are divided
-over several servers. The images of a prompt are processed by `/v1/chat/completions/render`, and what that returns goes
-to `/inference/v1/generate` with the token ids. Weights are loaded from a folder by the endpoints of vLLM's development
-mode (`VllmServers.load`).
+`Servers` get the policy's weights and complete prompts. What an engine does in its own way is an `Engine`: vllm.py and
+sglang.py. `Transport` sends requests to all servers, sends them again while a server cannot be reached, and watches the
+servers meanwhile.
+
+Prompts go out as token ids; token ids and their log-probabilities come back. Each prompt is one request for all of its
+completions and has its own seed, so that completions do not depend on how prompts are divided over several servers.
 """
 
 from __future__ import annotations
@@ -20,23 +21,21 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import httpx2
 import numpy as np
 
 from trl_jax.core.text import brief
-from trl_jax.data.checks import token_ids
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 256  # requests in flight per server; vLLM queues what it cannot run
+_AT_ONCE = 256  # requests in flight per server, which queues what it cannot run
 _SPEAKS_AFTER, _SPEAKS_EVERY = 5.0, 30.0  # seconds of waiting
 _ANSWERS_WITHIN = 10.0  # seconds that a server may take to say that it is healthy
 _BUSY = (502, 503, 504)
 _RETRY_AFTER = 0.5  # seconds
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
 
 Progress = Callable[[int, int], None]
 
@@ -102,6 +101,42 @@ class Requirements:
     adapter_rank: int | None = None
 
 
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How completions are sampled, by a run's arguments.
+
+    ends: the token ids that end a completion. regex: what completions must match.
+    never: a token that is not sampled; None for none.
+    others: the engine's own parameters (`generation_kwargs`), which take precedence over the other fields but `regex`,
+        and transformers' `stop_strings`.
+    """
+
+    max_tokens: int
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    ends: Sequence[int]
+    regex: str | None
+    never: int | None
+    others: Mapping[str, Any]
+
+
+class Prompt(NamedTuple):
+    """A prompt that a server completes `group` times.
+
+    most: the most tokens of a completion, if that is less than the parameters of requests say; None if not.
+    images: as data URLs.
+    """
+
+    ids: list[int]
+    group: int
+    seed: int
+    most: int | None
+    images: Sequence[str]
+
+
 def is_local(url: str) -> bool:
     """Whether a server's URL is on this machine."""
     host = urlsplit(url).hostname or ""
@@ -130,114 +165,76 @@ def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
     return urls
 
 
-class VllmServers:
-    """A client of one or several vLLM servers with the same model.
+def data_url(picture: Any) -> str:
+    """A PIL image as a data URL, without loss but for transparency."""
+    buffer = io.BytesIO()
+    picture.convert("RGB").save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
-    Args:
-        urls: prompts are divided over them in turn.
-        requirements: what `check` expects, and what the command in errors starts.
-        limits: after which a server that does not answer ends the run.
+
+class Engine(Protocol):
+    """What a serving engine does in its own way, for all servers of a run.
+
+    Attributes:
+        takes_adapters: whether `load_adapter` may be called; known after `ready`.
     """
 
-    def __init__(self, urls: Sequence[str], requirements: Requirements, limits: Limits):
-        self.urls, self._limits, self._needs = list(urls), limits, requirements
-        self._models = [requirements.model] * len(self.urls)  # the names under which they are served
-        self.version: str | None = None  # of the weights that were loaded last
-        self.takes_adapters = False  # known after `check`
-        self._adapter: str | None = None  # the name of the adapter that was loaded last
-        self._spoke: dict[str, float] = {}  # when a wait for a server was reported last
+    transport: Transport
+    takes_adapters: bool
 
-    # At the start
-
-    def check(self) -> None:
-        """Wait until every server answers, and check that it can be used.
-
-        Raises:
-            ServerError: a server does not answer within the timeout, or it serves something else than the run needs,
-                with the command that starts it right.
-        """
-        self._each("GET", "/health")
-        replies = self._each("GET", "/v1/models")
-        for place, (url, reply) in enumerate(zip(self.urls, replies, strict=True)):
-            cards = [card for card in reply["data"] if card.get("parent") is None]
-            self._models[place] = cards[0]["id"]
-            longest, needed = cards[0].get("max_model_len"), self._needs.max_tokens
-            if longest is not None and longest < needed:
-                raise ServerError(
-                    f"The vLLM server at {url} has --max-model-len {longest}, but a prompt with its completion may "
-                    f"have {needed} tokens. Start it with: {self.command(url)} --max-model-len {needed}"
-                )
-        ranks = []
-        for path in ("/server_info?config_format=json", "/weight_info"):
-            for url, reply in zip(self.urls, self._each("GET", path, missing_ok=True), strict=True):
-                if reply is None:
-                    raise self._unusable(
-                        url,
-                        f"has no {path.partition('?')[0]}, which vLLM 0.32 and later have in development mode "
-                        "(VLLM_SERVER_DEV_MODE=1)",
-                    )
-                if path.startswith("/server_info"):
-                    self._check_logprobs_mode(url, reply)
-                    ranks.append((reply["vllm_config"].get("lora_config") or {}).get("max_lora_rank"))
-        self.takes_adapters = self._needs.adapter_rank is not None and all(ranks)
-        if self.takes_adapters and min(ranks) < self._needs.adapter_rank:
-            url = self.urls[ranks.index(min(ranks))]
-            raise self._unusable(
-                url, f"has --max-lora-rank {min(ranks)}, and the adapter that is trained {self._needs.adapter_rank}"
-            )
-        probe = {"prompt": [self._needs.vocab_size - 1], "max_tokens": 1}
-        for url, model, own in zip(self.urls, self._models, self._probes(probe), strict=True):
-            if isinstance(own, str):
-                raise self._unusable(
-                    url, f"serves {model!r}, which does not take the token id {self._needs.vocab_size - 1} ({own})"
-                )
-
-    def _check_logprobs_mode(self, url: str, info: Mapping[str, Any]) -> None:
-        mode = info["vllm_config"]["model_config"]["logprobs_mode"]
-        if self._needs.processed_logps and mode != "processed_logprobs":
-            raise self._unusable(
-                url,
-                f"runs with --logprobs-mode {mode}, whose log-probabilities ignore temperature and filters and bias "
-                "the importance sampling correction (vllm_importance_sampling_correction=False does without it)",
-            )
-
-    def _probes(self, body: dict[str, Any]) -> list[dict[str, Any] | str]:
-        """The servers' replies to the same request, or the text of a refusal."""
-
-        async def one(client: httpx2.AsyncClient, url: str, model: str) -> dict[str, Any] | str:
-            reply = await self._answer(client, url, "POST", "/v1/completions", body | {"model": model})
-            return reply.json() if reply.status_code == 200 else _message(reply)
-
-        async def ask(client: httpx2.AsyncClient) -> list[dict[str, Any] | str]:
-            servers = zip(self.urls, self._served(), strict=True)
-            return await self._watched(client, [asyncio.create_task(one(client, *server)) for server in servers])
-
-        return self._within_loop(ask)
-
-    def _unusable(self, url: str, why: str) -> ServerError:
-        return ServerError(f"The vLLM server at {url} {why}. Start it with: {self.command(url)}")
+    def __init__(self, urls: Sequence[str], needs: Requirements, limits: Limits): ...
 
     def command(self, url: str) -> str:
         """The command that starts a server for this run."""
-        command = (
-            f"VLLM_SERVER_DEV_MODE=1 vllm serve {self._needs.model} --port {urlsplit(url).port or 80} "
-            "--logprobs-mode processed_logprobs"
-        )
-        if not self.takes_adapters:
-            return command
-        rank = next(rank for rank in _RANKS if rank >= min(self._needs.adapter_rank, _RANKS[-1]))
-        return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {command} --enable-lora --max-lora-rank {rank}"
 
-    def _served(self) -> list[str]:
-        """The names of what completes the prompts: the models, or the adapter on them."""
-        return self._models if self._adapter is None else [self._adapter] * len(self.urls)
+    def ready(self, cards: Sequence[Mapping[str, Any]]) -> None:
+        """Check that every server fits the run.
 
-    # Completions
+        Args:
+            cards: what `/v1/models` says about each server's model.
+
+        Raises:
+            ServerError: one does not, with the command that starts it right.
+        """
+
+    def parameters(self, options: SamplingOptions) -> dict[str, Any]:
+        """The sampling parameters of requests; all that a model's own defaults may change on the server are given."""
+
+    async def complete(
+        self, client: httpx2.AsyncClient, place: int, prompt: Prompt, parameters: Mapping[str, Any]
+    ) -> Sampled:
+        """The completions of a prompt by the server at `urls[place]`."""
+
+    def score(self, ids: Sequence[int]) -> list[np.ndarray]:
+        """The log-probability of each token of a text but the first, at temperature 1, by every server: float32
+        `[tokens - 1]` each."""
+
+    def load(self, folder: str, version: str) -> None:
+        """Have every server load a checkpoint while it completes nothing, and name the weights `version`."""
+
+    def load_adapter(self, folder: str, version: str) -> None:
+        """Have every server use an adapter in PEFT's format for all further completions, instead of the last one."""
+
+    def versions(self) -> list[str]:
+        """The name of each server's weights."""
+
+
+class Servers:
+    """Servers with the same model, which complete prompts with the weights that were loaded last.
+
+    Attributes:
+        version: of these weights; None before the first ones are loaded.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine, self._transport = engine, engine.transport
+        self.urls: list[str] = engine.transport.urls
+        self.version: str | None = None
 
     def begin(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Mapping[str, Any],
+        parameters: Mapping[str, Any],
         *,
         group: int,
         seeds: Sequence[int],
@@ -248,121 +245,48 @@ class VllmServers:
         """Have the servers complete each prompt `group` times while the caller goes on.
 
         Args:
-            sampling: parameters of `/v1/completions`.
+            parameters: what the engine's `parameters` returned.
             seeds: one per prompt.
             progress: called with the number of completions so far, and of their tokens.
-            most: lowers `max_tokens` of each prompt.
+            most: the most tokens of each prompt's completions, where that is less than the parameters say.
             images: of each prompt, as data URLs; None if there are none.
 
         Returns:
             A future of the completions, which raises ServerError if a server refuses a request or does not answer
             within the timeout, and StaleWeights if one lost the weights that were loaded.
         """
+        limits = self._transport.limits
+        bounds = [None] * len(prompts) if most is None else most
+        seen = [()] * len(prompts) if images is None else images
         jobs = [
-            {"prompt": list(map(int, ids)), "n": group, "seed": int(seed), "logprobs": 0, "return_token_ids": True}
-            for ids, seed in zip(prompts, seeds, strict=True)
+            Prompt(list(map(int, ids)), group, int(seed), bound, pictures)
+            for ids, seed, bound, pictures in zip(prompts, seeds, bounds, seen, strict=True)
         ]
-        for job, room in zip(jobs, most or (), strict=most is not None):
-            job["max_tokens"] = min(room, sampling["max_tokens"])
 
         async def ask(client: httpx2.AsyncClient) -> list[Sampled]:
-            gates, done, at_once = [asyncio.Semaphore(_AT_ONCE) for _ in self.urls], [0, 0], self._limits.at_once
+            gates, done, at_once = [asyncio.Semaphore(_AT_ONCE) for _ in self.urls], [0, 0], limits.at_once
             gate = asyncio.Semaphore(len(jobs) if at_once is None else max(at_once // group, 1))
 
             async def one(number: int) -> Sampled:
                 place = number % len(self.urls)
-                url, body = self.urls[place], dict(sampling) | jobs[number] | {"model": self._served()[place]}
-                seen = () if images is None else images[number]
                 async with gate, gates[place]:
-                    path = "/inference/v1/generate" if seen else "/v1/completions"
-                    body = await self._with_images(client, url, body, seen) if seen else body
-                    reply = await self._answer(client, url, "POST", path, body, within=self._limits.request)
-                    if reply.status_code == 404 and self._adapter is not None:
-                        raise StaleWeights(f"{url} has no adapter {self._adapter!r}")
-                    reply = self._accepted(url, reply)
-                found = self._read(url, reply, group)
+                    found = await self.engine.complete(client, place, jobs[number], parameters)
                 done[0], done[1] = done[0] + group, done[1] + sum(map(len, found.completions))
                 if progress is not None:
                     progress(*done)
                 return found
 
             tasks = [asyncio.create_task(one(number)) for number in range(len(jobs))]
-            return await self._watched(client, tasks, alive=self._limits.alive)
+            return await self._transport.watched(client, tasks, alive=limits.alive)
 
         def complete() -> Sampled:
             began = time.monotonic()
-            found = self._within_loop(ask)
+            found = self._transport.run(ask)
             self._check_version()
             completions = [own for part in found for own in part.completions]
             return Sampled(completions, [own for part in found for own in part.logps], time.monotonic() - began)
 
         return _in_thread(complete)
-
-    async def _with_images(
-        self, client: httpx2.AsyncClient, url: str, body: Mapping[str, Any], images: Sequence[str]
-    ) -> dict[str, Any]:
-        """Convert a body of `/v1/completions` with the prompt's images to a body of `/inference/v1/generate`.
-
-        Raises:
-            ServerError: the server cannot process images, or counts their tokens differently.
-        """
-        body = {name: value for name, value in body.items() if name != "return_token_ids"}
-        ids, model = body.pop("prompt"), body.pop("model")
-        parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
-        asked = {"model": model, "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
-        reply = await self._answer(client, url, "POST", "/v1/chat/completions/render", asked)
-        if reply.status_code == 404:
-            raise ServerError(
-                f"The vLLM server at {url} has no /v1/chat/completions/render, which prompts with images need. Start "
-                f"it with: {self.command(url)} --enable-scale-out"
-            )
-        features = dict(self._accepted(url, reply)["features"])
-        places, given = _runs(ids, self._needs.image_token), features["mm_placeholders"]["image"]
-        if [own["length"] for own in places] != [own["length"] for own in given]:
-            raise ServerError(
-                f"The vLLM server at {url} has images of {[own['length'] for own in given]} tokens, and the prompt "
-                f"of {[own['length'] for own in places]}: it processes them otherwise, or this model's images are not "
-                "one run of image tokens each, which is not in this release of trl_jax. Set use_vllm=False."
-            )
-        features["mm_placeholders"] = {**features["mm_placeholders"], "image": places}
-        sampling = body | {"output_kind": 2}  # all completions at once, when the last one has ended
-        return {"model": model, "token_ids": ids, "features": features, "sampling_params": sampling}
-
-    def _read(self, url: str, reply: Mapping[str, Any], group: int) -> Sampled:
-        choices = sorted(reply["choices"], key=lambda choice: choice["index"])
-        if len(choices) != group or any(choice.get("token_ids") is None for choice in choices):
-            raise self._unusable(
-                url, f"returned {brief(reply['choices'])} for {group} completions with their token ids"
-            )
-        completions, logps = [], []
-        for choice in choices:
-            completions.append(token_ids(choice["token_ids"], self._needs.vocab_size, f"A completion of {url}"))
-            found = choice["logprobs"]
-            if "content" in found:  # of /inference/v1/generate
-                found = [of_token["logprob"] for of_token in found["content"]]
-            else:
-                found = found["token_logprobs"]
-            logps.append(np.asarray([np.nan if value is None else value for value in found], np.float32))
-            if len(logps[-1]) != len(completions[-1]):
-                raise self._unusable(
-                    url, f"returned {len(logps[-1])} log-probabilities for {len(completions[-1])} tokens"
-                )
-        return Sampled(completions, logps, 0.0)
-
-    def score(self, ids: Sequence[int]) -> list[np.ndarray]:
-        """The log-probability of each token of a text but the first, at temperature 1, by every server: float32
-        `[tokens - 1]` each."""
-        body = {"prompt": list(map(int, ids)), "max_tokens": 1, "prompt_logprobs": 0}
-        scores = []
-        for url, reply in zip(self.urls, self._probes(body), strict=True):
-            if isinstance(reply, str):
-                raise self._unusable(url, f"refused to score a text ({reply})")
-            given = reply["choices"][0]["prompt_logprobs"][1:]
-            own = [at[str(int(token))]["logprob"] for at, token in zip(given, ids[1:], strict=True)]
-            scores.append(np.asarray(own, np.float32))
-        return scores
-
-    # Weights
 
     def load(self, folder: str, version: str) -> None:
         """Load a checkpoint's weights into every server while it completes nothing, and name them `version`.
@@ -373,23 +297,11 @@ class VllmServers:
         Raises:
             ServerError: a server cannot load them.
         """
-        self._each("POST", "/pause?mode=wait")
-        try:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            doing, within = f"load the weights in {folder}", self._limits.load
-            self._each("POST", "/collective_rpc", body, doing=doing, within=within)
-            self._each("POST", "/reset_prefix_cache")
-            self._each("POST", "/update_weight_version", {"new_version": version})
-        except ServerSilent:
-            raise
-        except ServerError:
-            self._each("POST", "/resume")
-            raise
-        self._each("POST", "/resume")
-        self.version, self._adapter = version, None
-        for url, found in zip(self.urls, self._versions(), strict=True):
+        self.engine.load(folder, version)
+        self.version = version
+        for url, found in zip(self.urls, self.engine.versions(), strict=True):
             if found != version:
-                raise self._unusable(url, f"has the weights {found!r} right after {version!r} were loaded")
+                raise self._transport.unusable(url, f"has the weights {found!r} right after {version!r} were loaded")
 
     def load_adapter(self, folder: str, version: str) -> None:
         """Load a LoRA adapter into every server, and use it for all further completions.
@@ -402,31 +314,37 @@ class VllmServers:
         Raises:
             ServerError: a server cannot load it.
         """
-        doing, within, before = f"load the adapter in {folder}", self._limits.load, self._adapter
-        body = {"lora_name": version, "lora_path": folder}
-        replies = self._each("POST", "/v1/load_lora_adapter", body, missing_ok=True, doing=doing, within=within)
-        for url, reply in zip(self.urls, replies, strict=True):
-            if reply is None:
-                raise self._unusable(
-                    url, f"could not {doing}: it does not see the folder, or lacks VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-                )
-        self._adapter = version
-        if before is not None:
-            self._each("POST", "/v1/unload_lora_adapter", {"lora_name": before}, missing_ok=True)
-
-    def _versions(self) -> list[str]:
-        return [reply["weight_version"] for reply in self._each("GET", "/weight_info")]
+        self.engine.load_adapter(folder, version)
 
     def _check_version(self) -> None:
         if self.version is None:
             return
-        for url, found in zip(self.urls, self._versions(), strict=True):
+        for url, found in zip(self.urls, self.engine.versions(), strict=True):
             if found != self.version:
                 raise StaleWeights(f"{url} has the weights {found!r}, not {self.version!r}")
 
-    # Requests
 
-    def _each(
+# Requests
+
+
+class Transport:
+    """Requests to all servers of a run.
+
+    Args:
+        limits: after which a server that does not answer ends the run.
+        name: the engine's, in errors.
+        command: the one that starts the server at a URL, in errors.
+        alive: the path that a server answers at any time.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], limits: Limits, name: str, command: Callable[[str], str], alive: str = "/health"
+    ):
+        self.urls, self.limits, self.name, self.command = list(urls), limits, name, command
+        self._alive = alive
+        self._spoke: dict[str, float] = {}  # when a wait for a server was reported last
+
+    def each(
         self,
         method: str,
         path: str,
@@ -445,29 +363,29 @@ class VllmServers:
 
         async def one(client: httpx2.AsyncClient, url: str) -> Any:
             try:
-                reply = await asyncio.wait_for(self._answer(client, url, method, path, body), within)
+                reply = await asyncio.wait_for(self.answer(client, url, method, path, body), within)
             except TimeoutError as error:
                 raise ServerError(
-                    f"The vLLM server at {url} did not {doing} within {within:g} s (weight_sync_timeout)."
+                    f"The {self.name} server at {url} did not {doing} within {within:g} s (weight_sync_timeout)."
                 ) from error
             if missing_ok and reply.status_code == 404:
                 return None
-            return self._accepted(url, reply, doing)
+            return self.accepted(url, reply, doing)
 
         async def ask(client: httpx2.AsyncClient) -> list[Any]:
-            return await self._watched(client, [asyncio.create_task(one(client, url)) for url in self.urls])
+            return await self.watched(client, [asyncio.create_task(one(client, url)) for url in self.urls])
 
-        return self._within_loop(ask)
+        return self.run(ask)
 
-    def _accepted(self, url: str, reply: httpx2.Response, doing: str = "") -> Any:
+    def accepted(self, url: str, reply: httpx2.Response, doing: str = "") -> Any:
         """A reply's JSON, or its text."""
         if reply.status_code != 200:
             path = reply.request.url.path
             what = f"could not {doing}" if doing else f"refused {path}"
-            raise ServerError(f"The vLLM server at {url} {what} ({reply.status_code}): {_message(reply)}")
+            raise ServerError(f"The {self.name} server at {url} {what} ({reply.status_code}): {message(reply)}")
         return reply.json() if reply.headers.get("Content-Type", "").startswith("application/json") else reply.text
 
-    async def _answer(
+    async def answer(
         self,
         client: httpx2.AsyncClient,
         url: str,
@@ -478,7 +396,7 @@ class VllmServers:
     ) -> httpx2.Response:
         """The reply to a request, which is sent again until the timeout while the server cannot be reached or does not
         reply `within` so many seconds."""
-        failed, timeout = None, self._limits.answer
+        failed, timeout = None, self.limits.answer
         while True:
             try:
                 reply = await asyncio.wait_for(client.request(method, url + path, json=body), within)
@@ -495,16 +413,16 @@ class VllmServers:
                 raise self._silent(url, problem, timeout, "vllm_server_timeout")
             if now - failed > _SPEAKS_AFTER and now - self._spoke.get(url, -math.inf) > _SPEAKS_EVERY:
                 left, self._spoke[url] = timeout - (now - failed), now
-                logger.warning("Waiting up to %.0f s more for the vLLM server at %s (%s).", left, url, problem)
+                logger.warning("Waiting up to %.0f s more for the %s server at %s (%s).", left, self.name, url, problem)
             await asyncio.sleep(min(_RETRY_AFTER, timeout / 4))
 
     def _silent(self, url: str, problem: str, timeout: float, argument: str) -> ServerSilent:
         return ServerSilent(
-            f"The vLLM server at {url} did not answer for {timeout:g} s ({argument}; {problem}). "
+            f"The {self.name} server at {url} did not answer for {timeout:g} s ({argument}; {problem}). "
             f"Start it with: {self.command(url)}"
         )
 
-    async def _watched(
+    async def watched(
         self, client: httpx2.AsyncClient, tasks: Sequence[asyncio.Task], alive: float | None = None
     ) -> list[Any]:
         """The results of all tasks. While they run, servers are asked whether they are alive, because a server that
@@ -528,19 +446,19 @@ class VllmServers:
         seen = dict.fromkeys(self.urls, time.monotonic())
         timeout, argument = alive, "heartbeat_stale_after_s"
         if alive is None:
-            timeout, argument = self._limits.answer, "vllm_server_timeout"
+            timeout, argument = self.limits.answer, "vllm_server_timeout"
         every = min(_ANSWERS_WITHIN, max(timeout / 4, 0.05))
         while True:
             await asyncio.sleep(every)
             for url in self.urls:
                 try:
-                    await client.get(url + "/health", timeout=every)
+                    await client.get(url + self._alive, timeout=every)
                     seen[url] = time.monotonic()
                 except httpx2.TransportError as error:
                     if time.monotonic() - seen[url] > timeout:
                         raise self._silent(url, type(error).__name__, timeout, argument) from error
 
-    def _within_loop(self, ask: Callable[[httpx2.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
+    def run(self, ask: Callable[[httpx2.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
         """Run a coroutine in a thread with an event loop of its own: this thread may have one already (Jupyter)."""
 
         async def main() -> Any:
@@ -551,25 +469,18 @@ class VllmServers:
 
         return _in_thread(lambda: asyncio.run(main())).result()
 
+    def logps(self, url: str, found: Sequence[float | None], ids: np.ndarray) -> np.ndarray:
+        """The log-probabilities of a completion's tokens.
 
-def _runs(ids: Sequence[int], token: int) -> list[dict[str, int]]:
-    """Where a token stands in a row: the offset and the length of each run."""
-    found: list[dict[str, int]] = []
-    for place, own in enumerate(ids):
-        if own != token:
-            continue
-        if found and found[-1]["offset"] + found[-1]["length"] == place:
-            found[-1]["length"] += 1
-        else:
-            found.append({"offset": place, "length": 1})
-    return found
+        Raises:
+            ServerError: there are more or fewer than tokens.
+        """
+        if len(found) != len(ids):
+            raise self.unusable(url, f"returned {len(found)} log-probabilities for {len(ids)} tokens")
+        return np.asarray([np.nan if value is None else value for value in found], np.float32)
 
-
-def data_url(picture: Any) -> str:
-    """A PIL image as a data URL, without loss but for transparency."""
-    buffer = io.BytesIO()
-    picture.convert("RGB").save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    def unusable(self, url: str, why: str) -> ServerError:
+        return ServerError(f"The {self.name} server at {url} {why}. Start it with: {self.command(url)}")
 
 
 def _in_thread(do: Callable[[], Any]) -> concurrent.futures.Future:
@@ -586,7 +497,7 @@ def _in_thread(do: Callable[[], Any]) -> concurrent.futures.Future:
     return future
 
 
-def _message(reply: httpx2.Response) -> str:
+def message(reply: httpx2.Response) -> str:
     """What a server says about a refused request, in short."""
     try:
         body = reply.json()
@@ -594,44 +505,3 @@ def _message(reply: httpx2.Response) -> str:
         return brief(reply.text)
     found = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
     return brief(found["message"] if isinstance(found, dict) and "message" in found else found)
-
-
-# Parameters of a request
-
-
-def sampling_parameters(
-    *,
-    max_tokens: int,
-    temperature: float,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    ends: Sequence[int],
-    regex: str | None,
-    others: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The parameters of `/v1/completions` for a run's arguments.
-
-    All that a model's generation_config.json may change on the server are given.
-
-    Args:
-        ends: the token ids that end a completion.
-        regex: what completions must match; it takes precedence over `structured_outputs` in `others`.
-        others: vLLM's own parameters (`generation_kwargs`), which take precedence over the other arguments, and
-            transformers' `stop_strings`.
-    """
-    parameters = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": 1.0 if top_p is None else top_p,
-        "top_k": 0 if top_k is None else max(top_k, 0),
-        "min_p": 0.0 if min_p is None else min_p,
-        "repetition_penalty": 1.0 if repetition_penalty is None else repetition_penalty,
-        "stop_token_ids": list(ends),
-    }
-    strings = others.get("stop_strings")
-    parameters |= {name: value for name, value in others.items() if name != "stop_strings"}
-    if strings is not None:
-        parameters |= {"stop": strings, "include_stop_str_in_output": True}
-    return parameters if regex is None else parameters | {"structured_outputs": {"regex": regex}}

@@ -1,4 +1,4 @@
-"""Tools and environments that a model uses in its completions, and the user's `rollout_func`."""
+"""Tools and environments that a model uses in its completions, and user-defined `rollout_func`s."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class Turns:
 
     functions: the tools that the model may call, by name.
     prompt: token ids of the prompt.
-    tokens: token ids after the prompt, tool answers included.
-    by_model: for each of `tokens`, whether the model generated it.
-    messages: of the model and of its tools, in order.
-    images: of the text up to the last answer with an image, or of the prompt; None if the run has none.
-    logps: the sampler's log-probability of each of `tokens`, NaN for answers; None if the sampler reports none.
+    tokens: token ids after the prompt, including tool results.
+    by_model: whether the model generated each of `tokens`.
+    messages: messages of the model and its tools, in order.
+    images: images of the prompt, or of the text up to the last tool result with an image; None if the run has none.
+    logps: the sampler's log-probability of each of `tokens`, NaN for tool results; None if the sampler does not report
+        them.
     """
 
     functions: Functions
@@ -86,9 +87,9 @@ class Calls:
     _loop: EventLoop = field(default_factory=EventLoop)
 
     def answers(self, calls: Sequence[Any], functions: Functions) -> list[Message]:
-        """Run the tool calls of one message and return an answer message for each, async functions last.
+        """Run the tool calls of one message and return one tool message per call; those of async functions come last.
 
-        Async functions run concurrently. An exception becomes the answer.
+        Async functions run concurrently. An exception is returned to the model as the result.
         """
         done: list[tuple[str, Any]] = []
         waiting: list[tuple[str, Coroutine]] = []
@@ -99,7 +100,7 @@ class Calls:
                 function = _called(call, name, functions)
                 result = function(**call["function"]["arguments"])
                 (waiting if is_async(function) else done).append((name, result))
-            except Exception as error:  # a tool may raise anything
+            except Exception as error:  # tools may raise any exception
                 done.append((name, self._failed(error)))
         results = self._loop.run([_outcome(coroutine) for _, coroutine in waiting]) if waiting else []
         for (name, _), result in zip(waiting, results, strict=True):
@@ -107,7 +108,7 @@ class Calls:
         return [{"role": "tool", "name": _whole(name), "content": _content(result)} for name, result in done]
 
     def taken(self) -> tuple[int, int]:
-        """Calls, and those that failed, since the last call of this method."""
+        """The number of calls and of failed calls since the last call of this method."""
         calls, failures, self.calls, self.failures = self.calls, self.failures, 0, 0
         return calls, failures
 
@@ -122,12 +123,12 @@ class Tools:
 
     functions: tools by name.
     environments: their methods are additional tools for their own completion; None without environments.
-    template_options: further arguments of the chat template.
+    template_options: extra arguments for the chat template.
     most_turns: maximum number of turns with tool calls; None means no limit.
-    longest: maximum number of tokens of a completion, answers included.
-    positions: prompt and completion must have fewer tokens than this for another turn to start; None means no limit.
+    longest: maximum number of tokens of a completion, including tool results.
+    positions: another turn only starts while prompt and completion have fewer tokens than this; None means no limit.
     vocab_size: rows of the model's embedding.
-    encoder: reads the images in answers; None if the model has no vision tower.
+    encoder: encodes the images in tool results; None if the model has no vision tower.
     """
 
     functions: Functions
@@ -143,7 +144,7 @@ class Tools:
 
     @property
     def of_each(self) -> list[Functions] | None:
-        """The tools of each completion of the current rows; None if all have the same."""
+        """The tools of each completion of the current rows; None if they are the same for all."""
         if self.environments is None:
             return None
         return [self.functions | by_name(methods_of(environment)) for environment in self.environments.current]
@@ -159,12 +160,12 @@ class Tools:
         """Run all further turns of these completions.
 
         Args:
-            completion_ids: the first turn of each.
-            complete: called with texts as lists of token ids, the images of these texts or None, and how many further
-                tokens of each are used; returns the next tokens of each, int32 arrays, and their log-probabilities,
-                which are None without `logps`.
-            images: of the prompts; None if the run has none.
-            logps: of the first turn of each, as the sampler reported them; None if it reports none.
+            completion_ids: the first turn of each completion.
+            complete: called with texts as lists of token ids, the images of these texts or None, and the maximum number
+                of further tokens for each; returns the next tokens of each, int32 arrays, and their log-probabilities
+                (None if `logps` is None).
+            images: images of the prompts; None if the run has none.
+            logps: the sampler's log-probabilities of each first turn; None if it does not report them.
         """
         functions = self.of_each or [self.functions] * len(completion_ids)
         seen, nothing = [None] * len(completion_ids) if images is None else images, [None] * len(completion_ids)
@@ -205,9 +206,9 @@ class Tools:
         return parsed_message(tokens, before, self.tokenizer, list(functions.values()))
 
     def _answer(self, turns: Turns) -> bool:
-        """Run the tool calls of the last message and append the answers.
+        """Run the tool calls of the last message and append the results.
 
-        Returns False if the answers do not fit; the completion then ends with the tool calls.
+        Returns False if the results do not fit; the completion then ends with the tool calls.
         """
         answers = self.calls.answers(turns.calls, turns.functions)
         for answer in answers:
@@ -226,12 +227,12 @@ class Tools:
 
     def _tokens_of(self, answers: list[Message]) -> tuple[list[int], Sequence[ImagePatches]]:
         """The tokens from the end of a message with tool calls to the start of the model's next message, and the images
-        among them."""
+        in between."""
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
         talk = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         before, _ = self._rendered(talk, add_generation_prompt=False)
         ends = [place for place, token in enumerate(before) if token == self.tokenizer.eos_token_id]
-        before = before[: ends[-1] + 1] if ends else before  # some templates put a newline after it
+        before = before[: ends[-1] + 1] if ends else before  # some templates render a newline after the EOS token
         whole, images = self._rendered(talk + answers, add_generation_prompt=True)
         if whole[: len(before)] != before:
             raise ValueError(
@@ -269,25 +270,25 @@ def _called(call: Any, name: str, functions: Functions) -> Callable[..., Any]:
 
 
 def _name(call: Any) -> str:
-    """The name of the function that is called."""
+    """The name of the called function."""
     return call["function"]["name"] if "function" in call else call.get("name", "unknown")
 
 
 async def _outcome(coroutine: Coroutine) -> Any:
-    """The result of a coroutine, or the exception that it raised."""
+    """Await a coroutine; return its result, or the exception that it raised."""
     try:
         return await coroutine
-    except Exception as error:  # a tool may raise anything
+    except Exception as error:  # tools may raise any exception
         return error
 
 
 def _content(result: Any) -> Any:
-    """Message content: a list is taken as content blocks, anything else as text."""
+    """Convert a result to message content: lists are content blocks, anything else becomes text."""
     return result if isinstance(result, list) else _whole(str(result))
 
 
 def _whole(text: str) -> str:
-    """Escape lone surrogates: a model can write them in JSON, but no tokenizer accepts them."""
+    """Escape lone surrogates: a model can generate them in JSON, but no tokenizer accepts them."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -298,7 +299,7 @@ _OWN = ("reset", "get_reward")  # methods that the model cannot call
 
 
 class Environments:
-    """One environment per completion of a generation; they are reset and reused for the next generation.
+    """The environments of a generation, one per completion. They are reset and reused for the next generation.
 
     current: the environments of the current rows, in order.
     sees: whether the model has a vision tower, so that `reset` may return images.
@@ -312,7 +313,7 @@ class Environments:
             given: a factory, or factories by the name in the rows' `environment` column.
 
         Raises:
-            ValueError: an environment has no `reset`.
+            ValueError: an environment has no `reset` method.
         """
         self._several = isinstance(given, Mapping)
         self._factories = dict(given) if isinstance(given, Mapping) else {None: given}
@@ -353,9 +354,9 @@ class Environments:
         )
 
     def begin(self, rows: Sequence[Row]) -> list[Row]:
-        """Reset an environment for each row and return the rows with it in the column `environments`.
+        """Reset an environment for each row, and return the rows with their environment in the column `environments`.
 
-        What `reset` returns is appended to the last message of the prompt.
+        The result of `reset` is appended to the last message of the prompt.
 
         Raises:
             ValueError: a row names an unknown environment or already has a column `environments`, or `reset` returns
@@ -396,7 +397,8 @@ def methods_of(environment: Any) -> list[Callable]:
 
 
 def _with_observation(prompt: list[dict], told: Any) -> list[dict]:
-    """Append an observation to the last message; text becomes a content block if either side has blocks."""
+    """Append an observation to the last message. If either of them has content blocks, the other's text becomes a
+    block."""
     content = prompt[-1]["content"]
     if isinstance(told, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -428,10 +430,10 @@ def written_by(function: Callable[[list], Mapping[str, Any]], prompts: list, voc
     """Generate completions with the user's `rollout_func`; equal prompts are adjacent.
 
     Args:
-        function: returns for each prompt `prompt_ids` and `completion_ids`, lists of token ids, and `logprobs`, the
-            sampler's log-probability of each token of the completion, None where it has none; or None for all. An
-            optional `env_mask` has 0 for completion tokens that the model did not generate. All other keys go to the
-            reward functions.
+        function: returns a dict with one item per prompt: `prompt_ids` and `completion_ids`, lists of token ids, and
+            `logprobs`, the sampler's log-probability of each completion token (None where it has none), or None for all
+            prompts. An optional `env_mask` is 0 for completion tokens that the model did not generate. All other keys
+            are passed to the reward functions.
         vocab_size: rows of the model's embedding.
 
     Raises:

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from trl_jax.core.trainers import TRAINERS, fetching
+from trl_jax.core.trainers import TRAINERS, lazy_getattr
 
 _WHERE = {
     "DatasetMixtureConfig": "trl_jax.scripts.data",
@@ -22,7 +22,7 @@ _WHERE = {
     "get_dataset": "trl_jax.scripts.data",
     "init_zero_verbose": "trl_jax.scripts.utils",
 }
-__getattr__ = fetching(__name__, _WHERE)
+__getattr__ = lazy_getattr(__name__, _WHERE)
 
 
 class _TrainingScripts(MetaPathFinder):

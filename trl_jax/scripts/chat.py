@@ -22,7 +22,7 @@ class ChatArguments:
     model: folder or Hub name.
     system: the system message.
     seed: None means a different one each time.
-    image: files of pictures, which come before the first question.
+    image: picture files, shown before the first question.
     fields: fields of a GenerationConfig.
     """
 
@@ -96,7 +96,7 @@ def _read() -> str | None:
 
 
 def _without_default_lengths(settings: Settings) -> Any:
-    """The GenerationConfig without default lengths, which `generate` would take for a choice of the user's."""
+    """The GenerationConfig without default lengths, which `generate` would mistake for values that the user set."""
     if settings.default_max_length:
         settings.config.max_length = None
     if settings.default_min_length:

@@ -139,8 +139,7 @@ class DatasetMixtureConfig:
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     """Concatenate the datasets into the split "train", and split off "test" if `test_split_size` is set.
 
-    With fractions, only the first rows of each dataset are used: the most that give these shares without repeating
-    rows.
+    With fractions, each dataset contributes its first rows, as many as these shares allow without repeating rows.
 
     Raises:
         ValueError: there are no datasets, only some have a fraction, or fractions are combined with streaming.

@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
 
     Raises:
         ValueError: there is no such example.
-        FileExistsError: a file of its name is here, with other content.
+        FileExistsError: the current folder has a file of the same name with other content.
     """
     found = examples()
     if args.name is None:
@@ -60,7 +60,7 @@ def examples() -> dict[str, Path]:
 
 
 def needed(example: Path) -> list[Path]:
-    """The example, the modules next to it that it imports, and the folder of data if it reads it."""
+    """The example, the modules next to it that it imports, and the data folder if one of them reads it."""
     if example.suffix != ".py":
         return [example]
     paths, waiting = {}, [example]
@@ -79,7 +79,7 @@ def needed(example: Path) -> list[Path]:
 
 
 def _copy(paths: list[Path]) -> list[str]:
-    """Copy into the current folder; a file that is already there is not touched."""
+    """Copy into the current folder. Raises FileExistsError, before copying, for a file there with other content."""
     files = {file: path.parent for path in paths for file in (_files(path) if path.is_dir() else [path])}
     here = {file: file.relative_to(parent) for file, parent in files.items()}
     for file, target in here.items():

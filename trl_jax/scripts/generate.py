@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 PROMPTS, COLUMN = ("prompt", "messages", "text"), "completion"
-_WINDOW = 4  # batches; rows are sorted by length within so many
+_WINDOW = 4  # number of batches within which rows are sorted by length
 
 
 def _added(row: dict[str, Any]) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ class GenerateArguments:
 
     model: folder or Hub name.
     file: jsonl; None means lines of stdin.
-    image: files of pictures that every prompt is about.
+    image: picture files for every prompt.
     output: jsonl; None means stdout.
     fields: fields of a GenerationConfig.
     """
@@ -120,7 +120,7 @@ def main(args: GenerateArguments) -> None:
     if completer.dtype.name != ("bfloat16" if args.bf16 else "float32"):
         mark |= {"compute dtype": completer.dtype.name}
     with (
-        contextlib.nullcontext(to_stdout()) if output is None else output.begun(mark) as (done, write),
+        contextlib.nullcontext(to_stdout()) if output is None else output.running(mark) as (done, write),
         _shown(write, len(rows), len(done), args.quiet) as take,
     ):
         completer(len(done), take)
@@ -151,7 +151,7 @@ class Completer:
         self.dtype = computing_dtype(model.load(), "bfloat16" if args.bf16 else None)
         self._group, images = settings.completions, None
         if args.image or any(map(_has_pictures, rows)):
-            prompts = _Seeing(model.vision_processor(), args.image, rows)
+            prompts = _PicturePrompts(model.vision_processor(), args.image, rows)
             ids, images = [prompts(number).ids.tolist() for number in range(len(rows))], prompts.images
         else:
             ids = [_ids(row, model.tokenizer) for row in rows]
@@ -189,7 +189,7 @@ def _prompt(row: Row) -> tuple[str, Any, dict[str, Any]]:
         raise ValueError(
             f"{row.where} must have the column {' or '.join(PROMPTS)}, got {', '.join(row.content) or 'no columns'}."
         )
-    options = row.content.get("chat_template_kwargs", {})
+    options = dict(row.content.get("chat_template_kwargs", {}))
     options |= {"tools": row.content["tools"]} if "tools" in row.content else {}
     return column, row.content[column], options
 
@@ -217,17 +217,17 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
-class _Seeing:
-    """Rows with pictures as prompts of a vision-language model, by number. Pictures are read at each call, because
-    those of all rows may not fit into memory."""
+class _PicturePrompts:
+    """Encodes rows with pictures as prompts of a vision-language model. Pictures are read on each call, because those
+    of all rows may not fit into memory."""
 
     def __init__(self, processor: VisionProcessor, pictures: list[str], rows: list[Row]):
         """
         Args:
-            pictures: that every prompt is about.
+            pictures: files for every prompt.
 
         Raises:
-            ValueError: there are some, and a row has its own.
+            ValueError: there are such files, but a row has pictures of its own.
         """
         self._processor, self._pictures, self._rows = processor, pictures, rows
         own = next((row for row in rows if pictures and _has_pictures(row)), None)
@@ -241,7 +241,7 @@ class _Seeing:
         """The ids and images of a prompt.
 
         Raises:
-            ValueError: a picture cannot be read, or the prompt has another number of placeholders.
+            ValueError: a picture cannot be read, or the numbers of placeholders and pictures differ.
         """
         import numpy as np
 

@@ -154,12 +154,12 @@ class LoadedModel:
     def load(self) -> PreTrainedModel:
         """The model; an adapter is merged into its weights."""
         if self.model is None:
-            place = self.checkpoint.placement(self.plan)
-            self.model = self.checkpoint.load(seed=0, place=place).merge_and_unload()
+            sharding_of = self.checkpoint.sharding_rule(self.plan)
+            self.model = self.checkpoint.load(seed=0, sharding_of=sharding_of).merge_and_unload()
         return self.model
 
     def vision_processor(self) -> VisionProcessor:
-        """What makes ids and patches of texts with pictures."""
+        """The processor that turns texts with pictures into ids and patches."""
         from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor
 
         found = self.checkpoint

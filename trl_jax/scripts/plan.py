@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_jax.core.files import write_whole
 from trl_jax.core.trainers import DEFAULT, TrainerNames, plannable
 from trl_jax.plan.chips import known, topology
 from trl_jax.scripts.data import DatasetMixtureConfig
@@ -90,7 +91,7 @@ def main(
             print(suggestions_text(suggestion), flush=True)
     if plan_args.json is not None:
         figures = result.as_dict() | {"suggestions": [suggestion.as_dict() for suggestion in suggestions]}
-        Path(plan_args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_whole(Path(plan_args.json), json.dumps(figures, indent=2) + "\n")
 
 
 def without_part(args: BaseConfig) -> list[str]:
@@ -203,7 +204,7 @@ class PlanParser(TrlParser):
         args = list(sys.argv[1:] if args is None else args)
         named = _trainer_in(args)
         if named in (None, self.trainer):
-            # The flag is how a plan learns of the teacher, which a script passes to GKDTrainer.
+            # A plan gets the teacher from this flag, whereas a script passes it to GKDTrainer.
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="teacher_model_name_or_path=")
                 return super().parse_args_and_config(args, **options)

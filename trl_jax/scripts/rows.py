@@ -16,7 +16,7 @@ from trl_jax.training.checkpoint import digest, locked, sync
 
 ROWS = "FILE"  # key of the digest of the input rows in the mark
 _FORMAT = 1  # version of the mark
-# What is remembered of the rows already written, and a function that writes a row.
+# `Job.kept` of the rows already written, and a function that writes a row.
 Sink = tuple[list[Any], Callable[[dict[str, Any]], None]]
 
 
@@ -30,7 +30,7 @@ class Job(NamedTuple):
     read: reads and checks the rows of a file.
     added: the columns that the command adds to a row.
     check: None if a value of an added column is valid, else what it must be.
-    kept: what to remember of a written row.
+    kept: what to keep in memory of a written row.
     """
 
     command: str
@@ -73,7 +73,7 @@ class Output:
             Path(path).resolve(),
             source,
             overwrite,
-        )  # resolves links, so that they stay
+        )  # follow links, so that they are not replaced
         self.partial = self.path.with_name(f"{self.path.name}.partial")
         self.sidecar = self.path.with_name(f"{self.path.name}.partial.mark")
         self._check()
@@ -94,7 +94,7 @@ class Output:
             )
 
     @contextlib.contextmanager
-    def begun(self, mark: dict[str, Any]) -> Iterator[Sink]:
+    def running(self, mark: dict[str, Any]) -> Iterator[Sink]:
         """Start or resume a run.
 
         When the block ends, the file is moved into place. If the block raises, the rows are kept for the next run.
@@ -104,7 +104,7 @@ class Output:
 
         Raises:
             ValueError: the partial file belongs to another run.
-            BlockingIOError: another process is writing it.
+            BlockingIOError: another process is writing the partial file.
         """
         mark = {"format": _FORMAT, ROWS: digest(self.source), **mark}
         self._check_ours()
@@ -116,7 +116,7 @@ class Output:
                 "--output."
             ) from error
         try:
-            done = self._taken_up(mark)
+            done = self._resume(mark)
             if not done:
                 os.truncate(lock, 0)
                 os.pwrite(lock, (json.dumps(mark, indent=2) + "\n").encode(), 0)
@@ -135,8 +135,8 @@ class Output:
                 f"`{self.job.command}`. Move it away, or choose another --output."
             )
 
-    def _taken_up(self, mark: dict[str, Any]) -> list[Any]:
-        """Read what to remember of the rows already written. Drop an incomplete last line, or rows of another run."""
+    def _resume(self, mark: dict[str, Any]) -> list[Any]:
+        """`Job.kept` of the rows already written, after removing an incomplete last line or the rows of another run."""
         done, end = [], 0
         if self.partial.exists() and self.partial.stat().st_size:
             others = _differences(self._mark(), mark)
@@ -159,7 +159,7 @@ class Output:
         return mark if isinstance(mark, dict) else {}
 
     def _done(self) -> tuple[list[Any], int]:
-        """Read what to remember of each complete line, and the offset at which the last one ends."""
+        """`Job.kept` of each complete line, and the offset at which the last one ends."""
         done, end, rows = [], 0, self.job.read(self.source)
         with open(self.partial, "rb") as lines:
             for number, line in enumerate(lines, 1):

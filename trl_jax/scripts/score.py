@@ -120,7 +120,9 @@ def main(args: ScoreArguments) -> None:
         raise FileNotFoundError(f"{args.file}: no such file.")
     output = None if args.output is None else Output(_JOB, args.output, source, args.overwrite)
     scorer, total = _ready(args, source)
-    with contextlib.nullcontext(to_stdout()) if output is None else output.begun(_mark(args, scorer)) as (done, write):
+    with (
+        contextlib.nullcontext(to_stdout()) if output is None else output.running(_mark(args, scorer)) as (done, write)
+    ):
         results = list(done)
         rows = islice(_JOB.read(source), len(done), None)
         for row in _shown(_scored(scorer, rows, args.batch_size), total, len(done), args.quiet):

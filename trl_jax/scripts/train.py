@@ -1,4 +1,4 @@
-"""The commands that train: from flags and a YAML file to a trained and saved model."""
+"""The training commands: from flags and a YAML file to a trained and saved model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def train(
         command: a key of `core.trainers.TRAINERS`.
 
     Raises:
-        ValueError: a flag is missing or wrong, or flags do not go together.
+        ValueError: a flag is missing or wrong, or flags contradict each other.
     """
     training_args, inputs = _inputs_of_trainer(script_args, training_args, model_args)
     mixture = dataset_args if dataset_args is not None and dataset_args.datasets else None
@@ -125,7 +125,7 @@ def train(
 def _inputs_of_trainer(
     script_args: ScriptArguments, training_args: BaseConfig, model_args: ModelConfig
 ) -> tuple[BaseConfig, dict[str, Any]]:
-    """A copy of the config, and what only some trainers are given: reward functions, a teacher."""
+    """A copy of the config, and the inputs that only some trainers take: reward functions, a teacher."""
     args, inputs = copy.copy(training_args), {}
     if isinstance(script_args, RewardSources):
         inputs["reward_funcs"] = reward_sources(script_args)
@@ -138,7 +138,7 @@ def _inputs_of_trainer(
 def check_flags(
     script_args: ScriptArguments, model_args: ModelConfig, *, rows: str = "rows", mixes: bool = False
 ) -> None:
-    """Check for flags that are missing or do not go together, before anything is loaded.
+    """Check for flags that are missing or contradict each other, before anything is loaded.
 
     Args:
         rows: what the trainer calls the rows of a dataset.
@@ -186,7 +186,7 @@ def split_of(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str)
 
 
 def model_init_kwargs(training_args: BaseConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """The model flags that are set; --model_init_kwargs takes precedence."""
+    """Arguments of from_pretrained from the model flags that are set; --model_init_kwargs takes precedence."""
     flags = {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
@@ -197,7 +197,8 @@ def model_init_kwargs(training_args: BaseConfig, model_args: ModelConfig) -> dic
 
 
 def teacher_init_kwargs(training_args: BaseConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """The model flags that apply to the teacher too; --teacher_model_init_kwargs takes precedence.
+    """Like `model_init_kwargs`, from the flags that apply to the teacher, too; --teacher_model_init_kwargs takes
+    precedence.
 
     Raises:
         ValueError: there is no teacher.
@@ -215,7 +216,7 @@ def reward_sources(args: RewardSources) -> list[str | Callable]:
     """The name of the reward model, if any, followed by the reward functions.
 
     Raises:
-        ValueError: there is neither, or a name does not lead to a function.
+        ValueError: there is neither, or a name cannot be resolved to a function.
     """
     model = args.reward_model_name_or_path
     found = [*([model] if model else []), *(_reward_function(name) for name in args.reward_funcs or ())]

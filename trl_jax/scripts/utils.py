@@ -104,7 +104,7 @@ def _without(kind: type, taken: set[str]) -> type:
 
 
 class TrlParser(HfArgumentParser):
-    """Parses flags and a YAML file to dataclasses: `TrlParser((A, B)).parse_args_and_config()` gives (a, b).
+    """Parses flags and a YAML file to dataclasses: `TrlParser((A, B)).parse_args_and_config()` returns (a, b).
 
     The keys of --config FILE.yaml are flags. The command line takes precedence, and the file's `env` block sets
     environment variables. The words None and null mean None for optional values that are not text.
@@ -144,7 +144,8 @@ class TrlParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """Parse to dataclass instances and, if asked, the remaining strings: first those of the YAML file.
+        """Parse to dataclass instances and, with `return_remaining_strings`, the remaining strings, those of the YAML
+        file first.
 
         Raises:
             ValueError: an unknown flag, or an unknown key unless fail_with_unknown_args is False.
@@ -244,7 +245,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _check_size(path: str, config: dict[Any, Any]) -> None:
-    """Raise ValueError for a file that a few lines of aliases expand to a huge number of values."""
+    """Raise ValueError if a few lines of aliases expand to a huge number of values."""
     waiting, found = [config], 0
     while waiting:
         value, found = waiting.pop(), found + 1

@@ -1,15 +1,15 @@
 """Training objectives, and everything needed to write another one.
 
-Derive from `PairTask` (chosen and rejected answers), `TextTask` (single texts), `OnlineTask` (rollouts), or from `Task`
-itself, and train it with `trl_jax.ReferenceTrainer`, `BaseTrainer` or `OnlineTrainer`. Nothing else in the package
-knows which task runs.
+Derive from `PairTask` (chosen and rejected completions), `TextTask` (single texts), `OnlineTask` (rollouts), or from
+`Task` itself, and train it with `trl_jax.ReferenceTrainer`, `BaseTrainer` or `OnlineTrainer`. The rest of the package
+does not depend on which task runs.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trl_jax.core.trainers import fetching
+from trl_jax.core.trainers import lazy_getattr
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.core.outputs import TokenOutputs
@@ -34,4 +34,4 @@ _WHERE = {
     for name in names.split()
 }
 __all__ = sorted(_WHERE)
-__getattr__ = fetching(__name__, _WHERE)
+__getattr__ = lazy_getattr(__name__, _WHERE)

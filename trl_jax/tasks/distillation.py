@@ -1,4 +1,4 @@
-"""Distillation: a student learns a teacher's distributions, on completions of its own or, in GKD, of any origin."""
+"""Distillation: a student learns a teacher's distributions, on its own completions or, in GKD, on any completions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SUMS = ("entropy", "targets")
 class DistillationTask(RolloutTask):
     """TRL's on-policy distillation (GKD, https://huggingface.co/papers/2306.13649). The run's reference is the teacher.
 
-    beta: of the generalized Jensen-Shannon divergence, `nn.head.divergence.divergences`.
+    beta: of the generalized Jensen-Shannon divergence, see `nn.head.divergences`.
     """
 
     beta: float = 1.0
@@ -42,8 +42,8 @@ class DistillationTask(RolloutTask):
     compares_distributions: ClassVar[bool] = True
 
     def of_pass(self, outputs: Distributions, batch: Batch) -> dict[str, jax.Array]:
-        """Sums over the tokens of each completion that are learned from, `[X]`: of divergences, of the student's
-        entropies, and their number."""
+        """Sums over the unmasked tokens of each completion, `[X]`: divergence, the student's entropy, and their
+        number."""
         found = divergences(*outputs, beta=self.beta, temperature=self.temperature)
         values = found._asdict() | {"targets": jnp.ones(len(batch.text))}
         return {name: of_texts(value, batch.text, len(batch.weight)) for name, value in values.items()}
@@ -55,7 +55,7 @@ class DistillationTask(RolloutTask):
         return jnp.sum(batch.weight * outputs["divergence"]), sums | {"examples": summed(1.0, real)}
 
     def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
-        """TRL's: the mean over micro-batches of the mean entropy of the student's predictions, in nats."""
+        """TRL's metric: the mean over micro-batches of the mean entropy of the student's predictions, in nats."""
         totals = joined(sums, dict.fromkeys((*_SUMS, "examples"), np.sum), count="examples")
         if not totals["examples"].size:
             return {}
@@ -63,10 +63,10 @@ class DistillationTask(RolloutTask):
 
 
 class TokenDivergences(NamedTuple):
-    """Numbers of tokens of completions, float32, 0 where one does not count.
+    """Numbers per completion token, float32; 0 for tokens to ignore.
 
-    divergence: of the student's distribution from the teacher's, in nats. entropy: of the student's, without gradient.
-    student_logps, teacher_logps: log-probabilities of the tokens; the teacher's have no gradient.
+    divergence: of the student's distribution from the teacher's, in nats. entropy: of the student, without gradient.
+    student_logps, teacher_logps: log-probabilities of the tokens; no gradient for the teacher.
     """
 
     divergence: jax.Array
@@ -77,7 +77,7 @@ class TokenDivergences(NamedTuple):
 
 @dataclass(frozen=True)
 class ScriptedDistillationTask(DistillationTask):
-    """The same for a loss of the script's own, which reads both distributions of each token in a pass of its own."""
+    """The same for a user-defined loss, which reads both distributions of each token; each micro-batch is one pass."""
 
     axis: ClassVar[Literal["read"]] = "read"
     by_micro_batch: ClassVar[bool] = True
@@ -86,7 +86,7 @@ class ScriptedDistillationTask(DistillationTask):
         return {"distributions": outputs}
 
     def of_tokens(self, found: Distributions, beta: float) -> TokenDivergences:
-        """Numbers of each read, `[N]`, with another `beta` than the task's."""
+        """Numbers of each read, `[N]`, for a given `beta`."""
         compared = divergences(*found, beta=beta, temperature=self.temperature)
         logps = [
             token_outputs(
@@ -108,9 +108,9 @@ class ScriptedDistillationTask(DistillationTask):
 class GkdTask(TokenTask):
     """TRL's GKD (https://huggingface.co/papers/2306.13649). The run's reference is the teacher.
 
-    beta: of the generalized Jensen-Shannon divergence, `nn.head.divergences`. Both distributions are at temperature 1,
-        as in TRL, whose `temperature` only applies to sampling.
-    max_length: rows keep so many of their last tokens; None as in `prepare_chatml`.
+    beta: of the generalized Jensen-Shannon divergence, see `nn.head.divergences`. Both distributions are at temperature
+        1, as in TRL, whose `temperature` only applies to sampling.
+    max_length: rows keep this many of their last tokens; None as in `prepare_chatml`.
     """
 
     beta: float = 0.5
@@ -129,8 +129,8 @@ class GkdTask(TokenTask):
         num_proc: int | None,
         name: str,
     ) -> Dataset | IterableDataset:
-        """Add `input_ids` and `labels`, as TRL's DataCollatorForChatML makes them."""
-        del max_length  # rows to predict are cut like the others
+        """Add `input_ids` and `labels`, as in TRL's DataCollatorForChatML."""
+        del max_length  # rows to predict are truncated like the others
         return prepare_chatml(dataset, tokenizer, max_length=self.max_length, num_proc=num_proc, name=name)
 
     def of_pass(self, outputs: Distributions, batch: Batch) -> dict[str, jax.Array]:
@@ -161,13 +161,13 @@ def generalized_jsd_loss(
 
     Args:
         student_logits, teacher_logits: `[rows, T, V]`, of the same positions.
-        labels: `[rows, T]`, -100 at positions that do not count; None counts all.
+        labels: `[rows, T]`, -100 at positions to ignore; None includes all.
         beta: from 0 to 1.
         temperature: divides both logits.
-        reduction: "batchmean" divides the sum by the positions that count (without labels by `rows`), "sum" does not
-            divide, "mean" averages over positions and the vocabulary. Any other value returns the terms themselves,
-            `[positions, V]` with labels and `[rows, T, V]` without.
-        num_items_in_batch: divides the sum instead, whatever the reduction.
+        reduction: "batchmean" divides the sum by the number of included positions (without labels, by `rows`), "sum"
+            does not divide, "mean" averages over positions and the vocabulary. Any other value returns the terms
+            themselves, `[positions, V]` with labels and `[rows, T, V]` without.
+        num_items_in_batch: if given, divides the sum, whatever the reduction.
     """
     own, other = (
         jax.nn.log_softmax(jnp.asarray(logits, jnp.float32) / temperature)
@@ -196,27 +196,27 @@ def _terms(first: jax.Array, second: jax.Array) -> jax.Array:
     return jnp.exp(first) * (first - second)
 
 
-# Rows of GKD: conversations as token ids, with labels for the last message, as TRL's DataCollatorForChatML makes them.
+# Rows of GKD: conversations as token ids, with labels for the last message, as in TRL's DataCollatorForChatML.
 
-_LONGEST = 1024  # without a max_length, if the tokenizer names no smaller one
+_LONGEST = 1024  # without a max_length, unless the tokenizer has a smaller one
 _PROMPTS = ("prompt", "original_prompt_text")
 
 
 def prepare_chatml(
     dataset: Dataset | IterableDataset, tokenizer: Any, *, max_length: int | None, num_proc: int | None, name: str
 ) -> Dataset | IterableDataset:
-    """Add `input_ids` and `labels`, which are -100 for the tokens of the prompt.
+    """Add `input_ids` and `labels`; labels are -100 for the tokens of the prompt.
 
-    A row has `messages`, the last of which is the completion; a text `prompt` may replace the messages before it. Or it
-    has `input_ids` with `labels`, a `completion_mask`, or the text `prompt` that they begin with. No row is dropped:
-    longer conversations keep their last `max_length` tokens.
+    A row has `messages`, the last of which is the completion; a `prompt` (a string) may replace the messages before it.
+    Or it has `input_ids` with `labels`, a `completion_mask`, or the `prompt` (a string) that they begin with. No row is
+    dropped: longer conversations keep their last `max_length` tokens.
 
     Args:
-        max_length: None is the tokenizer's `model_max_length`, at most 1024.
+        max_length: None means the tokenizer's `model_max_length`, at most 1024.
         num_proc, name: see `Task.prepare`.
 
     Raises:
-        TypeError, ValueError: a row cannot be trained on, or has no token of its prompt left to complete. A stream
+        TypeError, ValueError: a row cannot be trained on, or has no prompt tokens left after truncation. A stream
             raises when it reaches the row.
     """
     plain, first = tokenize.opened(dataset, name, ("messages",))
@@ -250,7 +250,7 @@ def _example_of(row: dict[str, Any], index: int, tokenizer: Any, max_length: int
 
 
 def _rendered(row: dict[str, Any], tokenizer: Any, place: str) -> tuple[list[int], int]:
-    """The ids of a conversation, and where its completion begins."""
+    """The ids of a conversation, and the position at which its completion begins."""
     messages = row["messages"]
     if not chat.is_messages(messages):
         raise cell_error(place, "messages", messages, "messages, each a dict with role and content")
@@ -269,7 +269,7 @@ def _rendered(row: dict[str, Any], tokenizer: Any, place: str) -> tuple[list[int
 
 
 def _given(row: dict[str, Any], tokenizer: Any, place: str) -> tuple[list[int], int]:
-    """The ids of a row that has them, and where its completion begins."""
+    """The ids of a tokenized row, and the position at which its completion begins."""
     ids, mask, labels = row["input_ids"], row.get("completion_mask"), row.get("labels")
     if not isinstance(ids, list) or not ids:
         raise cell_error(place, "input_ids", ids, "a list of at least one token id")
@@ -315,17 +315,17 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether tokens are pieces of UTF-8, by the same sign as in TRL. Other tokenizers may not have offsets."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # a tokenizer without Rust has none
+    """Whether tokens are pieces of UTF-8, detected as in TRL. Other tokenizers may not have offsets."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # slow (Python) tokenizers have none
     return backend is not None and "ByteLevel" in repr(backend.pre_tokenizer) + repr(backend.decoder)
 
 
 def _first_bytes(text: str, spans: list[tuple[int, int]]) -> list[int]:
-    """Where each token begins in the text's UTF-8.
+    """The UTF-8 byte offset at which each token begins.
 
     Args:
-        spans: of characters; tokens that share a character have the same span. An empty one counts at the end of the
-            token before it.
+        spans: of characters; tokens that share a character have the same span. An empty span begins at the end of the
+            previous token.
     """
     bytes_before = [0]
     for character in text:

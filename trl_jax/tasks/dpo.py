@@ -1,4 +1,4 @@
-"""Direct preference optimization: a policy is trained to prefer chosen answers, as compared with a reference."""
+"""Direct preference optimization (DPO): train a policy to prefer chosen completions, relative to a reference."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _PAIR_SUMS = ("reward_chosen", "reward_rejected", "wins", "logps_chosen", "logps
 
 @dataclass(frozen=True)
 class DpoTask(PairTask):
-    """TRL's direct preference optimization: two texts an example, of which the answers' tokens are labeled.
+    """TRL's direct preference optimization: an example has two texts, whose completion tokens are labeled.
 
     objective: the loss of pairs, with its options.
-    ld_alpha: what tokens beyond the length of the pair's shorter answer count (LD-DPO); None counts all alike.
+    ld_alpha: weight of the tokens beyond the length of the pair's shorter completion (LD-DPO); None: 1.
     """
 
     objective: PreferenceLoss = field(default_factory=PreferenceLoss)
@@ -39,17 +39,17 @@ class DpoTask(PairTask):
 
     @property
     def by_micro_batch(self) -> bool:
-        """Whether a loss of several pairs together is among those of the objective."""
+        """Whether the objective includes a loss that depends on several pairs together."""
         return not WHOLE_BATCH.keys().isdisjoint(self.objective.names)
 
     def example(self, row: dict[str, Any]) -> Example:
-        """Both texts of a row, their labels, the reference's log-probabilities, where they are precomputed, and whether
-        an answer's token stands at the beginning of a text (`_AT_START`)."""
+        """Both texts of a row, their labels, the reference's log-probabilities if they are precomputed, and whether the
+        first token of a text belongs to the completion (`_AT_START`)."""
         return self._at_start(self.columns.example(row))
 
     def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
-        """The same for a row with images, which both answers share."""
-        del max_length  # the task's own may be a collator's
+        """As `example`, for a row with images, which both completions share."""
+        del max_length  # a collator may have its own; the task's applies
         return self._at_start(prompt_with_answers(row, ("chosen", "rejected"), encoder, self.max_length))
 
     @staticmethod
@@ -62,7 +62,7 @@ class DpoTask(PairTask):
         return example._replace(extras=example.extras._replace(example=numbers))
 
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
-        """Sums over the targets of each text, `[X]`. `logps` has the weighting of `ld_alpha`, `logps_sum` has not."""
+        """Sums over the targets of each text, `[X]`. `logps` is weighted by `ld_alpha`, `logps_sum` is not."""
         texts = 2 * len(batch.weight)
         ones = jnp.ones(len(batch.text))
         targets = of_texts(ones, batch.text, texts)
@@ -85,7 +85,7 @@ class DpoTask(PairTask):
         """The weighted sum of the losses of pairs, and sums over the micro-batches.
 
         Args:
-            outputs: of `of_pass`, with `ref_logps` of the reference, unless the batch has them.
+            outputs: of `of_pass`; `ref_logps` of the reference are in it or, if precomputed, in the batch.
         """
         chosen, rejected = ({name: part[i] for name, part in _halves(outputs).items()} for i in range(2))
         if "ref_logps" not in outputs:
@@ -144,7 +144,7 @@ _SIDES = ("chosen", "rejected")
 
 
 def _halves(outputs: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
-    """Of each of the outputs `[2E]` those of chosen and those of rejected answers, `[E]`."""
+    """Split each output `[2E]` into those of the chosen and the rejected completions, `[E]` each."""
     return {name: jnp.split(values, 2) for name, values in outputs.items()}
 
 
@@ -164,10 +164,10 @@ def _pairs(chosen: dict[str, jax.Array], rejected: dict[str, jax.Array]) -> Pair
 
 
 def _beyond_shorter(text: jax.Array, targets: jax.Array) -> jax.Array:
-    """Which reads `[N]` are of tokens beyond the length of the pair's shorter answer.
+    """Which reads `[N]` are of tokens beyond the length of the pair's shorter completion.
 
     Args:
-        text: `[N]`, the text of each read, whose reads are in order and stand together.
+        text: `[N]`, the text of each read; the reads of a text are consecutive and in order.
         targets: `[2E]`, the number of reads of each text.
     """
     number = jnp.arange(len(text))
@@ -176,7 +176,7 @@ def _beyond_shorter(text: jax.Array, targets: jax.Array) -> jax.Array:
     return number - start[text] >= jnp.append(shorter, 0)[text]
 
 
-# Online DPO: pairs of completions that the policy writes itself.
+# Online DPO: pairs of completions that the policy samples.
 
 _ONLINE_METRICS = (
     "objective/kl", "objective/entropy", "objective/non_score_reward", "rewards/chosen", "rewards/rejected",
@@ -187,14 +187,14 @@ _ONLINE_METRICS = (
 
 @dataclass(frozen=True)
 class OnlineDpoTask(PairTask):
-    """TRL's online DPO (https://huggingface.co/papers/2402.04792): rows are prompts, and of two completions of each the
-    better one is chosen.
+    """TRL's online DPO (https://huggingface.co/papers/2402.04792): rows are prompts; the better of two completions of a
+    prompt is the chosen one.
 
-    Pairs are made just before a step, with the numbers `beta`, `micro_batches` (how many the step has), `ended` (how
-    many of the two completions have an end) and, where completions have scores, `score_chosen` and `score_rejected`.
+    Pairs are made just before a step, with the numbers `beta`, `micro_batches` (of the step), `ended` (how many of the
+    two completions ended with an EOS token) and, if completions have scores, `score_chosen` and `score_rejected`.
 
     loss_type: "sigmoid" or "ipo".
-    accumulation: micro-batches of a whole step. As in TRL, the gradients of micro-batches are added up.
+    accumulation: micro-batches of a full step. As in TRL, the gradients of micro-batches are summed.
     scored: whether completions have scores; a judge gives none.
     """
 
@@ -207,7 +207,7 @@ class OnlineDpoTask(PairTask):
     def prepare(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
     ) -> Dataset | IterableDataset:
-        """The rows as they are; prompts become tokens when they are completed."""
+        """Return the rows unchanged; prompts are tokenized when they are completed."""
         del limits
         check_prompts(dataset, name, tokenizer)
         is_stream = isinstance(dataset, IterableDataset)
@@ -217,10 +217,11 @@ class OnlineDpoTask(PairTask):
         raise TypeError("Rows of prompts are no examples: these are made of completions.")
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The loss of pairs, whose value is TRL's mean over `accumulation` micro-batches, and sums of TRL's metrics."""
+        """The loss of pairs, whose value is TRL's mean over `accumulation` micro-batches, and sums for TRL's
+        metrics."""
         numbers = batch.extras.example
         chosen, rejected = self.answers(outputs, batch)
-        beta = jnp.where(batch.weight > 0, numbers["beta"], 1.0)  # padding has none, and its loss must be finite
+        beta = jnp.where(batch.weight > 0, numbers["beta"], 1.0)  # padding has no beta, but its loss must be finite
         margin, kl = chosen.log_ratio - rejected.log_ratio, (chosen.log_ratio + rejected.log_ratio) / 2
         if self.loss_type == "sigmoid":
             losses = -jax.nn.log_sigmoid(beta * margin)
@@ -250,6 +251,6 @@ class OnlineDpoTask(PairTask):
         return total / self.accumulation + (1 - 1 / self.accumulation) * without_value, sums
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
-        """TRL's metrics: means over micro-batches of their means."""
+        """TRL's metrics: averaged within each micro-batch, then over micro-batches."""
         found = mean_metrics(sums, split)
         return {name: found[name] for name in _ONLINE_METRICS if name in found}

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: a policy is trained to prefer desirable answers, as compared with a reference."""
+"""Kahneman-Tversky optimization (KTO): train a policy on completions labeled desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _ALL_SUMS = ("examples", "kl", *(f"{name}_{side}" for name in _SIDE_SUMS for sid
 
 @dataclass(frozen=True)
 class KtoTask(TokenTask):
-    """TRL's Kahneman-Tversky optimization: an example is a prompt with its answer and, where the loss estimates a
-    divergence, with the answer of the row before; the answers' tokens are labeled.
+    """TRL's KTO: an example is a prompt with its completion and, if the loss estimates the KL term, the same prompt
+    with the previous row's completion. The tokens of the completions are labeled.
 
     objective: the loss, with its options.
-    max_length: longest prompt with its answer, whichever set it is of; None cuts nothing.
-    batch_size: rows of a micro-batch on each device, among which answers go to other prompts.
-    in_order: whether rows are trained on in their order.
-    max_prompt_length: how many of the last tokens stay of a prompt that is too long with its answer; None: all.
+    max_length: maximum length of a prompt with its completion, in every dataset; None: no truncation.
+    batch_size: rows of a micro-batch on each device; completions are paired with other prompts within them.
+    in_order: whether rows are trained on in the order of the dataset.
+    max_prompt_length: number of last tokens to keep of a prompt that is too long with its completion; None: all.
     """
 
     objective: UnpairedLoss = field(default_factory=UnpairedLoss)
@@ -75,7 +75,7 @@ class KtoTask(TokenTask):
         name: str,
     ) -> Dataset | IterableDataset:
         """Add TRL's `prompt_ids`, `completion_ids` and `KL_completion_ids`, and the texts and labels of `columns`."""
-        del max_length  # a set to predict is cut as the others are
+        del max_length  # rows to predict are truncated like the others
         block = self.batch_size if self.objective.estimates_kl else None
         limits = {"max_length": self.max_length, "max_prompt_length": self.max_prompt_length}
         prepared = kto.prepare(dataset, tokenizer, block=block, num_proc=num_proc, name=name, **limits)
@@ -89,24 +89,24 @@ class KtoTask(TokenTask):
     def prepare_images(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str
     ) -> Dataset | IterableDataset:
-        """Check the columns of a dataset with images, and warn as for rows of text."""
-        del tokenizer  # rows become tokens while the model trains
+        """Check the columns of a dataset with images, and give the same warnings as for text."""
+        del tokenizer  # rows are tokenized during training
         kto.check_image_columns(dataset.column_names or next(iter(dataset.take(1)), {}), checks.argument(name))
         if name == "train" and isinstance(dataset, Dataset):
             self._check_balance(dataset["label"])
         return dataset
 
     def image_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """With a KL term, each row with the row whose answer also goes with its prompt."""
+        """If there is a KL term, attach to each row the row whose completion is paired with its prompt."""
         return kto.rotated(rows) if self.objective.estimates_kl else rows
 
     def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """The texts of a row of `image_rows`, which share the prompt's images, and its label."""
-        del max_length  # the task's own may be a collator's
+        del max_length  # a collator may have its own; the task's applies
         return kto.image_example(row, encoder, self.max_length)
 
     def _check_balance(self, labels: list[Any]) -> None:
-        """Warn where neither weight makes up for unequal numbers of both kinds (KTO, eq. 8)."""
+        """Warn if neither weight compensates for unequal numbers of desirable and undesirable rows (KTO, eq. 8)."""
         desirable = max(sum(labels), 1)
         undesirable = max(len(labels) - desirable, 1)
         weight, other = self.objective.desirable_weight, self.objective.undesirable_weight
@@ -136,7 +136,7 @@ class KtoTask(TokenTask):
         """The loss of a micro-batch, and sums over it.
 
         Args:
-            outputs: of `of_pass`, with `ref_logps` of the reference, unless the batch has them.
+            outputs: of `of_pass`; `ref_logps` of the reference are in it or, if precomputed, in the batch.
         """
         own, *others = self._texts(outputs)
         if "ref_logps" not in outputs:
@@ -153,13 +153,14 @@ class KtoTask(TokenTask):
         return self.objective(ratio, desirable, kl, batch.weight), sums
 
     def _texts(self, outputs: dict[str, jax.Array]) -> list[dict[str, jax.Array]]:
-        """The outputs `[X]` of each example's texts: `[E]` of the first one, and of the other."""
+        """Split outputs `[X]` into `[E]` for each text of an example: its own and, with a KL term, the mismatched
+        one."""
         texts = len(self.columns.texts)
         parts = {name: jnp.split(values, texts) for name, values in outputs.items()}
         return [{name: part[text] for name, part in parts.items()} for text in range(texts)]
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
-        """TRL's metrics: of each the mean over the micro-batches that have it; in an evaluation, of the whole set."""
+        """TRL's metrics: means over the micro-batches that have them; in an evaluation, over the whole set."""
         totals = joined(sums, dict.fromkeys(_ALL_SUMS, np.sum), count="examples")
         if split != "train":
             totals = {name: values.sum(keepdims=True) for name, values in totals.items()}
@@ -167,12 +168,12 @@ class KtoTask(TokenTask):
         for values in zip(*totals.values(), strict=True):
             for name, value in _measured(dict(zip(totals, values, strict=True))):
                 found[name].append(value)
-            found |= {name: [value] for name, value in aux_loss(sums).items()}  # behind those of the first, as in TRL
+            found |= {name: [value] for name, value in aux_loss(sums).items()}  # after the first's, as in TRL
         return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 def _measured(sums: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """The metrics of a micro-batch by name, those of a kind only where it has answers of that kind."""
+    """The metrics of a micro-batch, by name. Desirable and undesirable ones only if it has completions of that kind."""
     kinds = [side for side in _SIDES if sums[f"count_{side}"]]
     entropy, tokens = (sum(sums[f"{name}_{side}"] for side in _SIDES) for name in ("entropy", "targets"))
     yield "kl", max(0.0, sums["kl"] / sums["examples"])

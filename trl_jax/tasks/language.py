@@ -1,4 +1,4 @@
-"""The bases of language-model objectives on a dataset: `PairTask` and `TextTask`. Derive your own from them."""
+"""Base classes of language model objectives on a dataset: `PairTask` and `TextTask`. Derive your own from them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TEXT_SUMS = ("targets", "entropy", "correct")
 
 
 class Answers(NamedTuple):
-    """The chosen or the rejected answers of E pairs, float32 `[E]` each.
+    """The chosen or the rejected completions of E pairs, float32 `[E]` each.
 
-    logps: log-probability of each answer under the policy, summed over its tokens.
-    tokens: how many tokens that sum has; 0 for padding examples.
-    ref_logps: the same under the reference; None if the task trains without one.
+    logps: log-probability of each completion under the policy, summed over its tokens.
+    tokens: number of tokens in that sum; 0 for padding examples.
+    ref_logps: the same log-probability under the reference; None if the task trains without a reference.
     """
 
     logps: jax.Array
@@ -35,7 +35,7 @@ class Answers(NamedTuple):
 
     @property
     def log_ratio(self) -> jax.Array:
-        """log(policy / reference) of each answer.
+        """log(policy / reference) of each completion.
 
         Raises:
             ValueError: the task trains without a reference.
@@ -50,14 +50,14 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class PairTask(TokenTask):
-    """An objective on pairs of a chosen and a rejected answer to a prompt. A subclass implements `loss`, from `answers`
-    to `weighted_loss`.
+    """An objective on pairs of a chosen and a rejected completion of a prompt. A subclass implements `loss`, from
+    `answers` to `weighted_loss`.
 
     The policy is compared with a reference model; set `compared = ()` to train without one.
 
-    max_length: prompt and answer are cut to this many tokens; None cuts nothing.
+    max_length: prompt and completion are truncated to this many tokens; None: no truncation.
     truncation_mode: "keep_start" or "keep_end".
-    max_prompt_length: only so many of a prompt's last tokens are kept; None keeps all.
+    max_prompt_length: number of last tokens to keep of a prompt; None: all.
     """
 
     max_length: int | None = None
@@ -81,18 +81,18 @@ class PairTask(TokenTask):
         name: str,
     ) -> Dataset | IterableDataset:
         """Add TRL's `prompt_ids`, `chosen_ids` and `rejected_ids`, and the texts and labels of `columns`."""
-        del max_length  # rows to predict are cut like the others
+        del max_length  # rows to predict are truncated like the others
         limits = {"max_length": self.max_length, "keep_end": self.truncation_mode == "keep_end"}
         limits |= {"max_prompt_length": self.max_prompt_length}
         return preference.prepare_dpo(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
 
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
-        """`logps` and `tokens` of each answer, `[2E]`: the chosen answers, then the rejected ones."""
+        """`logps` and `tokens` of each completion, `[2E]`: the chosen completions, then the rejected ones."""
         values = {"logps": outputs.logps, "tokens": jnp.ones(len(batch.text))}
         return {name: of_texts(value, batch.text, 2 * len(batch.weight)) for name, value in values.items()}
 
     def answers(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[Answers, Answers]:
-        """The chosen and the rejected answers; the arguments are those of `loss`."""
+        """The chosen and the rejected completions; arguments as in `loss`."""
         logps, tokens = jnp.split(outputs["logps"], 2), jnp.split(outputs["tokens"], 2)
         if not self.compared:
             ref_logps = (None, None)
@@ -108,8 +108,8 @@ class PairTask(TokenTask):
 class TextTask(TokenTask):
     """An objective on the tokens of single texts. A subclass implements `token_losses`.
 
-    Rows are those of `SFTTrainer`: `text`, `messages`, `prompt` with `completion`, or `input_ids`. Each target counts
-    the same in the loss of a step.
+    Rows are as in `SFTTrainer`: `text`, `messages`, `prompt` with `completion`, or `input_ids`. All targets have equal
+    weight in the loss of a step.
     """
 
     per_token: ClassVar[bool] = True
@@ -121,7 +121,7 @@ class TextTask(TokenTask):
         """The loss of each target, `[N]`.
 
         Args:
-            outputs: of the model, `[N]` each: `logps`, `entropy` and the others.
+            outputs: of the model, `[N]` each: `logps`, `entropy` etc.
         """
 
     def prepare(
@@ -131,8 +131,8 @@ class TextTask(TokenTask):
         return sft.prepare(dataset, tokenizer, name=name, **limits)
 
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
-        """Sums over the targets of each text, `[X]`: of their loss and entropy, of the correctly predicted ones, and
-        their number."""
+        """Sums over the targets of each text, `[X]`: of their losses and entropies, and the numbers of correct
+        predictions and of targets."""
         values = {
             "loss": self.token_losses(outputs, batch),
             "entropy": jax.lax.stop_gradient(outputs.entropy),
@@ -146,10 +146,10 @@ class TextTask(TokenTask):
         return weighted_loss(outputs["loss"], batch, {name: outputs[name] for name in TEXT_SUMS})
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
-        """TRL's metrics: the mean entropy of predictions, in nats, and the share of correctly predicted targets.
+        """TRL's metrics: the mean entropy of predictions, in nats, and the fraction of correctly predicted targets.
 
-        In training, the mean over micro-batches of their means, as in TRL, with 0 for one without targets. In an
-        evaluation, the mean over all targets of the set.
+        In training, the mean over micro-batches of their means, as in TRL, with 0 for a micro-batch without targets. In
+        an evaluation, the mean over all targets of the set.
         """
         totals = joined(sums, dict.fromkeys((*TEXT_SUMS, "examples"), np.sum), count="examples")
         if not totals["examples"].size:

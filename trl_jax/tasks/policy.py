@@ -6,7 +6,7 @@ import abc
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -22,25 +22,26 @@ from trl_jax.losses.policy_gradient import (
     CLIPPED,
     PER_GENERATION,
     PolicyLoss,
-    Reads,
+    TokenGroups,
     grpo_loss,
-    reads,
+    next_entropy_coef,
     rloo_loss,
+    token_groups,
     token_weights,
 )
 from trl_jax.losses.supervised import real_examples
 from trl_jax.tasks.task import STEP_SUMS, Sums, TokenTask, aux_loss, joined
 
 # ----------------------------------------------------------------------------------------------------
-# The common part of tasks whose rows are completions that the model writes itself.
+# What all tasks have in common that train on the policy's own completions
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """How generations and steps go together.
+    """The schedule of generations and steps.
 
-    group: completions of a prompt. prompts: of a generation. parts: micro-batches that a generation is cut into.
-    iterations: how often they are trained on. accumulation: micro-batches of a step.
+    group: completions per prompt. prompts: per generation. parts: micro-batches that a generation is split into.
+    iterations: how often each generation is trained on. accumulation: micro-batches per step.
     wraps: whether prompts that do not fill a generation at the end of an epoch start the next epoch; otherwise they are
         dropped.
     """
@@ -59,14 +60,14 @@ class Cycle:
 
     @property
     def keeps_policy(self) -> bool:
-        """Whether the policy that trains is always the one that wrote: each generation is used up within a step."""
+        """Whether the training policy is always the one that sampled: each generation is used up within one step."""
         return self.accumulation % self.repeats == 0
 
     def micro_batches(self, rows: int) -> int:
-        """The number of micro-batches in an epoch over `rows` prompts. Only full generations count.
+        """The number of micro-batches in an epoch over `rows` prompts. Only full generations are included.
 
         Raises:
-            ValueError: there are not enough prompts for one, and they do not wrap.
+            ValueError: there are not enough prompts for one generation, and they do not wrap.
         """
         if self.wraps and rows:
             return max(rows // self.prompts, 1) * self.repeats
@@ -87,9 +88,9 @@ class Cycle:
 class RolloutTask(TokenTask):
     """Completions of a dataset's prompts.
 
-    num_generations, num_generations_eval: completions of a prompt, in training and in an evaluation.
-    temperature: what logits are divided by: completions are sampled so, and the loss is of these distributions.
-    cycle: how generations and steps go together.
+    num_generations, num_generations_eval: completions per prompt, in training and in an evaluation.
+    temperature: divides the logits, both for sampling completions and in the loss.
+    cycle: the schedule of generations and steps.
     """
 
     num_generations: int = 1
@@ -99,13 +100,13 @@ class RolloutTask(TokenTask):
 
     head: ClassVar[Literal["lm"]] = "lm"
     online: ClassVar[bool] = True
-    num_tokens_after: ClassVar[str | None] = None  # num_tokens is among the metrics of a generation
+    num_tokens_after: ClassVar[str | None] = None  # num_tokens is one of the metrics of a generation
     columns: ClassVar[Columns] = Columns((), prompts="prompt")
 
     def prepare(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
     ) -> Dataset | IterableDataset:
-        """The rows as they are; prompts become tokens when they are completed."""
+        """Return the rows unchanged; prompts are tokenized when they are completed."""
         return check_prompts(dataset, name, tokenizer)
 
     def prepare_images(
@@ -118,19 +119,19 @@ class RolloutTask(TokenTask):
 
     @property
     def logps(self) -> frozenset[str]:
-        """The log-probabilities that completions come with, by the names of `Completed`'s fields."""
+        """The log-probabilities that completions need, by the names of `Completed`'s fields."""
         return frozenset()
 
     @property
     def diverges_in_loss(self) -> bool:
-        """Whether the divergence from a reference, which the policy begins as, is a part of the step's loss."""
+        """Whether the loss includes the divergence from a reference that the policy starts from."""
         return False
 
     def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """The numbers that the loss needs of a completion and of its tokens that count, by name.
+        """The numbers that the loss needs of a completion and of its unmasked tokens, by name.
 
         Args:
-            row: a `rollout.experience.Completed`.
+            row: a `Completed` of `rollout`.
         """
         del row
         return {}, {}
@@ -150,10 +151,10 @@ class RolloutTask(TokenTask):
 
 
 def check_changes(then: RolloutTask, now: RolloutTask) -> None:
-    """Warn of arguments that were changed since the trainer was made: as in TRL, they had been read.
+    """Warn about arguments that were changed after the trainer was created: as in TRL, they have no effect.
 
     Raises:
-        ValueError: another number of completions or micro-batches, which goes through the whole run.
+        ValueError: the number of completions or micro-batches was changed, which cannot be ignored.
     """
     if then.cycle != now.cycle:
         raise ValueError(
@@ -165,20 +166,20 @@ def check_changes(then: RolloutTask, now: RolloutTask) -> None:
         warnings.warn(
             f"Arguments that decide {', '.join(names)} were changed after the trainer was made. As in TRL, this has "
             "no effect: create a new trainer.",
-            stacklevel=4,  # of the script's line: train() is an api_boundary
+            stacklevel=4,  # the user's line: train() is wrapped by api_boundary
         )
 
 
 # ----------------------------------------------------------------------------------------------------
-# The common part of tasks that learn from the rewards of completions which the policy writes itself: GRPO and RLOO.
+# What GRPO and RLOO have in common: tasks that train on the rewards of the policy's own completions
 
 
 @dataclass(frozen=True)
 class PolicyTask(RolloutTask):
-    """Completions in groups of one prompt, whose rewards are compared with each other.
+    """Completions in groups of one prompt each, whose rewards are compared with each other.
 
-    beta: how strongly the policy is held near the reference; 0.0: there is none.
-    reward_weights: of the reward functions, in their order; None: 1.0 each.
+    beta: coefficient of the divergence from the reference; 0.0: no reference.
+    reward_weights: weights of the reward functions, in their order; None: 1.0 each.
     """
 
     num_generations: int = 8
@@ -187,11 +188,11 @@ class PolicyTask(RolloutTask):
     reward_weights: tuple[float, ...] | None = None
 
     axis: ClassVar[Literal["read"]] = "read"
-    compared: ClassVar[tuple[str, ...]] = ()  # with a reference when completions are written, not in the step
+    compared: ClassVar[tuple[str, ...]] = ()  # the reference runs when completions are sampled, not in the step
     per_token: ClassVar[bool] = False
     by_micro_batch: ClassVar[bool] = True
-    divergence_in_reward: ClassVar[bool] = False  # whether that from the reference is a part of the reward
-    metrics_by_group: ClassVar[bool] = False  # whether rewards are logged as TRL's AsyncGRPO does
+    divergence_in_reward: ClassVar[bool] = False  # whether the divergence from the reference is part of the reward
+    metrics_by_group: ClassVar[bool] = False  # whether rewards are logged as in TRL's AsyncGRPO
 
     @property
     def diverges_in_loss(self) -> bool:
@@ -205,12 +206,12 @@ class PolicyTask(RolloutTask):
 
     @property
     def keeps_sampling_logps(self) -> bool:
-        """Whether the loss needs the log-probabilities that the sampler of the completions reported."""
+        """Whether the loss needs the log-probabilities that the sampler reported."""
         return False
 
     @property
     def correction(self) -> PolicyLoss | None:
-        """The loss whose `sampler_correction` is applied; None without one."""
+        """The loss whose `sampler_correction` is applied; None for no correction."""
         return None
 
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> Sums:
@@ -220,32 +221,33 @@ class PolicyTask(RolloutTask):
     @property
     @abc.abstractmethod
     def keeps_old_logps(self) -> bool:
-        """Whether the log-probabilities under the policy that wrote the completions are kept."""
+        """Whether to record the log-probabilities under the policy that sampled the completions."""
 
     @abc.abstractmethod
     def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
         """Advantages `[B]` of completions.
 
         Args:
-            rewards: float32 `[B, F]`, NaN where a function does not apply; `group` completions of a prompt stand side
-                by side.
-            kl: `[B]`, the sum over a completion's tokens of its log-probability less the reference's; None without one.
+            rewards: float32 `[B, F]`, NaN where a function does not apply; the `group` completions of a prompt are
+                consecutive.
+            kl: `[B]`, policy minus reference log-probability, summed over a completion's tokens; None without a
+                reference.
         """
 
 
 # ----------------------------------------------------------------------------------------------------
-# The base of policy gradient objectives, for your own ones, too.
+# The base of policy gradient objectives, also for user-defined ones
 
 
 class CompletionTokens(NamedTuple):
     """The sampled tokens of a pass, `[N]`, and the X completions that they belong to.
 
-    logps: log-probabilities under the policy that trains; the only field that has a gradient.
-    old_logps: under the policy that sampled the tokens. ref_logps: under the reference; None without one.
+    logps: log-probabilities under the policy being trained; the only field with a gradient.
+    old_logps: under the policy that sampled the tokens. ref_logps: under the reference; None without a reference.
     entropies: of the policy's predictions, in nats.
     advantages: of each token's completion.
-    places: sums over completions: `places.mean` and `places.total` turn `[N]` into `[X]`, `places.spread` is the
-        reverse.
+    places: sums over completions: `places.mean` and `places.total` reduce `[N]` to `[X]`, `places.spread` expands `[X]`
+        to `[N]`.
     """
 
     logps: jax.Array
@@ -253,21 +255,21 @@ class CompletionTokens(NamedTuple):
     ref_logps: jax.Array | None
     entropies: jax.Array
     advantages: jax.Array
-    places: Reads
+    places: TokenGroups
 
 
 @dataclass(frozen=True)
 class OnlineTask(PolicyTask):
     """A policy gradient objective on rollouts. A subclass implements `loss`, from `tokens` to `weighted_loss`.
 
-    scale_rewards: the standard deviation that advantages are divided by: of the "group", of the "batch", or "none".
+    scale_rewards: the standard deviation that divides advantages: of the "group", of the "batch", or "none".
     """
 
     scale_rewards: str = "group"
 
     @property
     def keeps_old_logps(self) -> bool:
-        """Only where the policy may have changed since it sampled: otherwise they are its own."""
+        """Only if the policy may have changed since it sampled; otherwise they equal its current log-probabilities."""
         return not self.cycle.keeps_policy
 
     def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -280,12 +282,12 @@ class OnlineTask(PolicyTask):
         return group_advantages(rewards, group, weights=self.reward_weights, scale_rewards=self.scale_rewards)
 
     def tokens(self, outputs: Sums, batch: Batch) -> CompletionTokens:
-        """The tokens that count in this pass; the arguments are those of `loss`."""
+        """The unmasked tokens of this pass; arguments as in `loss`."""
         micro_batch = real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch))
-        places = reads(outputs["logps"], None, batch.text, micro_batch, len(batch.weight))
+        groups = token_groups(outputs["logps"], None, batch.text, micro_batch, len(batch.weight))
 
         def counted(values: jax.Array) -> jax.Array:
-            return jnp.where(places.mask, values, 0)
+            return jnp.where(groups.mask, values, 0)
 
         logps = counted(outputs["logps"])
         itself = jax.lax.stop_gradient(logps)
@@ -299,13 +301,13 @@ class OnlineTask(PolicyTask):
             itself if old_logps is None else counted(old_logps),
             ref_logps,
             jax.lax.stop_gradient(counted(outputs["entropy"])),
-            places.spread(batch.extras.example["advantage"]),
-            places,
+            groups.spread(batch.extras.example["advantage"]),
+            groups,
         )
 
 
 # ----------------------------------------------------------------------------------------------------
-# Group relative policy optimization, and the losses that grew out of it.
+# Group relative policy optimization and its variants
 
 
 @dataclass(frozen=True)
@@ -313,9 +315,9 @@ class GrpoTask(OnlineTask):
     """TRL's GRPO.
 
     objective: the loss, with its options.
-    multi_objective_aggregation: as of `group_advantages`.
-    entropy_bonus: whether the step has a coefficient of one, among the numbers of examples.
-    sampled_elsewhere: whether completions come from a sampler that reports log-probabilities of its own.
+    multi_objective_aggregation: as in `group_advantages`.
+    entropy_bonus: whether the numbers of examples include the coefficient of an entropy bonus.
+    sampled_elsewhere: whether completions come from a sampler that reports its own log-probabilities.
     """
 
     objective: PolicyLoss = PolicyLoss()
@@ -337,7 +339,7 @@ class GrpoTask(OnlineTask):
         return None if self.objective.sampler_correction is None else self.objective
 
     def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
-        """Relative to the group's mean; the divergence is a part of the loss."""
+        """Relative to the group's mean; the divergence is part of the loss."""
         options = {"aggregation": self.multi_objective_aggregation, "scale_rewards": self.scale_rewards}
         return group_advantages(rewards, group, weights=self.reward_weights, **options)
 
@@ -378,7 +380,7 @@ class GrpoTask(OnlineTask):
 
 @dataclass(frozen=True)
 class AsyncGrpoTask(GrpoTask):
-    """TRL's AsyncGRPO: clips the ratio of the policy to the sampler, whose weights are older."""
+    """TRL's AsyncGRPO: clips the ratio of the policy to the sampler, whose weights are from an earlier step."""
 
     metrics_by_group: ClassVar[bool] = True
 
@@ -397,13 +399,13 @@ class AsyncGrpoTask(GrpoTask):
     def token_weights(
         self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any
     ) -> np.ndarray:
-        """The loss of a micro-batch is a mean over its tokens on all devices."""
+        """Equal weights, so that the loss of a micro-batch is the mean over its tokens on all devices."""
         of_each = np.sum(completion_weight) / max(float(np.sum(lengths)), 1.0)
         return np.full(len(lengths), of_each, np.float32)
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The step's loss of the completions of a pass, and sums over micro-batches, with `ratio` and `kl` of the
-        policy to the sampler. A token without a log-probability of the sampler has the ratio 1."""
+        """The step's loss of the completions of a pass, and sums over micro-batches, including `ratio` and `kl` of the
+        policy to the sampler. A token without a log-probability from the sampler has ratio 1."""
         numbers, itself = batch.extras.example, jax.lax.stop_gradient(outputs["logps"])
         sampling = batch.extras.read["sampling_logps"]
         sampling = jnp.where(jnp.isnan(sampling), itself, sampling)
@@ -419,23 +421,23 @@ class AsyncGrpoTask(GrpoTask):
             micro_batch=micro_batch,
             settings=self.objective,
         )
-        places = reads(itself, None, batch.text, micro_batch, len(batch.weight))
-        log_ratio = places.difference(itself, sampling)
+        groups = token_groups(itself, None, batch.text, micro_batch, len(batch.weight))
+        log_ratio = groups.difference(itself, sampling)
         ratio = jnp.exp(log_ratio)
-        return loss, sums | {"ratio": places.by_token(ratio), "kl": places.by_token(ratio - 1 - log_ratio)}
+        return loss, sums | {"ratio": groups.by_token(ratio), "kl": groups.by_token(ratio - 1 - log_ratio)}
 
 
 # ----------------------------------------------------------------------------------------------------
-# REINFORCE leave-one-out.
+# REINFORCE leave-one-out
 
 
 @dataclass(frozen=True)
 class RlooTask(PolicyTask):
-    """TRL's RLOO: a completion is one action, and the divergence from the reference a part of its reward.
+    """TRL's RLOO: a completion is one action, and the divergence from the reference is part of its reward.
 
-    epsilon, epsilon_high: how far the ratio of policies may go from 1; epsilon_high None: as epsilon.
-    reward_clip_range: bounds of the weighted sum of rewards; None: none.
-    normalize_advantages: divide them by their standard deviation.
+    epsilon, epsilon_high: how far the policy ratio may move below and above 1; epsilon_high=None means epsilon.
+    reward_clip_range: bounds of the weighted reward sum; None: no bounds.
+    normalize_advantages: subtract the mean of all advantages and divide by their standard deviation.
     """
 
     epsilon: float = 0.2
@@ -448,7 +450,7 @@ class RlooTask(PolicyTask):
     def prepare(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
     ) -> Dataset | IterableDataset:
-        """The rows as they are, or of those that are tokens, as up to TRL 0.21, the texts."""
+        """Return the rows unchanged, except that tokenized prompts (TRL up to 0.21) are decoded to text."""
         return super().prepare(as_prompts(dataset, name, tokenizer), tokenizer, name=name, **limits)
 
     @property
@@ -460,7 +462,7 @@ class RlooTask(PolicyTask):
         return {"advantage": row.advantage, "old_logps": old}, {}
 
     def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
-        """Over the mean of the group's others."""
+        """Relative to the mean of the group's other completions."""
         options = {"reward_clip_range": self.reward_clip_range, "normalize": self.normalize_advantages}
         return rloo_advantages(rewards, group, weights=self.reward_weights, kl=kl, beta=self.beta, **options)
 
@@ -489,25 +491,25 @@ class RlooTask(PolicyTask):
 
 
 # ----------------------------------------------------------------------------------------------------
-# TRL's metrics of a policy's loss, of the sums that `losses.policy_gradient` returns. On the host, float64.
+# TRL's metrics of a policy loss, from the sums that `losses.policy_gradient` returns; on the host, in float64
 
 
 HostSums = dict[str, np.ndarray]
-_JOINS = {"low_min": np.min, "high_max": np.max}  # the others are added
+_JOINS = {"low_min": np.min, "high_max": np.max}  # the others are summed
 
 
 def grpo_metrics(settings: PolicyLoss, sums: Sequence[HostSums]) -> dict[str, np.ndarray]:
-    """The metrics of each micro-batch, `[M]` by TRL's names and in its order; NaN where nothing counts.
+    """The metrics of each micro-batch, `[M]`, with TRL's names and in its order; NaN if there is nothing to average.
 
     Args:
-        sums: of `grpo_loss`, of steps, `[passes, micro-batches]` each, or of the batches of an evaluation.
+        sums: from `grpo_loss`, of steps (`[passes, micro-batches]` each) or of the batches of an evaluation.
     """
     totals = _totals(sums)
     return dict(_grpo(settings, totals)) if totals else {}
 
 
 def rloo_metrics(sums: Sequence[HostSums]) -> dict[str, np.ndarray]:
-    """The same of `rloo_loss`."""
+    """As `grpo_metrics`, for sums from `rloo_loss`."""
     totals = _totals(sums)
     if not totals:
         return {}
@@ -518,13 +520,13 @@ def rloo_metrics(sums: Sequence[HostSums]) -> dict[str, np.ndarray]:
 
 
 def means(metrics: dict[str, np.ndarray]) -> dict[str, float | None]:
-    """The mean of each over the micro-batches where it is not NaN; None without any."""
+    """The mean of each metric over the micro-batches in which it is not NaN; None if there are none."""
     real = {name: values[~np.isnan(values)] for name, values in metrics.items()}
     return {name: float(values.mean()) if len(values) else None for name, values in real.items()}
 
 
 def _totals(sums: Sequence[HostSums]) -> HostSums:
-    """The sums of all micro-batches that have a completion, `[M]`; nothing where there is none."""
+    """The sums of all micro-batches that have completions, `[M]`; empty if none has."""
     names = [name for name in (sums[0] if sums else ()) if name not in STEP_SUMS]
     totals = joined(sums, {name: _JOINS.get(name, np.sum) for name in names}, count="completions") if names else {}
     return totals if names and totals["completions"].size else {}
@@ -553,3 +555,66 @@ def _clipped(totals: HostSums, ratios: np.ndarray) -> Iterator[tuple[str, np.nda
     yield "clip_ratio/region_mean", totals["clipped"] / ratios
     for name in ("low_min", "high_max"):
         yield f"clip_ratio/{name}", np.where(np.isinf(totals[name]), np.nan, totals[name])
+
+
+# Entropy bonus
+
+
+@dataclass
+class EntropyBonus:
+    """The coefficient of the entropy bonus, fixed or adapted after each step.
+
+    coef: the current coefficient.
+    target: entropy in nats. If the entropy of the last step is at most the target, the bonus is applied and `coef` is
+        raised by `delta`; otherwise it is not applied and `coef` is lowered, within [`least`, `most`]. None keeps
+        `coef` fixed.
+    """
+
+    coef: float
+    target: float | None = None
+    delta: float = 0.005
+    least: float = 0.0
+    most: float = 1.0
+    entropy: float = math.inf  # of the last step
+    logged: list[float] = field(default_factory=list)  # coefficient after each step since the last log
+    _metrics: dict[str, Any] | None = None
+
+    def next(self) -> float:
+        """The coefficient for the next step; 0 if an adaptive bonus is not applied."""
+        self._adapt()
+        return self.coef if self.target is None or self.entropy <= self.target else 0.0
+
+    @property
+    def now(self) -> float:
+        """The coefficient after all steps so far."""
+        self._adapt()
+        return self.coef
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self._metrics = metrics
+
+    def _adapt(self) -> None:
+        """Update the coefficient from the metrics of the last step, which are fetched from the device only here."""
+        if self._metrics is None:
+            return
+        total, tokens = (np.asarray(self._metrics[f"bonus_{name}"], np.float64).sum() for name in ("entropy", "tokens"))
+        self._metrics, self.entropy = None, float(total / max(tokens, 1))
+        if self.target is not None:
+            bounds = {"delta": self.delta, "least": self.least, "most": self.most}
+            self.coef = next_entropy_coef(self.coef, self.entropy, target=self.target, **bounds)
+        self.logged.append(self.coef)
+
+    def taken(self) -> list[float]:
+        """The coefficients after the steps since the last call."""
+        self._adapt()
+        logged, self.logged = self.logged, []
+        return logged
+
+    def state(self) -> dict[str, Any]:
+        """JSON values for `restore`."""
+        self._adapt()
+        return {"coef": self.coef, "entropy": None if math.isinf(self.entropy) else self.entropy, "logged": self.logged}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        entropy = state["entropy"]
+        self.coef, self.entropy, self.logged = state["coef"], math.inf if entropy is None else entropy, state["logged"]

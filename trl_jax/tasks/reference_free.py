@@ -19,7 +19,7 @@ from trl_jax.losses.supervised import of_texts, real_examples, summed
 from trl_jax.tasks.task import Sums, TokenTask, joined
 
 # ----------------------------------------------------------------------------------------------------
-# Preference pairs without a reference: what ORPO and CPO share.
+# Preference pairs without a reference: common base of ORPO and CPO
 
 
 _SIDES = ("chosen", "rejected")
@@ -31,11 +31,11 @@ _SUMS = (
 
 @dataclass(frozen=True)
 class ReferenceFreeTask(TokenTask):
-    """Pairs whose loss is that of `compared_answers` and, times `nll_weight`, the mean negative log-likelihood of the
-    chosen texts' targets in a micro-batch.
+    """Pairs with the loss of `compared_answers` plus `nll_weight` times the mean negative log-likelihood of the chosen
+    texts' targets in a micro-batch.
 
-    max_length, max_prompt_length: how a prompt with its answer is cut, whichever set it is of.
-    further: the numbers of pairs that `compared_answers` gives to be logged, in their order.
+    max_length, max_prompt_length: truncation of a prompt with its completion, in every dataset.
+    further: the additional numbers from `compared_answers` to log, in order.
     """
 
     max_length: int | None = None
@@ -54,19 +54,19 @@ class ReferenceFreeTask(TokenTask):
     @property
     @abc.abstractmethod
     def of_mean_token(self) -> bool:
-        """Whether an answer's log-probability is the mean over its tokens, and not the sum."""
+        """Whether a completion's log-probability is the mean over its tokens rather than the sum."""
 
     @property
     @abc.abstractmethod
     def nll_weight(self) -> float:
-        """The factor of the negative log-likelihood."""
+        """The coefficient of the negative log-likelihood."""
 
     @abc.abstractmethod
     def compared_answers(
         self, chosen: jax.Array, rejected: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], Sums]:
-        """The loss of each pair, the rewards of its answers, and the numbers of `further`, all `[E]`, from the
-        log-probabilities of the answers, `[E]` each."""
+        """The loss of each pair, the rewards of its completions, and the numbers named in `further`, all `[E]`, from
+        the log-probabilities of the completions, `[E]` each."""
 
     def prepare(
         self,
@@ -78,12 +78,12 @@ class ReferenceFreeTask(TokenTask):
         name: str,
     ) -> Dataset | IterableDataset:
         """Add the texts and labels of `columns`, and TRL's `prompt_input_ids`."""
-        del max_length  # a set to predict is cut as the others are
+        del max_length  # rows to predict are truncated like the others
         limits = {"max_length": self.max_length, "max_prompt_length": self.max_prompt_length}
         return preference.prepare_reference_free(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
 
     def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
-        """Sums over the reads of each text, `[X]`: of its answer, and under `nll` of all its targets."""
+        """Sums over the reads of each text, `[X]`: of its completion, and for `nll` of all its targets."""
         ones = jnp.ones(len(batch.text))
         in_answer = batch.extras.read.get("in_answer", ones)
         values = {
@@ -102,7 +102,7 @@ class ReferenceFreeTask(TokenTask):
         logps = []
         for sums, tokens in zip(halves["logps"], halves["tokens"], strict=True):
             means = sums / jnp.maximum(tokens, 1) if self.of_mean_token else sums
-            logps.append(jnp.where(there, means, -1.0))  # of what fills the shape any number that odds have
+            logps.append(jnp.where(there, means, -1.0))  # padding: any value with finite log-odds
         losses, rewards, further = self.compared_answers(*logps)
         nll, nll_tokens = halves["nll"][0], halves["nll_tokens"][0]
         of_tokens = jnp.sum(jnp.where(there, nll, 0)) / jnp.maximum(1, jnp.sum(jnp.where(there, nll_tokens, 0)))
@@ -116,7 +116,7 @@ class ReferenceFreeTask(TokenTask):
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
         """TRL's metrics: means over the micro-batches of their means; in an evaluation, means over the set.
 
-        Logits are means over the answers' tokens, `nll_loss` over its own, the others over pairs.
+        Logits are means over the tokens of completions, `nll_loss` over its own targets, the others over pairs.
         """
         totals = joined(sums, dict.fromkeys((*_SUMS, *self.further), np.sum), count="examples")
         if not totals["examples"].size:
@@ -139,15 +139,15 @@ class ReferenceFreeTask(TokenTask):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Contrastive preference optimization: chosen answers are fine-tuned on, and must beat the rejected ones.
+# Contrastive preference optimization: fine-tune on chosen completions, which must also beat the rejected ones
 
 
 @dataclass(frozen=True)
 class CpoTask(ReferenceFreeTask):
-    """TRL's CPO (arXiv:2401.08417), SimPO and AlphaPO. The negative log-likelihood is of the chosen answers alone.
+    """TRL's CPO (arXiv:2401.08417), SimPO and AlphaPO. The negative log-likelihood is of the chosen completions only.
 
     objective: the loss of pairs, with its options.
-    nll_weight: the factor of the negative log-likelihood, `cpo_alpha`.
+    nll_weight: coefficient of the negative log-likelihood (`cpo_alpha`).
     """
 
     objective: ContrastiveLoss = field(default_factory=ContrastiveLoss)
@@ -160,21 +160,21 @@ class CpoTask(ReferenceFreeTask):
     def compared_answers(
         self, chosen: jax.Array, rejected: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], Sums]:
-        """Of the answers' log-probabilities; the rewards are their scores, times beta."""
+        """From the log-probabilities of completions; rewards are their scores times beta."""
         scores = self.objective.score(chosen), self.objective.score(rejected)
         rewards = tuple(self.objective.beta * jax.lax.stop_gradient(score) for score in scores)
         return self.objective(*scores), rewards, {}
 
 
 # ----------------------------------------------------------------------------------------------------
-# Odds ratio preference optimization: fine-tuning on the chosen texts, which answers must beat the rejected ones.
+# Odds ratio preference optimization: fine-tune on chosen texts, whose completions must also beat the rejected ones
 
 
 @dataclass(frozen=True)
 class OrpoTask(ReferenceFreeTask):
-    """TRL's ORPO (arXiv:2403.07691). The negative log-likelihood is of prompts, too.
+    """TRL's ORPO (arXiv:2403.07691). The negative log-likelihood includes prompts.
 
-    beta: the factor of the odds ratio, lambda in the paper.
+    beta: coefficient of the odds ratio loss, lambda in the paper.
     """
 
     beta: float = 0.1
@@ -184,7 +184,7 @@ class OrpoTask(ReferenceFreeTask):
     further: ClassVar[tuple[str, ...]] = ("log_odds_ratio", "log_odds_chosen")
 
     def example(self, row: dict[str, Any]) -> Example:
-        """Both texts of a row. Of the chosen one every token is a target; `in_answer` tells those of the answers."""
+        """Both texts of a row. Every token of the chosen text is a target; `in_answer` marks the completion tokens."""
         example = super().example(row)
         chosen, rejected = example.labels
         every = example._replace(labels=(list(example.texts[0]), rejected))
@@ -194,7 +194,7 @@ class OrpoTask(ReferenceFreeTask):
     def compared_answers(
         self, chosen: jax.Array, rejected: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], Sums]:
-        """Of the answers' mean log-probabilities; the rewards are these, times beta."""
+        """From the mean log-probabilities of completions; rewards are these times beta."""
         ratio, odds = odds_ratio(chosen, rejected)
         rewards = tuple(self.beta * jax.lax.stop_gradient(logps) for logps in (chosen, rejected))
         return -self.beta * ratio, rewards, {"log_odds_ratio": ratio, "log_odds_chosen": odds}

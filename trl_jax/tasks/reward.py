@@ -1,4 +1,4 @@
-"""Reward models: the score of the chosen answer of each pair is trained to exceed that of the rejected one."""
+"""Reward models: train the score of each pair's chosen completion to exceed the score of the rejected one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _JOINS = {
 
 @dataclass(frozen=True)
 class RewardTask(ScoreTask):
-    """TRL's reward modeling: two texts an example, each read at its last real token.
+    """TRL's reward modeling: an example has two texts, each scored at its last real token.
 
-    center_rewards_coefficient: the factor of the term that centers scores; None leaves it out.
+    center_rewards_coefficient: coefficient of the term that centers scores; None omits it.
     """
 
     center_rewards_coefficient: float | None = None
@@ -34,12 +34,11 @@ class RewardTask(ScoreTask):
     columns: ClassVar[Columns] = Columns(("chosen_ids", "rejected_ids"), ("margin",), optional=("margin",))
 
     def prepare(self, dataset: Dataset | IterableDataset, tokenizer: Any, **limits: Any) -> Dataset | IterableDataset:
-        """Add `chosen_ids` and `rejected_ids` to preference rows of every form, and leave out pairs that are too
-        long."""
+        """Add `chosen_ids` and `rejected_ids` to preference rows of every format, and drop pairs that are too long."""
         return reward.prepare(dataset, tokenizer, **limits)
 
     def loss(self, outputs: jax.Array, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """`losses.pairwise_loss` of the scores `[2E]`: those of all chosen answers, then those of all rejected ones."""
+        """`losses.pairwise_loss` of the scores `[2E]`: first of all chosen completions, then of all rejected ones."""
         chosen, rejected = jnp.split(outputs, 2)
         return pairwise_loss(
             chosen,
@@ -54,8 +53,8 @@ class RewardTask(ScoreTask):
         """TRL's metrics of a reward model; empty without pairs.
 
         In training, each is the mean over micro-batches of their means or extremes, as in TRL. In an evaluation, means
-        are over all pairs, however they were batched; TRL averages the means of batches, so that the pairs of a short
-        last batch count for more. Extremes are averaged over batches in both.
+        are over all pairs, however they were batched; TRL averages the means of batches, so that pairs of a short last
+        batch have more weight. Extremes are averaged over batches in both.
         """
         totals = joined(sums, _JOINS, count="pairs")
         pairs = totals["pairs"]
@@ -71,11 +70,11 @@ class RewardTask(ScoreTask):
         }
 
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
-        """Scores `[2P, 1]`: the chosen answers of a batch, then its rejected ones."""
+        """Scores `[2P, 1]`: the chosen completions of a batch, then its rejected ones."""
         return of_examples(outputs, 2, num_examples)[:, None]
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Add the names of early releases of TRL to the batch: `input_ids_chosen` and so on."""
+        """Add the names of early TRL releases to the batch: `input_ids_chosen` etc."""
         for name in ("input_ids", "attention_mask"):
             chosen, rejected = np.split(batch[name], 2)
             batch = batch | {f"{name}_chosen": chosen, f"{name}_rejected": rejected}

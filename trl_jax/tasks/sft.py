@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a language model is trained to predict the tokens of texts, or the labeled part of them."""
+"""Supervised fine-tuning (SFT): train a language model to predict the tokens of texts, or only the labeled ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trl_jax.tasks.language import TextTask
 
 @dataclass(frozen=True)
 class SftTask(TextTask):
-    """TRL's supervised fine-tuning: one text an example, and labels for its tokens.
+    """TRL's supervised fine-tuning: an example is one text with labels for its tokens.
 
     loss_type: "nll" or "dft".
     label_smoothing_factor: of "nll".
-    row_options: how rows become examples, further arguments of `data.rows.sft.prepare`.
-    eval_packing: whether sets other than the training set are packed; None as that.
-    image_options: how rows with images become examples: what replaces `row_options`, and `max_length`.
-    padding_free: whether TRL would lay the texts of a micro-batch end to end, as it does with packed documents.
+    row_options: how rows become examples: further arguments of `data.sft.prepare`.
+    eval_packing: whether evaluation sets are packed; None: like the training set.
+    image_options: how rows with images become examples: `max_length`, and options that override `row_options`.
+    padding_free: whether TRL would concatenate the texts of a micro-batch, as it does with packed documents.
     """
 
     loss_type: Literal["nll", "dft"] = "nll"
@@ -41,9 +41,9 @@ class SftTask(TextTask):
     def prepare(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str, **limits: Any
     ) -> Dataset | IterableDataset:
-        """Add `input_ids`, `labels` and, where texts are packed, `seq_lengths` to rows of every form that TRL takes.
+        """Add `input_ids`, `labels` and, if texts are packed, `seq_lengths` to rows of every format that TRL supports.
 
-        Rows of which predictions are asked for, under the name "test", stay as they are and in their order.
+        Rows to predict (name "test") are neither packed nor shuffled.
         """
         options = dict(self.row_options)
         if name == "test":
@@ -55,7 +55,7 @@ class SftTask(TextTask):
     def prepare_images(
         self, dataset: Dataset | IterableDataset, tokenizer: Any, *, name: str
     ) -> Dataset | IterableDataset:
-        """Check that rows with images have what the options need."""
+        """Check that a dataset with images has the columns that the options need."""
         options = {**self.row_options, **self.image_options}
         if options.get("assistant_only_loss"):
             columns = dataset.column_names or next(iter(dataset.take(1)), {})
@@ -69,7 +69,7 @@ class SftTask(TextTask):
         return dataset
 
     def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
-        """One text of a row with images; which tokens have labels is as in rows of text."""
+        """The text of a row with images; its tokens are labeled as in rows without images."""
         options = {"max_length": max_length, **self.row_options, **self.image_options}
         assistant_only = options.get("assistant_only_loss", False)
         chat_template = options.get("chat_template")

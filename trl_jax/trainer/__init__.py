@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trl_jax.core.trainers import WHERE, fetching
+from trl_jax.core.trainers import WHERE, lazy_getattr
 
 _WHERE = WHERE | {
     "BEMACallback": "trl_jax.trainer.callbacks",
@@ -19,4 +19,4 @@ _WHERE = WHERE | {
     "get_peft_config": "trl_jax.trainer.utils",
     "get_quantization_config": "trl_jax.trainer.utils",
 }
-__getattr__ = fetching(__name__, _WHERE)
+__getattr__ = lazy_getattr(__name__, _WHERE)

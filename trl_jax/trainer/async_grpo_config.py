@@ -44,9 +44,9 @@ class AsyncGRPOConfig(BaseConfig):
     after `trust_remote_code`; our own come last."""
 
     _argument_group_name = "training"
-    max_length: ClassVar[None] = None  # prompts are not cut, completions have a limit of their own
+    max_length: ClassVar[None] = None  # prompts are not truncated; completions have max_completion_length
     dataset_num_proc: ClassVar[None] = None
-    # What other online trainers have as arguments.
+    # Arguments of the other online trainers, fixed here.
     num_generations_eval: ClassVar[None] = None
     num_iterations: ClassVar[int] = 1
     max_prompt_length: ClassVar[None] = None
@@ -111,13 +111,13 @@ class AsyncGRPOConfig(BaseConfig):
     vllm_server_timeout: float = online("vllm_server_timeout")
     request_timeout: int = arg(
         600,
-        help="Seconds that a vLLM server may take to complete a prompt. Then the request is sent again, until "
+        help="Seconds that a server may take to complete a prompt. Then the request is sent again, until "
         "vllm_server_timeout has passed, too.",
         rule=above(0, math.inf),
     )
     weight_sync_timeout: int = arg(
         1800,
-        help="Seconds that a vLLM server may take to load weights, after which the run ends.",
+        help="Seconds that a server may take to load weights, after which the run ends.",
         rule=above(0, math.inf),
     )
 
@@ -132,7 +132,7 @@ class AsyncGRPOConfig(BaseConfig):
 
     max_inflight_tasks: int = arg(
         -1,
-        help="Maximum number of completions that the vLLM servers are asked for at once. -1 asks for all completions "
+        help="Maximum number of completions that the servers are asked for at once. -1 asks for all completions "
         "of a generation.",
         rule=_in_flight,
     )
@@ -153,7 +153,7 @@ class AsyncGRPOConfig(BaseConfig):
     )
     heartbeat_stale_after_s: float = arg(
         300.0,
-        help="Seconds without an answer to /health, while a vLLM server generates, after which the run ends.",
+        help="Seconds without an answer to /health, while a server generates, after which the run ends.",
         rule=above(0, math.inf),
     )
 
@@ -166,17 +166,17 @@ class AsyncGRPOConfig(BaseConfig):
 
     @property
     def step_completions(self) -> int:
-        """Completions of a step, on all devices. Reading it starts JAX."""
+        """Completions per step, over all devices. Reading it initializes JAX."""
         return self.per_device_train_batch_size * self.data_parallel_size * self.gradient_accumulation_steps
 
     @property
     def generation_batch_size(self) -> int:
-        """Completions of a generation: the smallest number of whole steps and whole groups of num_generations."""
+        """Completions per generation: the smallest multiple of both `step_completions` and `num_generations`."""
         return math.lcm(self.step_completions, self.num_generations)
 
     @property
     def steps_per_generation(self) -> int:
-        """Micro-batches that a generation is divided into."""
+        """Micro-batches per generation."""
         return self.generation_batch_size // (self.per_device_train_batch_size * self.data_parallel_size)
 
     @property

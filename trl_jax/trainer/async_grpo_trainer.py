@@ -39,12 +39,12 @@ class AsyncGRPOTrainer(OnlineTrainer):
     The arguments are TRL's, in TRL's order. The loss is TRL's: it clips the ratio of the policy to the sampler, whose
     weights are older, and averages over the tokens of a micro-batch. There is no reference model.
 
-    The servers work one generation ahead. A generation has the completions of one step, or of a few steps if a step
-    does not have whole groups of `num_generations`. It is not generated ahead if it would become older than
-    `max_staleness` allows, so no completion is ever discarded. With environments or images nothing is generated ahead,
-    with tools only the first turns. `num_train_epochs` counts passes over the prompts, in the order of the dataset; a
-    pass may end within a step. A resumed run continues with the same completions if it was saved at a multiple of
-    `weight_sync_steps`.
+    The servers work one generation ahead. A generation has the completions of one step, or of several steps if the
+    completions of one step are not a multiple of `num_generations`. Generating ahead is skipped if the completions
+    would become older than `max_staleness` allows, so no completion is ever discarded. Nothing is generated ahead with
+    environments, and only the first turn with tools. `num_train_epochs` counts passes over the prompts, in dataset
+    order; a pass may end within a step. A resumed run continues with the same completions if its checkpoint was saved
+    at a multiple of `weight_sync_steps`.
 
     Args:
         model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a torch model
@@ -109,7 +109,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
         )  # fmt: skip
 
     def _config(self, args: BaseConfig | None, model: Any) -> AsyncGRPOConfig:
-        """As in BaseTrainer; a `dtype` is one of the options with which the model is loaded."""
+        """As in BaseTrainer; also copies `dtype` into `model_init_kwargs`, where a `dtype` takes precedence."""
         args = super()._config(args, model)
         if args.dtype == "float32" or not isinstance(model, str | os.PathLike):
             return args
@@ -134,11 +134,12 @@ class AsyncGRPOTrainer(OnlineTrainer):
             None if at_once < 0 else at_once,
         )  # fmt: skip
 
-    def _generates_ahead(self, *, sees: bool) -> bool:
-        """Whether a generation that starts before the previous one is trained on is fresh enough and fits the queue.
+    def _generates_ahead(self) -> bool:
+        """Whether to generate one generation ahead: its completions stay within `max_staleness` and `queue_maxsize`.
 
         Raises:
-            ValueError: a generation trains for so many steps that it becomes too old even if it is not generated ahead.
+            ValueError: a generation is trained on for so many steps that it exceeds `max_staleness` even if it is not
+                generated ahead.
         """
         args = self.args
         steps = args.generation_batch_size // args.step_completions
@@ -150,12 +151,12 @@ class AsyncGRPOTrainer(OnlineTrainer):
                 f"more than max_staleness={args.max_staleness}. Make per_device_train_batch_size x "
                 "gradient_accumulation_steps x devices a multiple of num_generations, or raise max_staleness."
             )
-        if sees or self._environments is not None:  # these act in the completions that are judged next
+        if self._environments is not None:  # it would reset environments that are not judged yet
             return False
         fits = not args.queue_maxsize or args.generation_batch_size <= args.queue_maxsize
         return fits and _staleness(2 * steps - 1, args.weight_sync_steps) <= args.max_staleness
 
 
 def _staleness(steps: int, sync_steps: int) -> int:
-    """The most updates of the servers' weights within so many steps."""
+    """The maximum number of updates of the servers' weights within `steps` steps."""
     return math.ceil(steps / sync_steps)

@@ -70,8 +70,7 @@ from trl_jax.training.step import decay_names, default_optimizer, optimizer_with
 
 
 def _editable(name: str, doc: str) -> property:
-    """An attribute of the trainer that all parts of the run read from `Editable`, so that they see what a script
-    sets."""
+    """A property backed by `Editable`, which all parts of the run read, so that they see what a script sets."""
 
     def read(self: BaseTrainer) -> Any:
         return vars(self._editable)[name]
@@ -94,21 +93,21 @@ class BaseTrainer(abc.ABC):
     Attributes:
         aux_loss_enabled, router_aux_loss_coef: whether a load-balancing loss is added, and its weight.
         compute_loss_func: the loss that was passed.
-        parts: what the run is made of.
+        parts: the components of the run: training loop, evaluator, checkpointer, forward pass.
     """
 
-    _name: ClassVar[str]  # in the default output directory, "<model>-<name>"
-    _tag_names: ClassVar[list[str]]  # of the model card
+    _name: ClassVar[str]  # the default output directory is "<model>-<name>"
+    _tag_names: ClassVar[list[str]]  # tags for the model card
     _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number, for the model card
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     _takes_transforms: ClassVar[bool] = False  # whether the dataset may have a transform
-    _check_images: Callable[[], None] | None = None  # checks the arguments if rows have images; None: takes none
+    _check_images: Callable[[], None] | None = None  # checks the arguments if rows have images; None: images refused
     _may_get_images = False  # whether images may also come from tools
-    _collator_class: ClassVar[type | None] = None  # only its pad_to_multiple_of is used; others are refused
-    _vision_collator: ClassVar[type[VisionCollator] | None] = None  # for rows with images, with its options
-    _older_collators: ClassVar[tuple[type, ...]] = ()  # of early TRL, also accepted
-    _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # padding and truncation of one loaded with the model
-    _old_arguments: ClassVar[Mapping[str, str]] = {}  # of older constructors: what to write today
+    _collator_class: ClassVar[type | None] = None  # only its pad_to_multiple_of is used; other classes are refused
+    _vision_collator: ClassVar[type[VisionCollator] | None] = None  # for rows with images; its options are used
+    _older_collators: ClassVar[tuple[type, ...]] = ()  # collators of early TRL that are also accepted
+    _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # padding_side etc. of a tokenizer we load ourselves
+    _old_arguments: ClassVar[Mapping[str, str]] = {}  # removed constructor arguments -> what to write today
     _data_collator: Any = None
     _compute_loss_func: Callable | None = None
     compute_loss_func = InitOnlyArg(
@@ -120,23 +119,23 @@ class BaseTrainer(abc.ABC):
     router_aux_loss_coef = InitOnlyArg(
         lambda trainer: trainer._setup.router_aux_loss_coef, "Set router_aux_loss_coef in the arguments."
     )
-    _total_train_tokens, _tp_size = 0, 1  # read by losses of TRL's that a script has copied
-    _loss_metrics: dict[str, list[Any]] | None = None  # while a script's own loss is called
+    _total_train_tokens, _tp_size = 0, 1  # read by loss code that scripts copy from TRL
+    _loss_metrics: dict[str, list[Any]] | None = None  # set while a user-defined loss runs
     _signature_columns: list[str] | None = None
-    _ordered: ExampleLoader | None = None  # of a script's own sampler
-    _compute_step: Callable[[Any], Any] | None = None  # while a script's own training_step is called
+    _ordered: ExampleLoader | None = None  # the loader that a user-defined sampler orders
+    _compute_step: Callable[[Any], Any] | None = None  # set while a user-defined training_step runs
     _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
-    _saving: LoopProgress | None = None  # while a checkpoint is being saved
-    _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # methods of TRL's that a script may not override
-    _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same for earlier releases
-    _compiled_methods: ClassVar[frozenset[str]] = OF_THE_CLASS  # not on instances
-    _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # attributes of TRL's that a script may not set
-    _idle_arguments: ClassVar[Mapping[str, str]] = {}  # of the constructor, accepted as in TRL, but not used
-    _never_there: ClassVar[Mapping[str, str]] = {}  # attributes of TRL's that ours lack, and what to write instead
+    _saving: LoopProgress | None = None  # set while a checkpoint is being saved
+    _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # TRL methods that a script may not override
+    _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same for earlier TRL releases
+    _compiled_methods: ClassVar[frozenset[str]] = OF_THE_CLASS  # may not be set on instances
+    _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # TRL attributes that a script may not set
+    _idle_arguments: ClassVar[Mapping[str, str]] = {}  # constructor arguments accepted as in TRL, but not used
+    _never_there: ClassVar[Mapping[str, str]] = {}  # TRL attributes missing here -> what to write instead
     _editable: Editable
     _setup: Setup
     _publisher: HubPublisher
-    parts: setup.Parts
+    parts: setup.RunParts
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -144,7 +143,7 @@ class BaseTrainer(abc.ABC):
 
     @abc.abstractmethod
     def make_task(self) -> Task:
-        """Make the task from the current `self.args`; called at construction and before each step and evaluation."""
+        """Create the task from the current `self.args`; called at construction and before each step and evaluation."""
 
     @api_boundary
     def __init__(
@@ -166,17 +165,18 @@ class BaseTrainer(abc.ABC):
         compute_loss_func: Callable | None = None,
         spec: setup.TrainerSpec | None = None,
     ):
-        """Arguments in TRL's order; `args` is a `config_class`, made with "<model>-<name>" as output_dir if None.
+        """Arguments in TRL's order; `args` is a `config_class`, created with output_dir "<model>-<name>" if None.
 
         Args:
-            compute_loss_func: computes the loss from the model's outputs, the labels and the number of targets of the
+            compute_loss_func: computes the loss from the model's outputs, the labels and the number of targets in the
                 step.
-            spec: what the trainer class contributes besides its task; None: nothing.
+            spec: what the trainer class contributes in addition to its task.
 
         Raises:
             TypeError, ValueError: names the invalid argument, row or checkpoint.
         """
-        check_overridden(type(self), {**self._never_called, **self._once_called})  # what was set on a class of ours
+        # Again, after __init_subclass__: methods may have been assigned to a class of ours.
+        check_overridden(type(self), {**self._never_called, **self._once_called})
         own = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
         check_collator(data_collator, (*own, *self._older_collators))
         if isinstance(data_collator, VisionCollator):
@@ -211,10 +211,10 @@ class BaseTrainer(abc.ABC):
         self._editable = self._setup.editable
         if isinstance(data_collator, VisionCollator) and self._setup.encoder is None:
             raise ValueError(
-                f"data_collator is a {type(data_collator).__name__}, for rows with images, and train_dataset has none. "
-                "Leave it out."
+                f"data_collator is a {type(data_collator).__name__}, which is for rows with images, but train_dataset "
+                "has no images. Leave it out."
             )
-        self.accelerator = Accelerator(args, self.end)  # starts JAX's devices, so after rows are prepared
+        self.accelerator = Accelerator(args, self.end)  # starts JAX's backend, so only after rows are prepared
         if self.data_collator is None:
             self._data_collator = self._collator()
         self.parts = setup.assemble(
@@ -241,9 +241,10 @@ class BaseTrainer(abc.ABC):
         return args
 
     def _begin(self, args: BaseConfig, spec: setup.TrainerSpec) -> Progress:
-        """Begin a run: make its task, open its repository on the Hub, join the processes.
+        """Begin a run: create its task, open its Hub repository, join the processes.
 
-        Until the setup is complete, `self._editable` has what is known so far: overridden methods may read it."""
+        Until the setup is complete, `self._editable` has what is known so far, because overridden methods may read it.
+        """
         collator, progress = self.data_collator, Progress()
         self._told = progress.told
         self._editable = Editable(args, None, (args if collator is None else collator).pad_to_multiple_of)
@@ -275,7 +276,7 @@ class BaseTrainer(abc.ABC):
             own_step = OwnStep(
                 lambda: self._setup, self._own_step, lambda inputs: self._prepare_inputs(inputs), tensors
             )
-            own |= {"compute_loss"}  # the step goes by micro-batches, as for a loss of the script's own
+            own |= {"compute_loss"}  # the step runs micro-batch by micro-batch, as with a user-defined loss
         return Hooks(
             compute_loss=self._own_loss,
             create_optimizer=self._own_optimizer,
@@ -297,7 +298,7 @@ class BaseTrainer(abc.ABC):
         )
 
     def _own_loss(self, model: Any, *given: Any, **options: Any) -> Any:
-        """What a script's own `compute_loss` returns."""
+        """Call the user-defined `compute_loss`, whose `self._metrics` are those of its batch."""
         self._loss_metrics = model.metrics
         try:
             return self.compute_loss(model, *given, **options)
@@ -305,7 +306,7 @@ class BaseTrainer(abc.ABC):
             self._loss_metrics = None
 
     def _own_step(self, compute: Callable[[Any], Any], inputs: Any, num_items: Any, last: bool) -> Any:
-        """What a script's own `training_step` returns for a micro-batch, the `last` of its step or not."""
+        """Call the user-defined `training_step` on a micro-batch; `last` for the last one of a step."""
         self._compute_step, self.accelerator.sync_gradients = compute, last
         try:
             with self._setup.events.at_gradients():
@@ -314,9 +315,9 @@ class BaseTrainer(abc.ABC):
             self._compute_step, self.accelerator.sync_gradients = None, True
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        """The loss of a micro-batch, divided by the micro-batches of the step unless it is divided by its tokens. A
-        script may override it to read or change the batch before `super()`, and what is logged after it; the gradient
-        stays within the step.
+        """The loss of a micro-batch, divided by the number of micro-batches in the step unless it is already divided by
+        the step's tokens. A script may override it to read or change the batch before `super()`, and to change the
+        logged loss after it. The gradient is not accessible.
 
         Raises:
             RuntimeError: it was called outside of train().
@@ -327,14 +328,14 @@ class BaseTrainer(abc.ABC):
         return self._compute_step(self._prepare_inputs(inputs))
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs themselves. A script may override it to change a batch before its loss is computed."""
+        """Return the inputs unchanged. A script may override it to change a batch before its loss is computed."""
         return inputs
 
     @property
     def _metrics(self) -> dict[str, dict[str, list[Any]]]:
-        """Numbers to log, by mode ("train" or "eval") and name: the next log has the mean of each list. In a script's
-        own loss these are the numbers of its batch. Elsewhere a script may append to names of its own and replace any.
-        """
+        """Numbers to log, by mode ("train" or "eval") and name; the next log has the mean of each list. Inside a
+        user-defined loss, these are the numbers of the current batch. Elsewhere a script may append to its own names
+        and replace any list."""
         if self._loss_metrics is not None:
             return dict.fromkeys(("train", "eval"), self._loss_metrics)
         return vars(self).setdefault("_script_metrics", {mode: ScriptMetrics() for mode in ("train", "eval")})
@@ -348,16 +349,16 @@ class BaseTrainer(abc.ABC):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train to the end. Returns the steps taken, the mean loss, and the run's metrics.
+        """Train to the end. Returns the number of steps, the mean loss and the metrics of the run.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the newest complete one in `args.output_dir`.
+            resume_from_checkpoint: a checkpoint folder, or True for the newest complete one in `args.output_dir`.
 
         Raises:
             ValueError: there is no complete checkpoint to resume from, or it belongs to another model, optimizer or
                 dataset.
-            FloatingPointError: several steps in a row were not finite.
-            MemoryError: a step does not fit in memory; the message lists what takes how much.
+            FloatingPointError: several consecutive steps were not finite.
+            MemoryError: a step does not fit in memory; the message has a breakdown.
             SystemExit: after SIGTERM (143), SIGINT (130) or SIGHUP (129); the last step is in a checkpoint, unless
                 save_strategy="no". A running evaluation is interrupted, and resuming repeats it.
         """
@@ -387,7 +388,7 @@ class BaseTrainer(abc.ABC):
     @data_collator.setter
     def data_collator(self, collator: Any) -> None:
         if "parts" not in vars(self):
-            return  # before the constructor, as in TRL, which then overwrites it
+            return  # set before super().__init__, which overwrites it, as in TRL
         check_collator(collator, () if self._collator_class is None else (self._collator_class,))
         check_lengths(collator, self.args)
         self._data_collator, self._editable.pad_to_multiple_of = collator, collator.pad_to_multiple_of
@@ -396,12 +397,12 @@ class BaseTrainer(abc.ABC):
         """Update the run's task from the current arguments and attributes.
 
         Raises:
-            TypeError: something was set on the trainer that is never called or read.
-            ValueError: a value is invalid, or rows would have to be prepared or laid out again.
+            TypeError: a method or attribute was set on the trainer that is never called or read.
+            ValueError: a value is invalid, or the rows would have to be prepared or laid out again.
         """
         check_set(vars(self).keys(), type(self), self._never_called, self._never_read)
         if self._setup.rollout is not None:
-            return  # as in TRL, which reads these arguments once
+            return  # TRL's online trainers read these arguments only once
         then, task = self._editable.task, self.make_task()
         if task == then:
             return
@@ -414,7 +415,7 @@ class BaseTrainer(abc.ABC):
     def loss(
         self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The task's loss and sums of one pass through a batch; arguments as for `training.forward.Forward.loss`."""
+        """The task's loss and sums for one batch; arguments as for `training.forward.Forward.loss`."""
         return self.parts.forward.loss(params, batch, key, remat=remat)
 
     def compute_loss(
@@ -430,12 +431,12 @@ class BaseTrainer(abc.ABC):
         Args:
             model: `model(input_ids=..., attention_mask=...)` returns `.logits`, `[rows, 1]` from a score head and
                 `[rows, T, V]` from a language model. It also takes `pixel_values`.
-            inputs: `input_ids` and `attention_mask` `[X, T]`, the first text of each example followed by the second
-                ones, and the task's other inputs; `pixel_values` `[P, C]`, the patches of all images, if there are any.
+            inputs: `input_ids` and `attention_mask` `[X, T]`, the first texts of all examples followed by their second
+                texts, and the task's other inputs; `pixel_values` `[P, C]`, the patches of all images, if any.
             return_outputs: return `(loss, outputs)`.
-            num_items_in_batch: the number of targets in the whole step, or in a batch of an evaluation, which divides
-                a language model's loss. None for a score head, and for the models whose loss transformers averages over
-                micro-batches.
+            num_items_in_batch: the number of targets in the whole step (in evaluation: in the batch), by which a
+                language model's loss is divided. None for a score head, and for models whose loss transformers averages
+                over micro-batches.
         """
         if self.compute_loss_func is None:
             loss, outputs = model.default_loss(self._setup.task, inputs, num_items_in_batch)
@@ -452,8 +453,8 @@ class BaseTrainer(abc.ABC):
             self._saving = None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write the checkpoint of a step and, as TRL does, the model's card into `args.output_dir`, and push it.
-        Scripts may override it; the arguments are transformers' and have no effect here.
+        """Write a checkpoint and, as TRL does, the model card to `args.output_dir`, and push it. Scripts may override
+        it; the arguments are those of transformers and have no effect here.
 
         Raises:
             RuntimeError: it was called outside train().
@@ -467,7 +468,7 @@ class BaseTrainer(abc.ABC):
         self._publisher.push_saved(self.args, self._setup.events, folder)
 
     def create_optimizer(self) -> Any:
-        """Create the optimizer: `optimizers` of the constructor, if given, or the one that `args.optim` names.
+        """Create the optimizer: `optimizers` of the constructor, if given, else the one named by `args.optim`.
 
         An override may return any optax transformation; its updates are scaled by the schedule of the arguments,
         relative to its peak, as torch's LambdaLR does.
@@ -478,10 +479,10 @@ class BaseTrainer(abc.ABC):
         return optimizer_with_decay(*options, self.model.params, self.get_decay_parameter_names(self.model))
 
     def _own_optimizer(self) -> Any:
-        """What `create_optimizer` returns.
+        """Call `create_optimizer`.
 
         Raises:
-            TypeError: a script makes an optimizer of torch's.
+            TypeError: a script creates a torch optimizer.
         """
         try:
             return self.create_optimizer()
@@ -491,7 +492,7 @@ class BaseTrainer(abc.ABC):
             raise
 
     def get_decay_parameter_names(self, model: PreTrainedModel) -> list[str]:
-        """The parameters that have weight decay, by name. A script may override it."""
+        """The names of the parameters with weight decay. A script may override it."""
         return decay_names(model.backend, model.params)
 
     # Evaluation.
@@ -500,9 +501,9 @@ class BaseTrainer(abc.ABC):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss and metrics over a dataset, raw or prepared; by default over `eval_dataset` of the constructor.
+        """Loss and metrics over a dataset, raw or prepared; by default the constructor's `eval_dataset`.
 
-        A dict of datasets is evaluated one by one, with metrics `<prefix>_<name>_...`; a string selects one of the
+        The datasets of a dict are evaluated one by one, with metrics `<prefix>_<name>_...`; a string selects one of the
         constructor's datasets.
         """
         refuse(ignore_keys=ignore_keys)
@@ -533,7 +534,7 @@ class BaseTrainer(abc.ABC):
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """A context in which `model.training` is False, for a script's methods that read it."""
+        """A context in which `model.training` is False, for user-defined methods that read it."""
         self.model.eval()
         try:
             yield
@@ -550,8 +551,8 @@ class BaseTrainer(abc.ABC):
         """The task's predictions for every row of a dataset, raw or prepared, including rows longer than max_length.
 
         Returns:
-            `predictions`, batch by batch in the order of the task's outputs; `label_ids`, `()` unless the task has
-            labels; `metrics`, the loss and the speed.
+            `predictions`, batch by batch in the order of the task's outputs; `label_ids`, `()` if the task has no
+            labels; `metrics`, the loss and the throughput.
         """
         refuse(ignore_keys=ignore_keys)
         self._follow_torch_models()
@@ -568,7 +569,7 @@ class BaseTrainer(abc.ABC):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple:
-        """(loss, logits, labels) of one batch. If a script overrides it, evaluation calls it for each batch.
+        """`(loss, logits, labels)` of one batch. If a script overrides it, evaluation calls it for each batch.
 
         Logits are `[X, 1]` and labels None for a score head, `[rows, T, V]` and `[rows, T]` for a language model.
         """
@@ -585,7 +586,8 @@ class BaseTrainer(abc.ABC):
     train_dataset = _editable("train_dataset", "The prepared training set.")
     eval_dataset = _editable("eval_dataset", "The prepared evaluation set, or a dict of them.")
 
-    is_fsdp_enabled = is_deepspeed_enabled = False  # recipes read these before saving, which is always the same here
+    # Scripts read these before saving, which does not depend on them here.
+    is_fsdp_enabled = is_deepspeed_enabled = False
 
     @property
     def is_in_train(self) -> bool:
@@ -598,8 +600,8 @@ class BaseTrainer(abc.ABC):
 
     @property
     def _memory_tracker(self) -> NoReturn:
-        """Raises an error if a script calls transformers' evaluate, predict or train by name: they read this attribute
-        first."""
+        """Raises TypeError if a script calls `transformers.Trainer.evaluate`, `predict` or `train` on this trainer:
+        they read this attribute first."""
         raise TypeError(
             f"A method of transformers.Trainer was called by name with a {type(self).__name__} of trl_jax. Call "
             "super()'s, or run the script with python -m trl_jax."
@@ -623,7 +625,7 @@ class BaseTrainer(abc.ABC):
 
     @property
     def sharding_plan(self) -> ShardingPlan | None:
-        """How arrays are divided over several devices; None on one."""
+        """How arrays are sharded over devices; None on a single device."""
         return self._setup.sharding_plan
 
     @property
@@ -652,14 +654,14 @@ class BaseTrainer(abc.ABC):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Examples of an optimizer step, on all devices together; `args` are the trainer's own."""
+        """Examples per optimizer step over all devices; `args` is ignored."""
         return self._setup.step_examples
 
     def num_examples(self, dataloader: Any) -> int:
-        """Rows of a dataloader's dataset; if it has none, the number of batches times the batch size.
+        """Rows of a dataloader's dataset; without a dataset, the number of batches times the batch size.
 
         Raises:
-            TypeError: the dataset is a stream.
+            TypeError: the dataset is streamed and has no length.
         """
         try:
             return len(dataloader.dataset)
@@ -667,9 +669,8 @@ class BaseTrainer(abc.ABC):
             return len(dataloader) * self.args.per_device_train_batch_size
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks. If
-        `include_num_input_tokens_seen` counts tokens, the speed since `start_time` (seconds, of time.time()) is
-        added."""
+        """Append `logs` with the epoch and step to `state.log_history`, and pass them to the callbacks. With
+        `include_num_input_tokens_seen`, the throughput since `start_time` (of `time.time()`, in seconds) is added."""
         tokens_before, online = self._setup.progress.input_tokens_before, self._setup.rollout is not None
         if "_script_metrics" in vars(self):
             mode, before = ("train", "") if self.model.training else ("eval", "eval_")
@@ -700,23 +701,23 @@ class BaseTrainer(abc.ABC):
         return self.model.num_parameters(only_trainable=True)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Times as h:mm:ss, bytes as MB, operations as GF, other numbers with four digits."""
+        """Format times as h:mm:ss, bytes as MB, FLOPs as GF, and other numbers with four digits."""
         return callbacks.metrics_format(metrics)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print the metrics of "train", "eval" or "test" in columns, by name."""
+        """Print the metrics of a split ("train", "eval" or "test") as a table sorted by name."""
         callbacks.log_metrics(split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write `<split>_results.json` into `args.output_dir`, and update all_results.json there if `combined`."""
+        """Write `<split>_results.json` to `args.output_dir`, and update all_results.json there if `combined`."""
         callbacks.save_metrics(Path(self.args.output_dir), split, metrics, combined)
 
     def save_state(self) -> None:
-        """Write trainer_state.json into `args.output_dir`."""
+        """Write trainer_state.json to `args.output_dir`."""
         write_whole(Path(self.args.output_dir) / STATE_FILE, state_text(self.state))
 
     def end(self) -> None:
-        """End the runs of experiment trackers."""
+        """Finish the runs of the experiment trackers."""
         callbacks.finish_trackers(self.callback_handler)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -729,30 +730,31 @@ class BaseTrainer(abc.ABC):
     # Data.
 
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
-        """Prepare rows for the loader; if `bounded`, drop those longer than max_length. Prepared rows are returned
-        unchanged."""
+        """Prepare rows for the loader; if `bounded`, rows longer than max_length are dropped. Rows that are already
+        prepared are returned unchanged."""
         tokens, task = self._tokens._replace(tokenizer=self.processing_class), self._editable.task
         if "_prepare_dataset" in names_of_script(type(self)) and tokens.encoder is None:
             task, dataset = self._prepared_by_script(task, dataset, name)
         return data.prepare(task, self.args, tokens, dataset, name, told=self._told, bounded=bounded)
 
     def _prepared_by_script(self, task: Task, dataset: Any, name: str) -> tuple[Task, Any]:
-        """The rows that a script's own `_prepare_dataset` returns, and the task that takes them."""
+        """The rows that a user-defined `_prepare_dataset` returns, and the task that takes them."""
         return task, self._prepare_dataset(dataset, self.processing_class, self.args, name)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        """The rows as they are tokenized, with TRL's columns. A script may override it and return rows of its own."""
+        """The tokenized rows, with TRL's columns. A script may override it and return its own rows."""
         tokens = self._tokens._replace(tokenizer=processing_class)
         return data.prepare(self._editable.task, args, tokens, dataset, dataset_name, told=self._told)
 
     def _prepare_given(self, dataset: Any, name: str, tokens: data.Tokens) -> Any:
-        """Prepare a dataset of the constructor; `prepare_dataset` may be a script's own, which sees the tokenizer."""
+        """Prepare a dataset of the constructor, after setting the tokenizer, which an overridden `prepare_dataset` may
+        read."""
         self._tokens, self._editable.processing_class = tokens, tokens.tokenizer
         return self.prepare_dataset(dataset, name)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Set `_signature_columns` to the columns that are read of prepared rows. A script may override it and add
-        others: these stay with the rows and, as with TRL's own collators, are in no batch."""
+        """Set `_signature_columns` to the columns of prepared rows that training reads. A script may override it and
+        add others: the rows keep these but, as with TRL's own collators, batches do not have them."""
         if self._signature_columns is None:
             self._signature_columns = list(self._setup.task.columns.all)
 
@@ -766,14 +768,14 @@ class BaseTrainer(abc.ABC):
         return made
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
-        """The order of the rows by the arguments, as indices. A script may override it with a sampler of its own."""
+        """The row indices in the order that the arguments define. A script may override it with its own sampler."""
         del train_dataset
         if self._ordered is None:
             raise RuntimeError("_get_train_sampler is called by train(), for trainers that override it.")
         return data.RowOrder(self._ordered)
 
     def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
-        """A dataloader over a prepared dataset, for a script's own get_train_dataloader to return."""
+        """A dataloader over a prepared dataset, which an overridden get_train_dataloader may return."""
         return Batches(self.loader(dataset, training=training), self._setup.task)
 
     def get_train_dataloader(self) -> Any:
@@ -785,10 +787,8 @@ class BaseTrainer(abc.ABC):
         if isinstance(eval_dataset, str):
             known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
             if eval_dataset not in known:
-                raise ValueError(
-                    f"There is no evaluation set {eval_dataset!r}: the trainer was given "
-                    f"{', '.join(known) or 'no dict of them'}."
-                )
+                sets = f"has {', '.join(known)}" if known else "is not a dict"
+                raise ValueError(f"There is no evaluation set {eval_dataset!r}: the trainer's eval_dataset {sets}.")
             eval_dataset = known[eval_dataset]
         return self.batches(self.eval_dataset if eval_dataset is None else eval_dataset, training=False)
 
@@ -800,7 +800,7 @@ class BaseTrainer(abc.ABC):
 
     @api_boundary
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder that transformers loads: config, weights, tokenizer, and training_args.json."""
+        """Write a folder that transformers can load: config, weights, tokenizer, and training_args.json."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         self.parts.training.follow_torch_model()
         with together("saving the model"):
@@ -835,17 +835,17 @@ class BaseTrainer(abc.ABC):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model and its card to `args.output_dir` and upload that folder without its checkpoints.
+        """Save the model and its card to `args.output_dir`, and upload that folder without its checkpoints.
 
         Args:
             kwargs: for `create_model_card`: model_name, dataset_name, tags and further metadata.
 
         Returns:
             The commit, or a Future of it if `blocking` is False. Call its `result()` before the script ends: as in
-            transformers, an upload cannot continue while Python exits.
+            transformers, an upload does not continue while Python exits.
 
         Raises:
-            PermissionError, ConnectionError: all attempts failed; all files are in the folder.
+            PermissionError, ConnectionError: all attempts failed. The files are still in the folder.
         """
         self._setup.events.fire("on_push_begin")
         if not is_first():  # only the first process talks to the Hub
@@ -865,6 +865,6 @@ class BaseTrainer(abc.ABC):
         tags: str | list[str] | None = None,
         **facts: Any,
     ) -> None:
-        """Write README.md into `args.output_dir`, unless it has one that trl_jax did not write."""
+        """Write README.md to `args.output_dir`, unless it has one that trl_jax did not write."""
         named = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "facts": facts}
         self._publisher.write_card(self.args, self.model, self._setup.task.head, self.state.log_history, **named)

@@ -20,18 +20,19 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
 from trl_jax.rollout.completions_log import trackers
 
-# Completions of the evaluation set's prompts, shown to trackers while a model trains.
+# Completions of evaluation prompts, logged to trackers during training.
 
 
 class LogCompletionsCallback(TrainerCallback):
-    """Completes prompts of the evaluation set every so many steps, and gives wandb, comet_ml and trackio, of those that
-    `report_to` names, a table of all so far: step, prompt, completion. Without such a tracker, it prints two of them.
+    """Completes prompts of the evaluation set every `freq` steps, and logs a table of all completions so far (step,
+    prompt, completion) to those of wandb, comet_ml and trackio that are in `report_to`. Without such a tracker, it
+    prints the first two completions.
 
     Args:
-        trainer: of a language model; its evaluation set has a column `prompt`, of texts or messages.
-        generation_config: transformers' object; None takes the model's own.
-        num_prompts: how many of the first ones; None: all.
-        freq: steps between two; None: `eval_steps`.
+        trainer: a trainer of a language model, whose evaluation set has a column `prompt` of texts or messages.
+        generation_config: transformers' object; None uses the model's own.
+        num_prompts: complete only the first `num_prompts` prompts; None: all.
+        freq: number of steps between two tables; None: `eval_steps`.
 
     Raises:
         ValueError: the trainer has no evaluation set.
@@ -85,7 +86,7 @@ class LogCompletionsCallback(TrainerCallback):
 
 
 def _text(prompt: str | list[dict[str, Any]], tokenizer: Any) -> str:
-    """The prompt as the model is given it: messages by the chat template, open for the answer."""
+    """The prompt as text: messages are rendered with the chat template, ready for the assistant's answer."""
     if not is_conversation(prompt):
         return prompt
     answers = prompt[-1]["role"] == "assistant"
@@ -93,7 +94,7 @@ def _text(prompt: str | list[dict[str, Any]], tokenizer: Any) -> str:
     return rendered(tokenizer, prompt, f"The prompt {brief(prompt, 300)}", tokenize=False, **options)
 
 
-# A moving average of the weights during the run.
+# A moving average of the weights.
 
 
 logger = logging.getLogger(__name__)
@@ -102,24 +103,24 @@ Weights = dict[str, np.ndarray]
 
 
 class BEMACallback(TrainerCallback):
-    r"""Keeps a bias-corrected exponential moving average of the weights that train, and saves the model with it to
-    `bema` in `output_dir` at the end (https://huggingface.co/papers/2508.00180). The run itself goes on as without.
+    r"""Keeps a bias-corrected exponential moving average (BEMA) of the trainable weights, and saves the model with it
+    to `output_dir/bema` after training (https://huggingface.co/papers/2508.00180). Training itself is unaffected.
 
-    With $\theta_0$ the weights at step `update_after`, and every `update_freq` steps from there on at step $t$
+    Let $\theta_0$ be the weights at step `update_after`. After every further `update_freq` steps, at step $t$:
 
     $$ EMA \leftarrow (1 - \beta) EMA + \beta \theta_t, \qquad \theta' = EMA + \alpha (\theta_t - \theta_0) $$
 
-    with $\beta = (lag + multiplier \cdot t)^{-ema\_power}$, at least `min_ema_multiplier`, and
-    $\alpha = (lag + multiplier \cdot t)^{-bias\_power}$. The arguments are TRL's, in TRL's order. A resumed run
-    starts it from the beginning.
+    with $\beta = \max((lag + multiplier \cdot t)^{-ema\_power}, min\_ema\_multiplier)$ and
+    $\alpha = (lag + multiplier \cdot t)^{-bias\_power}$. The arguments are TRL's, in TRL's order. A resumed run starts
+    the average from scratch.
 
     Args:
-        update_freq: steps between two updates.
-        ema_power, bias_power: exponents; an `ema_power` of 0.0 takes the weights as they are.
-        lag, multiplier: age of the average at step 0, and how it grows with a step.
-        update_after: the first steps, which have no part in it.
-        min_ema_multiplier: the least that an update counts.
-        device: has no effect: three copies of the weights that train are held in the host's memory.
+        update_freq: number of steps between two updates.
+        ema_power, bias_power: exponents of $\beta$ and $\alpha$; `ema_power=0.0` disables averaging.
+        lag, multiplier: offset and scale of the step in $\beta$ and $\alpha$.
+        update_after: the step at which averaging starts.
+        min_ema_multiplier: lower bound of $\beta$.
+        device: has no effect: three copies of the trainable weights are kept in host memory.
     """
 
     def __init__(
@@ -174,15 +175,15 @@ class BEMACallback(TrainerCallback):
 
 
 def _weights(model: PreTrainedModel) -> Weights:
-    """Copies of those that train, in the host's memory: the step gives its arrays away."""
+    """Copies of the trainable weights in host memory: the step donates its arrays."""
     return {path: np.array(fetched(array)) for path, array in model.params.items()}
 
 
-# Progress of a run drawn by rich.
+# Progress bars drawn by rich.
 
 
 class RichProgressCallback(TrainerCallback):
-    """A bar for training, one for evaluation, and the last log as a table, live in the terminal.
+    """Shows progress bars for training and evaluation and a table of the last logs, updated live in the terminal.
 
     Raises:
         ImportError: rich is not installed.
@@ -255,7 +256,7 @@ class RichProgressCallback(TrainerCallback):
 
 
 def _grouped(logs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """ "a/b": 1 under "a" as "b", names without a slash under ""."""
+    """Group logs by the part of their name before the slash: {"a/b": 1, "c": 2} -> {"a": {"b": 1}, "": {"c": 2}}."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in logs.items():
         group, slash, name = key.partition("/")

@@ -11,25 +11,25 @@ import numpy as np
 from trl_jax.data.batch import IGNORED
 from trl_jax.hub import torch_bridge
 
-# TRL's collators of prompts with their completions, for scripts that make batches of their own.
+# TRL's collators of prompts with completions, for scripts that build their own batches.
 
 
 @dataclass
 class DataCollatorForPreference:
-    """Rows with `prompt_ids`, `chosen_ids` and `rejected_ids` to padded arrays: TRL's collator of DPOTrainer.
+    """TRL's collator of DPOTrainer: pads rows with `prompt_ids`, `chosen_ids` and `rejected_ids`.
 
-    A call gives `input_ids`, `attention_mask` and `completion_mask`, int64 `[2P, T]`, prompts with chosen answers above
-    those with rejected ones; and float32 `ref_chosen_logps` and `ref_rejected_logps` `[P]` where rows have them.
+    Returns `input_ids`, `attention_mask` and `completion_mask`, int64 `[2P, T]`: the P chosen texts, then the P
+    rejected ones. If the rows have them, also `ref_chosen_logps` and `ref_rejected_logps`, float32 `[P]`.
 
     Args:
-        pad_token_id: fills rows on the right.
-        max_length: longest prompt with its answer, in tokens; None cuts nothing.
-        truncation_mode: "keep_start" cuts the end off, "keep_end" the beginning.
+        pad_token_id: the id that rows are padded with, on the right.
+        max_length: maximum number of tokens of prompt and completion together; None: no truncation.
+        truncation_mode: "keep_start" truncates the end, "keep_end" the start.
         pad_to_multiple_of: T is rounded up to a multiple of it.
-        return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
+        return_tensors: "pt" for torch tensors, "np" for NumPy arrays; None: "pt" if torch is installed.
 
     Raises:
-        ValueError: another `truncation_mode` or `return_tensors`.
+        ValueError: `truncation_mode` or `return_tensors` is invalid.
     """
 
     pad_token_id: int
@@ -57,21 +57,22 @@ class DataCollatorForPreference:
 
 @dataclass
 class DataCollatorForUnpairedPreference:
-    """Rows with `prompt_ids`, `completion_ids`, `label` and maybe `KL_completion_ids` to padded arrays: TRL's collator
-    of KTOTrainer.
+    """TRL's collator of KTOTrainer: pads rows with `prompt_ids`, `completion_ids`, `label` and, optionally,
+    `KL_completion_ids`.
 
-    A call gives `input_ids`, `attention_mask` and `completion_mask`, int64 `[B, T]`; the same of the prompts with their
-    `KL_completion_ids` as `KL_input_ids` and so on, with a T of their own; float32 `ref_logps` and `ref_KL_logps` `[B]`
-    where rows have them; and `label` `[B]`.
+    Returns `input_ids`, `attention_mask` and `completion_mask`, int64 `[B, T]`; the same for the prompts with their
+    `KL_completion_ids` as `KL_input_ids` and so on, whose T may differ; `ref_logps` and `ref_KL_logps`, float32 `[B]`,
+    if the rows have them; and `label` `[B]`.
 
     Args:
-        pad_token_id: fills rows on the right.
-        max_length: longest prompt with its completion, in tokens; the end is cut off. None cuts nothing.
+        pad_token_id: the id that rows are padded with, on the right.
+        max_length: maximum number of tokens of prompt and completion together; the end is truncated. None: no
+            truncation.
         pad_to_multiple_of: T is rounded up to a multiple of it.
-        return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
+        return_tensors: "pt" for torch tensors, "np" for NumPy arrays; None: "pt" if torch is installed.
 
     Raises:
-        ValueError: another `return_tensors`.
+        ValueError: `return_tensors` is invalid.
     """
 
     pad_token_id: int
@@ -98,7 +99,7 @@ class DataCollatorForUnpairedPreference:
 def _joined(
     rows: list[tuple[Sequence[int], Sequence[int]]], part: slice, pad_token_id: int, multiple: int | None
 ) -> dict[str, np.ndarray]:
-    """The part of each prompt with its completion that is kept, and which of its tokens are the completion's."""
+    """Concatenate each (prompt, completion), keep the slice `part` of it, and pad; the mask marks completion tokens."""
     ids = [np.concatenate([prompt, answer])[part] for prompt, answer in rows]
     answers = [np.repeat([0, 1], [len(prompt), len(answer)])[part] for prompt, answer in rows]
     return {
@@ -109,27 +110,24 @@ def _joined(
 
 
 def _numbers(examples: list[dict[str, Any]], columns: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Those of the columns that the rows have, float32 `[B]`."""
+    """The `columns` that the rows have, as float32 `[B]`."""
     return {name: np.asarray([row[name] for row in examples], np.float32) for name in columns if name in examples[0]}
-
-
-# TRL's collators, for scripts that make batches of their own.
 
 
 @dataclass
 class RewardDataCollator:
-    """Rows with `chosen_ids`, `rejected_ids` and maybe `margin` to padded arrays, TRL's collator.
+    """TRL's collator of RewardTrainer: pads rows with `chosen_ids`, `rejected_ids` and, optionally, `margin`.
 
-    A call gives `input_ids` and `attention_mask`, int64 `[2P, T]`, the chosen answers above the rejected ones, and
-    float32 `margin` `[P]`.
+    Returns `input_ids` and `attention_mask`, int64 `[2P, T]`: the P chosen texts, then the P rejected ones; and
+    `margin`, float32 `[P]`, if the rows have it.
 
     Args:
-        pad_token_id: fills rows on the right.
+        pad_token_id: the id that rows are padded with, on the right.
         pad_to_multiple_of: T is rounded up to a multiple of it.
-        return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
+        return_tensors: "pt" for torch tensors, "np" for NumPy arrays; None: "pt" if torch is installed.
 
     Raises:
-        ValueError: another `return_tensors`.
+        ValueError: `return_tensors` is invalid.
     """
 
     pad_token_id: int
@@ -152,23 +150,23 @@ class RewardDataCollator:
 
 @dataclass
 class DataCollatorForLanguageModeling:
-    """Rows with `input_ids`, and maybe `labels` and `seq_lengths`, to padded arrays: TRL's collator of SFTTrainer.
+    """TRL's collator of SFTTrainer: pads rows with `input_ids` and, optionally, `labels` and `seq_lengths`.
 
-    A call gives `input_ids`, `labels` (the ids where a row has none, -100 as padding) and `attention_mask`, int64
-    `[B, T]`. The `seq_lengths` of packed rows are the tokens of their documents.
+    Returns `input_ids`, `labels` (default: the ids; padded with -100) and `attention_mask`, int64 `[B, T]`. The
+    `seq_lengths` of a packed row are the lengths of its documents in tokens.
 
     Args:
-        pad_token_id: fills rows on the right.
-        padding_free: lay all rows end to end, B = 1, and give instead of the mask `position_ids`, which begin again in
-            each document; int32 `cu_seq_lens_q` and `cu_seq_lens_k`, where documents begin and end; `max_length_q` and
-            `max_length_k`, the longest one's length; and int32 `seq_idx` `[1, T]`, the number of a token's document.
-            The first token of a document has the label -100.
+        pad_token_id: the id that rows are padded with, on the right.
+        padding_free: concatenate all rows (B = 1). Instead of the mask, return `position_ids`, which restart at 0 in
+            each document; `cu_seq_lens_q` and `cu_seq_lens_k`, int32, the boundaries of the documents; `max_length_q`
+            and `max_length_k`, the length of the longest document; and `seq_idx`, int32 `[1, T]`, the document of each
+            token. The first token of a document has the label -100.
         return_position_ids: return `position_ids` in addition to the mask.
         pad_to_multiple_of: T is rounded up to a multiple of it.
-        return_tensors: "pt", torch's tensors, or "np", NumPy's arrays; None is "pt" where torch is installed.
+        return_tensors: "pt" for torch tensors, "np" for NumPy arrays; None: "pt" if torch is installed.
 
     Raises:
-        ValueError: another `return_tensors`.
+        ValueError: `return_tensors` is invalid.
     """
 
     pad_token_id: int
@@ -200,22 +198,23 @@ class DataCollatorForLanguageModeling:
 
     @staticmethod
     def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: list[list[int]]) -> list[Any]:
-        """Places of tokens in their documents, `[T]` a row; tensors where torch is installed."""
+        """The position ids of each packed row, `[T]`, restarting at 0 in each document; tensors if torch is
+        installed."""
         return as_kind(None, [_positions(lengths) for lengths in batch_seq_lengths])
 
 
-# TRL's collators of rows with images. They say how a trainer reads its rows.
+# TRL's collators for rows with images. Only their options are used.
 
 
 class VisionCollator:
-    """The base of TRL's collators of rows with images. Pass one as `data_collator`: the trainer reads its rows as these
-    options say, and not as its arguments do. It makes its batches itself, so that a call is refused.
+    """The base of TRL's collators for rows with images. Passed as `data_collator`, its options replace those of the
+    trainer's arguments. The trainer builds its batches itself, so calling a collator raises TypeError.
 
     Attributes:
-        processor: transformers' processor of the model.
-        max_length: longest text, in tokens; the end is cut off. None cuts nothing.
-        pad_to_multiple_of: padded rows have a multiple of this many tokens.
-        return_tensors: as TRL's; nothing depends on it.
+        processor: the model's transformers processor.
+        max_length: maximum number of tokens of a text; the end is truncated. None: no truncation.
+        pad_to_multiple_of: rows are padded to a multiple of this many tokens.
+        return_tensors: accepted as in TRL; has no effect.
     """
 
     processor: Any
@@ -240,14 +239,14 @@ class VisionCollator:
 
 @dataclass
 class DataCollatorForVisionLanguageModeling(VisionCollator):
-    """How SFTTrainer reads rows with images: TRL's collator of that name.
+    """The options with which SFTTrainer reads rows with images.
 
     Args:
         processor, max_length, pad_to_multiple_of, return_tensors: as in `VisionCollator`.
         completion_only_loss: whether prompts are excluded from the labels.
         dataset_text_field: the text column.
-        assistant_only_loss: whether only what the chat template marks as assistant content has labels.
-        chat_template: replaces the tokenizer's own for `messages`; None keeps it.
+        assistant_only_loss: whether only tokens that the chat template marks as the assistant's have labels.
+        chat_template: replaces the tokenizer's chat template for `messages`; None keeps it.
     """
 
     processor: Any
@@ -262,7 +261,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator):
 
 @dataclass
 class DataCollatorForVisionPreference(VisionCollator):
-    """How DPOTrainer reads rows with images: TRL's collator of that name, with the options of `VisionCollator`."""
+    """The options with which DPOTrainer reads rows with images, as in `VisionCollator`."""
 
     processor: Any
     max_length: int | None = None
@@ -272,11 +271,12 @@ class DataCollatorForVisionPreference(VisionCollator):
 
 @dataclass
 class DataCollatorForVisionUnpairedPreference(VisionCollator):
-    """How KTOTrainer reads rows with images: TRL's collator of that name.
+    """The options with which KTOTrainer reads rows with images.
 
     Args:
         processor, max_length, pad_to_multiple_of, return_tensors: as in `VisionCollator`.
-        calculate_kl: whether each answer also goes with another row's prompt; as the loss type needs it.
+        calculate_kl: whether each answer is also paired with another row's prompt to estimate the KL divergence; must
+            match the loss type.
     """
 
     processor: Any
@@ -292,13 +292,13 @@ def check_kind(return_tensors: str | None) -> None:
 
 
 def as_kind(return_tensors: str | None, batch: Any) -> Any:
-    """Arrays, or tensors of them where asked for or, unless told, where torch is installed."""
+    """The batch as torch tensors ("pt") or NumPy arrays ("np"); None: tensors if torch is installed."""
     tensors = torch_bridge.available() if return_tensors is None else return_tensors == "pt"
     return torch_bridge.as_tensors(batch) if tensors else batch
 
 
 def padded(rows: list[Sequence[int]], value: int, multiple: int | None) -> np.ndarray:
-    """Rows as one array `[B, T]`, int64, filled with `value` on the right."""
+    """Rows as one array, int64 `[B, T]`, right-padded with `value`."""
     length = -(-max(map(len, rows)) // (multiple or 1)) * (multiple or 1)
     array = np.full((len(rows), length), value, np.int64)
     for row, values in zip(array, rows, strict=True):
@@ -307,12 +307,13 @@ def padded(rows: list[Sequence[int]], value: int, multiple: int | None) -> np.nd
 
 
 def _positions(lengths: Sequence[int]) -> np.ndarray:
-    """Places of tokens in their documents, which have these lengths: `[T]`."""
+    """The positions of tokens in documents of these lengths, `[T]`."""
     return np.concatenate([np.arange(length) for length in lengths])
 
 
 def _documents(position_ids: np.ndarray) -> dict[str, Any]:
-    """The documents of a row of tokens with these positions `[T]`: a token of padding counts as one, as in TRL."""
+    """The document boundaries and indices of a row with these position ids `[T]`. Each padding token counts as a
+    document, as in TRL."""
     ends = np.append(np.flatnonzero(position_ids == 0), len(position_ids)).astype(np.int32)
     lengths = np.diff(ends)
     of_tokens = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]

@@ -16,14 +16,14 @@ class DistillationConfig(BaseConfig):
     """The arguments of DistillationTrainer, in TRL's names, defaults and positional order; our own come last."""
 
     _argument_group_name = "training"
-    max_length: ClassVar[None] = None  # prompts are not cut, completions have a limit of their own
+    max_length: ClassVar[None] = None  # prompts are not truncated; completions have max_completion_length
     dataset_num_proc: ClassVar[None] = None
-    # A generation is a step, with one completion of a prompt, all of which count.
+    # A generation is one step, with one completion per prompt, and all completions are trained on.
     num_generations: ClassVar[int] = 1
     num_generations_eval: ClassVar[None] = None
     num_iterations: ClassVar[int] = 1
     mask_truncated_completions: ClassVar[bool] = False
-    router_aux_loss_coef: ClassVar[float] = 0.0  # as in TRL, experts are not balanced
+    router_aux_loss_coef: ClassVar[float] = 0.0  # as in TRL, no load-balancing loss
     _VALID_DICT_FIELDS = BaseConfig._VALID_DICT_FIELDS + [
         "teacher_model_init_kwargs", "generation_kwargs", "chat_template_kwargs",
     ]  # fmt: skip
@@ -96,10 +96,10 @@ class DistillationConfig(BaseConfig):
 
     @property
     def generation_batch_size(self) -> int:
-        """Completions of a generation, on all devices."""
+        """Completions per generation, over all devices."""
         return self.per_device_train_batch_size * self.data_parallel_size * self.gradient_accumulation_steps
 
     @property
     def steps_per_generation(self) -> int:
-        """Micro-batches that they are divided into."""
+        """Micro-batches per generation."""
         return self.gradient_accumulation_steps

@@ -47,9 +47,9 @@ class DistillationTrainer(RolloutTrainer):
         quantization_config: loads the student's base model under an adapter in 4 or 8 bits (QLoRA).
         peft_config: our or peft's LoraConfig.
         tools: functions that the student may call by name in its completions; annotations and docstrings describe them.
-            What a call returns or raises becomes the next message, which is not trained on, and the student continues.
-        rollout_func: completes prompts instead of the student, as in `GRPOTrainer`. TRL's DistillationTrainer has none;
-            log-probabilities that it returns are not used.
+            The result or error of a call becomes the next message, which is not trained on, and the student continues.
+        rollout_func: completes prompts instead of the student, as in `GRPOTrainer`. TRL's DistillationTrainer does not
+            have this argument. Returned log-probabilities are not used.
     """
 
     _name, _tag_names = "Distillation", ["trl", "distillation"]
@@ -108,8 +108,8 @@ class DistillationTrainer(RolloutTrainer):
         multimodal_fields: dict[str, Any],
         has_tool_images: bool = False,
     ) -> list[list[int]]:
-        """One completion of each text; a `rollout_func` may call it. The other arguments are those of the prompts'
-        images, for texts."""
+        """One completion per prompt; a `rollout_func` may call it. `images` must be None; `multimodal_fields` and
+        `has_tool_images` are ignored."""
         del multimodal_fields, has_tool_images
         return self._turn(prompt_ids, images, 1)[0]
 
@@ -121,7 +121,7 @@ class DistillationTrainer(RolloutTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of `_compute_loss`, whose entropy is logged, as in TRL. Scripts override either, in jax.numpy."""
+        """Call `_compute_loss` and log its entropy, as in TRL. Scripts may override either, in jax.numpy."""
         if self.model.training and inputs.get("num_items_in_batch") is not None:
             num_items_in_batch = jnp.maximum(inputs["num_items_in_batch"], 1) / self.accelerator.num_processes
         loss, entropy_sum, num_valid_tokens = self._compute_loss(model, inputs, num_items_in_batch)
@@ -132,17 +132,17 @@ class DistillationTrainer(RolloutTrainer):
     def _compute_loss(
         self, unwrapped_student: Any, inputs: dict[str, jax.Array], num_items_in_batch: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The loss of a micro-batch of completions, a step's part: a step adds them up. A script's subclass may
-        override it, in jax.numpy: it is compiled, gradient and all.
+        """The loss of a micro-batch of completions; the loss of a step is the sum over its micro-batches. A subclass
+        may override it in jax.numpy; it is compiled together with its gradient.
 
         Args:
-            unwrapped_student: for `_get_per_token_divergences`; it cannot be called.
-            inputs: TRL's, by TRL's names: `prompt_ids`, `prompt_mask` `[B, P]`, `completion_ids`, `completion_mask`
-                `[B, C]` (0 for the answers of tools, too) and `num_items_in_batch`.
-            num_items_in_batch: the tokens of the step that count, which a loss divides by.
+            unwrapped_student: only to be passed to `_get_per_token_divergences`; it cannot be called.
+            inputs: TRL's, under TRL's names: `prompt_ids`, `prompt_mask` `[B, P]`, `completion_ids`, `completion_mask`
+                `[B, C]` (also 0 for tool results) and `num_items_in_batch`.
+            num_items_in_batch: the number of unmasked completion tokens in the step, by which the loss is divided.
 
         Returns:
-            The loss, the sum of the student's entropies, and the number of tokens that count.
+            The loss, the sum of the student's entropies, and the number of unmasked completion tokens.
         """
         del unwrapped_student, num_items_in_batch
         one = self._in_own_loss("_compute_loss")
@@ -150,12 +150,12 @@ class DistillationTrainer(RolloutTrainer):
         return loss, one.default_sums["entropy"].sum(), one.default_sums["targets"].sum()
 
     def _get_per_token_divergences(self, model: Any, beta: float | None = None) -> TokenDivergences:
-        """`divergence`, `entropy`, `student_logps` and `teacher_logps` of the completions' tokens at the temperature,
-        float32 `[B, C]`, 0 where a token does not count, for a loss of the script's own. TRL has no such method.
+        """`divergence`, `entropy`, `student_logps` and `teacher_logps` of the completion tokens at the sampling
+        temperature, float32 `[B, C]`, 0 for masked tokens; for a user-defined loss. TRL has no such method.
 
         Args:
-            model: the one that the loss was given.
-            beta: of the divergence, from 0 to 1; None for the argument's.
+            model: the model that the loss was called with.
+            beta: interpolation coefficient of the divergence, from 0 to 1; None: `args.beta`.
         """
         one = self._in_own_loss("_get_per_token_divergences")
         return one.divergences(model, self.args.beta if beta is None else beta)

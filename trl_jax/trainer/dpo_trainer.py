@@ -35,7 +35,7 @@ class DPOTrainer(ReferenceTrainer):
             of transformers, which receives the trained weights after `train()`. Weights are kept in float32 and saved
             in `args.model_init_kwargs["dtype"]` ("float32" by default).
         ref_model: the reference model, in the same forms. None: the model before training; with a new adapter, the
-            model without it; with an adapter that the model came with, a copy of that adapter.
+            model without it; with an adapter that the model already had, a copy of that adapter.
         args: a DPOConfig; None means `DPOConfig("<model>-DPO")`.
         data_collator: a DataCollatorForPreference; only its `pad_to_multiple_of` is used; for rows with images a
             DataCollatorForVisionPreference, whose options replace those of `args`.

@@ -16,7 +16,7 @@ _LOSS = "GKD's loss is a divergence of distributions."
 
 
 def _of_sft(name: str, why: str, how: str = "warned") -> Any:
-    """The field of SFTConfig, which has no effect in GKD."""
+    """An SFTConfig field that has no effect in GKD."""
     return redeclared(SFTConfig.__dataclass_fields__[name], SFTConfig.argument_table()[name], how=how, why=why)
 
 

@@ -52,28 +52,28 @@ _TO_LATER = (
 
 
 class GKDTrainer(BaseTrainer):
-    """Trains a student to predict the tokens that its teacher predicts, on completions of the student, the teacher or
-    the dataset (Generalized Knowledge Distillation, https://huggingface.co/papers/2306.13649).
+    """Trains a student to match its teacher's next-token predictions, on completions of the student, the teacher or the
+    dataset (Generalized Knowledge Distillation, https://huggingface.co/papers/2306.13649).
 
     The arguments are TRL's, in TRL's order. `lmbda`, `beta` and `seq_kd` may be set on the trainer at any time.
 
     Args:
         model: the student: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a
             torch model of transformers, which receives the trained weights after `train()`.
-        teacher_model: the teacher, given in the same ways, with the student's vocabulary. It keeps its stored dtype.
+        teacher_model: the teacher, in the same forms, with the student's vocabulary. It keeps its stored dtype.
         args: a GKDConfig; None means `GKDConfig("<model>-GKD")`.
-        data_collator: refused: rows are read as TRL's DataCollatorForChatML reads them.
+        data_collator: refused; rows are read as by TRL's DataCollatorForChatML.
         train_dataset: rows with `messages`, the last of which is the completion; a text `prompt` may replace the
             messages before it. Or rows with `input_ids` and a `completion_mask`. A Dataset or an IterableDataset (with
             `max_steps`).
-        eval_dataset: the same, or a dict of them. An evaluation reads the dataset's completions.
+        eval_dataset: the same, or a dict of them. Evaluation uses the dataset's completions.
         processing_class: the tokenizer; loaded with the student if None.
         compute_metrics: gets an EvalPrediction of all logits `[N, T, V]`, not shifted, and labels `[N, T]`.
         callbacks: transformers callbacks, in addition to the default ones.
         optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
-        preprocess_logits_for_metrics: applied to each batch's logits and labels; what it returns is kept instead.
+        preprocess_logits_for_metrics: applied to each batch's logits and labels; its result replaces the logits.
         peft_config: our or peft's LoraConfig. Only the adapter is trained and saved.
-        formatting_func: never called, as in TRL; a warning says so.
+        formatting_func: never called, as in TRL; causes a warning.
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
@@ -149,7 +149,7 @@ class GKDTrainer(BaseTrainer):
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
-        """The options that completions are sampled with; others come from the model's generation_config."""
+        """The sampling options of completions; all others come from the model's generation_config."""
         args, own = self.args, self._ends
         return {
             "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "do_sample": True, "top_k": 0,
@@ -160,20 +160,20 @@ class GKDTrainer(BaseTrainer):
         return GkdTask(self.beta, self.args.max_length)
 
     def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
-        """A dataloader over a prepared dataset. Iterating over it gives the dataset's own completions; train() replaces
-        them in the steps."""
+        """A dataloader over a prepared dataset. Iterating over it yields the dataset's own completions; only the steps
+        of train() replace them."""
         found = super().batches(dataset, training=training)
         if training:
             found.steps = RewrittenSteps(found.steps, self._mixture)
         return found
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        default_generator().skip(BASE_SEED_WORDS)  # as torch's DataLoader does
+        default_generator().skip(BASE_SEED_WORDS)  # torch's DataLoader draws a base seed per iterator
         return super()._evaluate_one(dataset, prefix)
 
     def _mixed(self) -> Mixture:
         setup = self._setup
-        ends = self.model.generation_config.eos_token_id  # as they are at construction, as in TRL
+        ends = self.model.generation_config.eos_token_id  # read once at construction, as in TRL
         self._ends = self.processing_class.eos_token_id if ends is None else ends
         write, dtype = Completer(setup, self.generation_kwargs), setup.args.compute_dtype
         teachers = setup.reference.dtype if dtype == "float32" and setup.reference.dtype else dtype
@@ -197,15 +197,15 @@ class GKDTrainer(BaseTrainer):
         return given(loaded, policy.vocab_size, as_bits=policy.sharding_plan is None and not self.seq_kd)
 
 
-# Completions that are written just before the step that learns from them.
+# Completions that are generated just before the step that trains on them.
 
 
 @dataclass
 class RewrittenSteps(WrittenSteps):
-    """The steps of a loader, with each micro-batch as `rewrite` returns it.
+    """The steps of a loader, with each micro-batch replaced by what `rewrite` returns.
 
-    The loss of a step is divided by the targets of the dataset's rows, also where their completions were replaced, as
-    in TRL, which counts them first; unless the step is a mean over micro-batches, for which nothing is counted.
+    The loss of a step is divided by the number of targets in the dataset's rows even if their completions were
+    replaced: TRL counts targets before generating. If a step is a mean over micro-batches, targets are not counted.
     """
 
     rewrite: Callable[[list[Example]], list[Example]]
@@ -227,8 +227,8 @@ class RewrittenSteps(WrittenSteps):
 
 
 def _padded_tokens(examples: list[Example], *, generated: bool) -> int:
-    """The tokens of TRL's micro-batch, padding included: generated completions begin at the end of the longest
-    prompt."""
+    """The number of tokens in TRL's micro-batch including padding. Generated completions start after the longest
+    prompt, because prompts are left-padded."""
     texts = [len(ids) for example in examples for ids in example.texts]
     if not generated:
         return len(texts) * max(texts)
@@ -238,11 +238,12 @@ def _padded_tokens(examples: list[Example], *, generated: bool) -> int:
 
 @dataclass
 class Mixture:
-    """Decides for each micro-batch, with Python's `random`, who wrote its completions.
+    """Draws for each micro-batch, with Python's `random`, whose completions it has.
 
-    lmbda: the share of micro-batches that the student completes.
-    seq_kd: whether the teacher completes the others; otherwise they keep the dataset's completions.
-    student, teacher: prompts -> completions, both as token ids.
+    Attributes:
+        lmbda: returns the fraction of micro-batches that the student completes.
+        seq_kd: returns whether the teacher completes the others; otherwise they keep the dataset's completions.
+        student, teacher: generate completions from prompts, both as token ids.
     """
 
     lmbda: Callable[[], float]
@@ -272,6 +273,6 @@ def prompt_of(example: Example) -> np.ndarray:
 
 
 def completed(example: Example, prompt: np.ndarray, completion: np.ndarray) -> Example:
-    """The example with another completion, every token of which is a target."""
+    """The example with its completion replaced; all completion tokens are targets."""
     labels = np.concatenate([np.full(len(prompt), IGNORED, np.int32), completion])
     return example._replace(texts=(np.concatenate([prompt, completion]).astype(np.int32),), labels=(labels,))

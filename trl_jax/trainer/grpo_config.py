@@ -16,7 +16,7 @@ from trl_jax.losses.names import GRPO_LOSSES, SAMPLER_CORRECTIONS
 
 
 def _named(known: tuple[str, ...], text: str) -> rules.Rule:
-    """Of one of several names, refused in TRL's words."""
+    """A rule that accepts only the `known` values; `text` is TRL's error message."""
 
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         return None if value in known else text.format(value)
@@ -92,7 +92,7 @@ class GRPOConfig(BaseConfig):
     """The arguments of GRPOTrainer, in TRL's names, defaults and positional order; our own come last."""
 
     _argument_group_name = "training"
-    max_length: ClassVar[None] = None  # prompts are not cut, completions have a limit of their own
+    max_length: ClassVar[None] = None  # prompts are not truncated; completions have max_completion_length
     dataset_num_proc: ClassVar[None] = None
     _VALID_DICT_FIELDS = BaseConfig._VALID_DICT_FIELDS + [
         "transformers_continuous_batching_config", "generation_kwargs", "chat_template_kwargs",

@@ -15,13 +15,12 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.config.generation import uses_server
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import also_of_tensors, are_tensors
+from trl_jax.hub.torch_objects import also_of_tensors, any_tensor
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.policy_gradient import MAX_LOG, MIN_LOG, PolicyLoss, entropy_mask
 from trl_jax.rollout.completions_log import CompletionsRepo
-from trl_jax.rollout.rollout import EntropyBonus
 from trl_jax.rollout.tools import Environments
-from trl_jax.tasks.policy import GrpoTask
+from trl_jax.tasks.policy import EntropyBonus, GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.online import OnlineTrainer, argument
 
@@ -35,8 +34,8 @@ _OF_THE_LOSS = (
 
 
 class GRPOTrainer(OnlineTrainer):
-    """Trains a language model on its own completions, by their rewards relative to other completions of the same prompt
-    (DeepSeekMath, https://huggingface.co/papers/2402.03300). `loss_type` selects among the losses derived from it.
+    """Trains a language model on its own completions, with advantages relative to other completions of the same prompt
+    (DeepSeekMath, https://huggingface.co/papers/2402.03300). `loss_type` selects among GRPO and its variants.
 
     The arguments are TRL's, in TRL's order.
 
@@ -61,12 +60,12 @@ class GRPOTrainer(OnlineTrainer):
             per completion, and this trainer. It returns a dict with `prompt_ids`, `completion_ids` and `logprobs`,
             lists with one item per prompt, and optionally `env_mask`, 0 for completion tokens that are not trained on;
             other keys go to the reward functions. `logprobs` are the sampler's; they are compared with the policy's
-            under `use_vllm=True` with `vllm_importance_sampling_correction`, and under `off_policy_mask_threshold`.
+            if `use_vllm` and `vllm_importance_sampling_correction` are set, or `off_policy_mask_threshold`.
         tools: functions that the model may call by name in its completions; annotations and docstrings describe them.
-            What a call returns or raises becomes the next message, which is not trained on, and the model continues.
+            The result or error of a call becomes the next message, which is not trained on, and the model continues.
         environment_factory: creates an environment; or a dict of factories, selected by the column `environment`. Each
             completion has its own environment, whose methods are tools. `reset(**row)` starts it, and its result is
-            appended to the prompt; `get_reward()`, if it exists, is an additional reward function.
+            appended to the prompt; `get_reward()`, if defined, is an additional reward function.
     """
 
     _name, _tag_names = "GRPO", ["trl", "grpo"]
@@ -137,7 +136,8 @@ class GRPOTrainer(OnlineTrainer):
 
     @property
     def entropy_coef(self) -> float:
-        """The current coefficient of the entropy bonus: `args.entropy_coef`, or the adapted one."""
+        """The current coefficient of the entropy bonus: `args.entropy_coef`, or its adapted value with
+        `use_adaptive_entropy`."""
         bonus = self._setup.rollout.bonus
         return self.args.entropy_coef if bonus is None else bonus.now
 
@@ -147,13 +147,13 @@ class GRPOTrainer(OnlineTrainer):
 
     @property
     def vllm_importance_sampling_correction(self) -> bool:
-        """`args.vllm_importance_sampling_correction`, for losses of a script's own."""
+        """`args.vllm_importance_sampling_correction`, for user-defined losses."""
         return self.args.vllm_importance_sampling_correction
 
     def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
-        """Which tokens count and have an entropy of at least the `threshold` quantile of those that do: bool `[B, C]`.
-        Here and in the next two, arguments are arrays or tensors."""
-        if not are_tensors(entropies):
+        """The unmasked tokens whose entropy is at least the `threshold` quantile of all unmasked tokens: bool `[B, C]`.
+        Here and in the next two methods, arguments may be JAX or NumPy arrays or torch tensors."""
+        if not any_tensor(entropies):
             return entropy_mask(entropies, mask, 1 - threshold)
         entropies, counted = entropies.detach(), mask.bool()
         return counted & (entropies >= entropies[counted].float().quantile(threshold)) if counted.any() else counted
@@ -163,7 +163,7 @@ class GRPOTrainer(OnlineTrainer):
     def get_off_policy_mask(
         advantages: Any, per_token_logps: Any, sampling_per_token_logps: Any, mask: Any, off_policy_threshold: float
     ) -> Any:
-        """1 for completions that count, 0 for others, `[B, 1]`; formula of `losses.policy_gradient.off_policy_mask`.
+        """1 for completions to train on, else 0, `[B, 1]`; see `losses.policy_gradient.off_policy_mask`.
 
         Args:
             advantages: `[B, 1]`.
@@ -186,7 +186,7 @@ class GRPOTrainer(OnlineTrainer):
         k_neg: float = 3.0,
         lambda_neg: float = 2.0,
     ) -> Any:
-        """VESPO's weight of each completion, `[B, 1]`; formula of `losses.policy_gradient.gamma_weights`.
+        """VESPO's weight of each completion, `[B, 1]`; see `losses.policy_gradient.gamma_weights`.
 
         Args:
             advantages: `[B, 1]`.
@@ -215,12 +215,13 @@ class GRPOTrainer(OnlineTrainer):
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """One completion of each text and the log-probabilities of its tokens by vLLM servers, None without servers.
-        A `rollout_func` may call it.
+        """One completion per prompt, and its tokens' log-probabilities from the vLLM servers (None without servers). A
+        `rollout_func` may call it.
 
         Args:
-            prompt_ids: token ids. Where `num_generations` in a row are equal, they are one request.
-            images, multimodal_fields, has_tool_images: as of `_tokenize_prompts`, for texts.
+            prompt_ids: token ids. `num_generations` equal prompts in a row are sent as one request.
+            images: must be None.
+            multimodal_fields, has_tool_images: ignored.
         """
         del multimodal_fields, has_tool_images
         return self._turn(prompt_ids, images, num_generations)
@@ -237,7 +238,7 @@ def _sampler_correction(args: GRPOConfig) -> dict[str, Any]:
     """The options of `PolicyLoss` that correct for a sampler other than the policy.
 
     Raises:
-        ValueError: VESPO with a correction per sequence, in TRL's words.
+        ValueError: VESPO with a sequence-level correction (TRL's message).
     """
     mode = args.vllm_importance_sampling_mode
     if args.loss_type == "vespo" and mode not in ("token_truncate", "token_mask"):
@@ -250,7 +251,7 @@ def _sampler_correction(args: GRPOConfig) -> dict[str, Any]:
 
 
 def _warn_of_levels(loss_type: str, level: str) -> None:
-    """Warn, in TRL's words, if importance_sampling_level is not that of the loss's paper."""
+    """Warn, in TRL's words, if importance_sampling_level differs from the paper of the loss."""
     if loss_type == "luspo" and level != "sequence":
         logger.warning(
             "When using `'luspo'` loss, `importance_sampling_level` should be set to `'sequence'` to mirror the "

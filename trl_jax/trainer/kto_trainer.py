@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.data.batch import IGNORED
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import are_tensors
+from trl_jax.hub.torch_objects import any_tensor
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
@@ -38,7 +38,7 @@ class KTOTrainer(ReferenceTrainer):
             of transformers, which receives the trained weights after `train()`. Weights are kept in float32 and saved
             in `args.model_init_kwargs["dtype"]` ("float32" by default).
         ref_model: the reference model, in the same forms. None: the model before training; with a new adapter, the
-            model without it; with an adapter that the model came with, a copy of that adapter.
+            model without it; with an adapter that the model already had, a copy of that adapter.
         args: a KTOConfig; None means `KTOConfig("<model>-KTO")`.
         data_collator: a DataCollatorForUnpairedPreference; only its `pad_to_multiple_of` is used; for rows with
             images a DataCollatorForVisionUnpairedPreference, whose options replace those of `args`.
@@ -97,8 +97,8 @@ class KTOTrainer(ReferenceTrainer):
         )  # fmt: skip
 
     def _compute_kl_logps(self, model: Any, batch: dict[str, Any]) -> Any:
-        """The log-probabilities `[B]` of answers to other prompts, without a gradient, for a loss of the script's own.
-        None where the loss does not estimate the KL divergence."""
+        """The log-probabilities `[B]` of completions paired with other rows' prompts, without gradient, for a
+        user-defined loss. None if the loss type does not estimate the KL divergence."""
         if not self.calculate_KL:
             return None
         ids, counted = batch["KL_input_ids"], batch["KL_completion_mask"]
@@ -107,7 +107,7 @@ class KTOTrainer(ReferenceTrainer):
             fused_lm_head=True, **{name: batch[name] for name in ("pixel_values",) if name in batch},
         )  # fmt: skip
         logps = outputs.log_probs.sum(-1)
-        return logps.detach() if are_tensors(logps) else jax.lax.stop_gradient(logps)
+        return logps.detach() if any_tensor(logps) else jax.lax.stop_gradient(logps)
 
     def _check_images(self) -> None:
         check_image_arguments(self.args)

@@ -1,4 +1,4 @@
-"""ModelConfig: the flags of a training script that say which model, and how to adapt it."""
+"""ModelConfig: command-line flags that select the model and its adapter."""
 
 import functools
 import warnings
@@ -27,10 +27,12 @@ def _taking_torch_dtype(kind: type) -> type:
 @_taking_torch_dtype
 @dataclass
 class ModelConfig:
-    """TRL's fields, defaults and order. Whether a flag can be honored is said by the script that reads it.
+    """TRL's fields, defaults and order. The script that reads a flag reports whether it is supported.
 
-    A lora_target_modules of one entry becomes that entry, so that it may be a pattern or "all-linear".
-    Raises ValueError where both load_in_8bit and load_in_4bit are set.
+    A `lora_target_modules` with a single entry becomes that string, because it may be a pattern or "all-linear".
+
+    Raises:
+        ValueError: both load_in_8bit and load_in_4bit are set.
     """
 
     _argument_group_name = "model"
@@ -89,7 +91,7 @@ class ModelConfig:
 
     @property
     def trust_remote_code(self) -> bool:
-        """False: a model's own code is never run. In TRL it became an argument of the trainers' configs."""
+        """False: a model's own code is never run. In TRL this became an argument of the trainers' configs."""
         return False
 
     @property

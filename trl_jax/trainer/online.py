@@ -40,10 +40,10 @@ from trl_jax.rollout.rewards import (
     reward_columns,
     reward_functions,
 )
-from trl_jax.rollout.rollout import EntropyBonus, Rewards
-from trl_jax.rollout.server import Limits, Requirements, VllmServers, is_local, sampling_parameters, server_urls
+from trl_jax.rollout.rollout import Rewards
+from trl_jax.rollout.server import Limits, Requirements, SamplingOptions, is_local, server_urls
 from trl_jax.rollout.tools import Environments, Tools, methods_of
-from trl_jax.tasks.policy import Cycle
+from trl_jax.tasks.policy import Cycle, EntropyBonus
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online_config import OnlineConfig
@@ -61,10 +61,10 @@ from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import OWN_METHODS, OwnRollout, RolloutParts, Sampling
-from trl_jax.training.server import ServerParts, adapter_rank, by_first, default_root
+from trl_jax.training.server import ServerParts, adapter_rank, by_first, connect, default_root
 from trl_jax.training.state import Hooks
 
-# Tools and environments, and how the tokenizer tells tool calls from text.
+# Tools and environments, and how tool calls are parsed from completions.
 
 
 def tools_of(
@@ -79,17 +79,17 @@ def tools_of(
     vocab_size: int,
     encoder: Encoder | None = None,
 ) -> tuple[Tools, dict[str, Any]]:
-    """The tools of a run, and the further arguments of the chat template with which prompts are rendered.
+    """The tools of a run, and the extra arguments for rendering prompts with the chat template.
 
     Args:
-        environments: whose methods are tools, too; None: there are none.
-        tokenizer: gets a `response_template`, if it has none.
-        most_turns, longest, positions, vocab_size, encoder: as of `Tools`.
+        environments: their methods are tools as well; may be None.
+        tokenizer: its `response_template` is set if it has none.
+        most_turns, longest, positions, vocab_size, encoder: as in `Tools`.
 
     Raises:
-        TypeError: a tool is no function, or lacks the annotations and the docstring that say what it takes.
-        ValueError: two tools have one name; a chat template that shows no calls or answers, or
-            writes calls in a form that is not known.
+        TypeError: a tool is not callable, or lacks annotations or a docstring that describes its arguments.
+        ValueError: two tools have the same name; or the chat template does not render tool calls or tool results, or
+            renders calls in an unknown format.
     """
     found = _checked(functions)
     for environment in () if environments is None else environments.probes:
@@ -117,7 +117,7 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
             raise TypeError(f"tools must be functions, got {function!r}.")
         try:
             name = get_json_schema(function)["function"]["name"]
-        except Exception as error:  # transformers has classes of its own for what is missing
+        except Exception as error:  # transformers raises its own exception classes
             name = getattr(function, "__name__", type(function).__name__)
             raise TypeError(
                 f"tools: of {name} the model would not know how to call it: {error}. Annotate its arguments, and "
@@ -129,22 +129,22 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
     return found
 
 
-# Arguments that TRL's trainers which write completions keep on themselves, for scripts that read them there.
+# Arguments that TRL's online trainers also have as attributes, for scripts that read them there.
 
 
 _OWN_SAMPLING = "generation_config of {}: its arguments control sampling. Set generation_kwargs in its config."
 
 
 def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
-    """An attribute with the value of an argument, or with what `read` makes of the arguments. Setting another value
-    raises AttributeError, because it would have no effect."""
+    """A trainer attribute that returns an argument's value, or `read(args)`. Setting another value raises
+    AttributeError, because it would have no effect."""
 
     def get(self: BaseTrainer) -> Any:
         return getattr(self.args, name) if read is None else read(self.args)
 
     def put(self: BaseTrainer, value: Any) -> None:
         if "_editable" not in vars(self) or value is get(self) or value == get(self):
-            return  # before the constructor, as in TRL, which then overwrites it; or nothing new
+            return  # unchanged, or set before super().__init__, which overwrites it, as in TRL
         raise AttributeError(
             f"{name} was set on the trainer, which reads its arguments once: the step is compiled from them. Set "
             f"{name} in {self.config_class.__name__}."
@@ -158,7 +158,7 @@ class RolloutTrainer(BaseTrainer):
 
     Attributes:
         tools: functions that the model may call in its completions.
-        rollout_func: the script's own function from prompts to completions; None without one.
+        rollout_func: a user-defined function that completes prompts, or None.
     """
 
     tools: Sequence[Callable] = ()
@@ -166,11 +166,11 @@ class RolloutTrainer(BaseTrainer):
     _environments: Environments | None = None
     _own_methods: OwnRollout | None = None
     _takes_transforms = True
-    _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as TRL loads and saves it
+    _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as in TRL, also when saved
     _writes_completions: ClassVar[bool] = True
     _parses_messages: ClassVar[bool] = True
     _compiled_methods = BaseTrainer._compiled_methods | {"_compute_loss"}
-    _averages_losses: ClassVar[bool] = False  # a step's loss: the mean of those of its micro-batches, or their sum
+    _averages_losses: ClassVar[bool] = False  # whether a step's loss is the mean over micro-batches, not the sum
 
     temperature, top_p, top_k, min_p = map(argument, ("temperature", "top_p", "top_k", "min_p"))
     repetition_penalty, max_completion_length = map(argument, ("repetition_penalty", "max_completion_length"))
@@ -184,7 +184,7 @@ class RolloutTrainer(BaseTrainer):
 
     @property
     def generation_config(self) -> Any:
-        """Raises AttributeError: tokens are sampled by the arguments."""
+        """Raises AttributeError: sampling is controlled by the arguments."""
         raise AttributeError(_OWN_SAMPLING.format(type(self).__name__))
 
     @generation_config.setter
@@ -192,7 +192,7 @@ class RolloutTrainer(BaseTrainer):
         raise AttributeError(_OWN_SAMPLING.format(type(self).__name__))
 
     def __init__(self, model: Any, **arguments: Any):
-        """`arguments` are those of `BaseTrainer`."""
+        """`arguments` are passed to `BaseTrainer`."""
         spec = setup.TrainerSpec(self._reference, self._rollout, self._balance_experts)
         _settle_for_streams(*map(arguments.get, ("args", "train_dataset", "eval_dataset")))
         super().__init__(model, spec=spec, **arguments)
@@ -208,7 +208,7 @@ class RolloutTrainer(BaseTrainer):
         return balance_experts(model, args.router_aux_loss_coef)
 
     def get_train_dataloader(self) -> Any:
-        """Raises TypeError: there is none."""
+        """Raises TypeError: batches are generated during training."""
         raise TypeError(
             f"get_train_dataloader() of {type(self).__name__}: batches are made of the completions that the model "
             "writes as it trains, so none is there beforehand. The prompts are trainer.train_dataset; what was written "
@@ -217,8 +217,8 @@ class RolloutTrainer(BaseTrainer):
 
     @property
     def _metrics(self) -> dict[str, dict[str, list[float]]]:
-        """The numbers since the last log, as lists by name, of "train" and "eval": a script may append to them. In a
-        loss of the script's own they are arrays of the step."""
+        """The numbers since the last log, as lists by mode ("train" or "eval") and name; a script may append to them.
+        Inside a user-defined loss, they are arrays of the current step."""
         if self._own_pass is not None:
             return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
         return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
@@ -230,8 +230,8 @@ class RolloutTrainer(BaseTrainer):
 
     @property
     def _logs(self) -> dict[str, Any]:
-        """The completions table's columns, by TRL's names: of training, or of an evaluation while one runs and without
-        any of training. What a script changes of them is in the table.
+        """The columns of the completions table, under TRL's names. During training, those of "train", else of "eval",
+        whichever has rows; during evaluation, the other way round. Changes by a script appear in the table.
 
         Raises:
             AttributeError: there is no table.
@@ -247,13 +247,13 @@ class RolloutTrainer(BaseTrainer):
 
     @property
     def _own_pass(self) -> Any:
-        """The pass whose loss a script's own method computes now; None outside of it."""
+        """The pass whose loss a user-defined method is computing; None outside of it."""
         script_loss = self._setup.script_loss if "_setup" in vars(self) else None
         return None if script_loss is None else script_loss.current
 
     @property
     def current_gradient_accumulation_steps(self) -> Any:
-        """Micro-batches of the step; in a loss of the script's own an array, because the last step of an epoch may have
+        """Micro-batches per step. Inside a user-defined loss it is an array, because the last step of an epoch may have
         fewer."""
         return self.args.gradient_accumulation_steps if self._own_pass is None else self._own_pass.micro_batches
 
@@ -265,7 +265,7 @@ class RolloutTrainer(BaseTrainer):
 
         def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
             world = self.accelerator.num_processes
-            # A batch is divided over the shards, as over TRL's processes.
+            # For the script, a shard of the batch is what a process is in TRL.
             self.accelerator.num_processes = self._setup.shards
             try:
                 return self.compute_loss(model, inputs)
@@ -283,19 +283,19 @@ class RolloutTrainer(BaseTrainer):
 
     @abc.abstractmethod
     def _reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
-        """The model that the policy is compared with; None without one."""
+        """The reference model or teacher; None if the task has none."""
 
     def _rewards(self, run: setup.Setup) -> Rewards | None:
-        """The reward functions; None if all completions are learned from equally."""
+        """The reward functions; None if training uses no rewards."""
         del run
         return None
 
     def _check_images(self) -> None:
-        """Completions are generated from images whatever the arguments."""
+        """All arguments are compatible with images."""
 
     @property
     def _may_get_images(self) -> bool:
-        """Whether images may come in answers of tools or environments."""
+        """Whether tools or environments may return images."""
         return self._has_tools and not self._uses_server
 
     @property
@@ -304,16 +304,15 @@ class RolloutTrainer(BaseTrainer):
 
     @property
     def _uses_server(self) -> bool:
-        """Whether completions come from vLLM servers."""
+        """Whether completions come from servers."""
         return uses_server(vars(self.args))
 
     def _limits(self) -> Limits:
-        """How long servers may take, and how much they are asked for at once."""
+        """Timeouts and the request limit for the vLLM servers."""
         return Limits(self.args.vllm_server_timeout)
 
-    def _generates_ahead(self, *, sees: bool) -> bool:
-        """Whether servers generate while the step before trains. sees: whether rows have images."""
-        del sees
+    def _generates_ahead(self) -> bool:
+        """Whether servers generate the next completions while a step trains."""
         return vars(self.args).get("generate_ahead", False)
 
     def _sync_steps(self) -> int:
@@ -333,7 +332,7 @@ class RolloutTrainer(BaseTrainer):
             check_completes(model, options)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
         columns = None if rewards is None else reward_columns(rewards.names)
-        of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # it may read _logs
+        of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # a user's subclass may read _logs
         table = self._table(columns) if args.log_completions or of_script else None
         self._own_methods = self._own_rollout(run)
         return RolloutParts(
@@ -342,15 +341,15 @@ class RolloutTrainer(BaseTrainer):
         )  # fmt: skip
 
     def _own_rollout(self, run: setup.Setup) -> OwnRollout | None:
-        """The methods of the script's own that completions go through; None without any."""
+        """The user-defined methods that generate or score completions; None if there are none."""
         return None
 
     def _server(self, run: setup.Setup) -> ServerParts:
-        """The vLLM servers of the arguments, which answer and fit the run.
+        """The servers, checked to be reachable and compatible with the run.
 
         Raises:
-            ValueError: something of the run does not go with servers yet.
-            ServerError: a server does not answer, or was started in another way than the run needs.
+            ValueError: the run uses a feature that is not supported with servers.
+            ServerError: a server does not answer, or was started with incompatible options.
         """
         args, model = run.args, run.model
         found = {
@@ -359,13 +358,13 @@ class RolloutTrainer(BaseTrainer):
         }
         for what in (what for what, there in found.items() if there):
             raise ValueError(
-                f"vLLM servers together with {what} are not in this release of trl_jax. Train without {what}, or with "
-                "GRPOTrainer and use_vllm=False."
+                f"vllm_mode='server' together with {what} is not in this release of trl_jax. Train without {what}, or "
+                "with GRPOTrainer and use_vllm=False."
             )
         urls = server_urls(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
         if args.vllm_weights_dir is None and (distant := [url for url in urls if not is_local(url)]):
             raise ValueError(
-                f"The vLLM server at {distant[0]} is on another machine: set vllm_weights_dir to a folder that both "
+                f"The server at {distant[0]} is on another machine: set vllm_weights_dir to a folder that both "
                 "machines have under the same path. The weights are handed over in it."
             )
         root = default_root(args.output_dir) if args.vllm_weights_dir is None else Path(args.vllm_weights_dir)
@@ -374,18 +373,16 @@ class RolloutTrainer(BaseTrainer):
             "sampling_logps" in run.task.logps, None if run.encoder is None else run.encoder.image_token_id,
             adapter_rank(model) if run.encoder is None else None,
         )  # fmt: skip
-        servers = VllmServers(urls, needs, self._limits())
-        by_first(servers.check)
-        servers.takes_adapters = by_first(lambda: servers.takes_adapters)
-        sampling = sampling_parameters(
+        servers = by_first(lambda: connect(urls, needs, self._limits()))
+        options = SamplingOptions(
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
             min_p=args.min_p, repetition_penalty=args.repetition_penalty,
             ends=eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
+            never=needs.image_token,  # in a completion it would stand for an image that is not there
             others=as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {},
         )  # fmt: skip
-        if run.encoder is not None:  # an image token in a completion would stand for an image that is not there
-            sampling["logit_bias"] = {**sampling.get("logit_bias", {}), str(run.encoder.image_token_id): -100.0}
-        ahead = self._generates_ahead(sees=run.encoder is not None)
+        sampling = servers.engine.parameters(options)
+        ahead = self._generates_ahead()
         if ahead and self._rollout_func() is not None:
             raise ValueError(
                 "generate_ahead=True has the servers generate, but the completions of this run come from rollout_func. "
@@ -395,10 +392,6 @@ class RolloutTrainer(BaseTrainer):
             raise ValueError(
                 "generate_ahead=True with environment_factory= would reset environments whose completions are not "
                 "judged yet. Set generate_ahead=False."
-            )
-        if ahead and run.encoder is not None:
-            raise ValueError(
-                "generate_ahead=True with images is not in this release of trl_jax. Leave one of them out."
             )
         return ServerParts(servers, sampling, root, ahead, self._sync_steps())
 
@@ -411,15 +404,15 @@ class RolloutTrainer(BaseTrainer):
         )  # fmt: skip
 
     def _completions_repo(self) -> CompletionsRepo | None:
-        """The dataset on the Hub that gets the tables; None without one."""
+        """The Hub dataset to which completions tables are uploaded, or None."""
         return None
 
     def _bonus(self) -> EntropyBonus | None:
-        """The coefficient of the entropy bonus, where the loss has one."""
+        """The entropy bonus, or None."""
         return None
 
     def _tools(self, run: setup.Setup) -> tuple[Tools | None, dict[str, Any]]:
-        """The tools that the model may call, and the further arguments of the chat template of prompts."""
+        """The tools that the model may call, and the extra arguments for rendering prompts with the chat template."""
         args = run.args
         if not self.tools and self._environments is None:
             return None, args.chat_template_kwargs or {}
@@ -434,17 +427,17 @@ class RolloutTrainer(BaseTrainer):
         )  # fmt: skip
 
     def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
-        """The script's own way from prompts to completions, where it has one."""
+        """The user-defined `rollout_func` with this trainer bound, or None."""
         return None if self.rollout_func is None else partial(_with_trainer, self)
 
     def _turn(
         self, prompt_ids: Sequence[Sequence[int]], images: Any, group: int
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """The completions of texts, as `PolicyWriter.turn`, for `_generate_single_turn`.
+        """Complete text prompts, as `PolicyWriter.complete_once` does, for `_generate_single_turn`.
 
         Raises:
-            ValueError: prompts with images, or with a token that the model does not embed.
-            RuntimeError: on several processes without servers.
+            ValueError: there are images, or a token id outside of the model's vocabulary.
+            RuntimeError: several processes without vLLM servers.
         """
         if images is not None or self._setup.encoder is not None:
             raise ValueError(
@@ -453,15 +446,15 @@ class RolloutTrainer(BaseTrainer):
             )
         if several() and not self._uses_server:
             raise RuntimeError(
-                "_generate_single_turn on several processes needs a vLLM server. Set use_vllm=True and "
+                "_generate_single_turn on several processes needs a server. Set use_vllm=True and "
                 "vllm_mode='server', or train in one process."
             )
         with self._setup.on_device():
-            completions, logps = self._setup.rollout.rollout.writer.turn(prompt_ids, group)
+            completions, logps = self._setup.rollout.rollout.writer.complete_once(prompt_ids, group)
         return [own.tolist() for own in completions], None if logps is None else [own.tolist() for own in logps]
 
     def _of_any_rollout(self) -> dict[str, Any]:
-        """The fields of a task that all of these trainers share."""
+        """The task fields that all online trainers share."""
         args = self.args
         cycle = Cycle(
             group=args.num_generations,
@@ -483,10 +476,10 @@ def _with_trainer(trainer: RolloutTrainer, prompts: list) -> Mapping[str, Any]:
 
 
 def _settle_for_streams(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
-    """Set the arguments of torch's data loader that TRL sets for streams of prompts. Here they have no effect.
+    """Set the dataloader arguments that TRL sets for streaming datasets. They have no effect here.
 
     Raises:
-        ValueError: `dispatch_batches`, in TRL's words.
+        ValueError: `dispatch_batches` is True (TRL's message).
     """
     sets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
     if args is None or not any(isinstance(one, IterableDataset) for one in sets):
@@ -502,7 +495,7 @@ def _settle_for_streams(args: Any, train_dataset: Any, eval_dataset: Any) -> Non
 
 
 def _check_processes(trainer: str, shards: int) -> None:
-    """Raise ValueError where processes would not have prompts of their own."""
+    """Raise ValueError if the prompts cannot be divided evenly over the processes."""
     count = jax.process_count() if processes.several() else 1
     if shards % count:
         raise ValueError(
@@ -513,7 +506,7 @@ def _check_processes(trainer: str, shards: int) -> None:
 
 
 def eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
-    """The model's ids that end a text; the tokenizer's comes first if it is not among them."""
+    """The model's EOS token ids, preceded by the tokenizer's if it is not among them."""
     own, found = tokenizer.eos_token_id, model.generation_config.eos_token_id
     ids = [found] if isinstance(found, int) else list(found or ())
     return ids if own in ids or own is None else [own, *ids]
@@ -522,11 +515,11 @@ def eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
 def sampling_options(
     args: BaseConfig, tokenizer: Any, model: PreTrainedModel, encoder: Any = None, *, new_tokens: int | None
 ) -> dict[str, Any]:
-    """The fields of the GenerationConfig that completions are sampled with. With images, the image token is never
-    sampled: it would stand for an image that is not there.
+    """GenerationConfig fields for sampling completions. With images, the image token is suppressed, because a sampled
+    one would have no image.
 
     Args:
-        new_tokens: the most tokens of a completion.
+        new_tokens: maximum number of tokens of a completion.
     """
     options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     options["top_k"] = 0 if args.top_k == -1 else args.top_k
@@ -544,7 +537,7 @@ def sampling_options(
 class OnlineTrainer(RolloutTrainer):
     """The base of online trainers with reward functions and, if `args.beta` is not 0, a reference model: GRPO and RLOO.
 
-    Derive your own trainer from it: set `config_class` to a dataclass derived from `OnlineConfig`, and let `make_task`
+    To derive your own trainer, set `config_class` to a dataclass derived from `OnlineConfig`, and have `make_task`
     return an `OnlineTask` with `**self.task_options()`.
 
     Attributes:
@@ -553,9 +546,9 @@ class OnlineTrainer(RolloutTrainer):
 
     config_class = OnlineConfig
     _not_arguments: ClassVar[tuple[str, ...]] = ("scale_rewards",)  # fields of OnlineConfig that the config may lack
-    _reward_helpers: ClassVar[tuple[str, ...]] = HELPERS  # what reward functions get besides the columns
+    _reward_helpers: ClassVar[tuple[str, ...]] = HELPERS  # arguments that reward functions get besides the columns
     _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
-    _ref_model: Any = None  # scripts of TRL up to 0.21 pass one; else the policy as it is before training
+    _ref_model: Any = None  # passed by scripts of TRL up to 0.21; None: the policy before training
     num_generations, num_iterations = map(argument, ("num_generations", "num_iterations"))
     num_generations_eval = argument(
         "num_generations_eval", lambda args: args.num_generations_eval or args.num_generations
@@ -571,24 +564,24 @@ class OnlineTrainer(RolloutTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> jax.Array:
-        """`_compute_loss`, as in TRL. Scripts override either, in jax.numpy or torch.
+        """Call `_compute_loss`, as in TRL. Scripts may override either, in jax.numpy or torch.
 
         Raises:
-            ValueError: `return_outputs`, in TRL's words.
+            ValueError: `return_outputs` is True (TRL's message).
         """
         if return_outputs:
             raise ValueError(f"The {self._name}Trainer does not support returning outputs")
         return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
-        """The loss of a micro-batch of completions, scaled as TRL's: a step of GRPO adds up these losses, one of RLOO
-        takes their mean. A script's subclass may override it: in jax.numpy it is compiled, gradient and all; in torch
-        the compiled step calls it.
+        """The loss of a micro-batch of completions, scaled as in TRL: the loss of a step is the sum over its
+        micro-batches in GRPO, and their mean in RLOO. A subclass may override it: in jax.numpy it is compiled together
+        with its gradient; in torch it is called from the compiled step.
 
         Args:
-            model: for `_get_per_token_logps_and_entropies`; it cannot be called.
-            inputs: TRL's, by TRL's names: `prompt_ids`, `prompt_mask` `[B, P]`, `completion_ids`, `completion_mask`
-                `[B, C]` (0 for the answers of tools, too), `advantages` `[B]`, and those that the arguments ask for of
+            model: only to be passed to `_get_per_token_logps_and_entropies`; it cannot be called.
+            inputs: TRL's, under TRL's names: `prompt_ids`, `prompt_mask` `[B, P]`, `completion_ids`, `completion_mask`
+                `[B, C]` (also 0 for tool results), `advantages` `[B]`, and, depending on the arguments,
                 `old_per_token_logps`, `ref_per_token_logps`, `sampling_per_token_logps`, `importance_sampling_ratio`
                 (GRPO) and `old_logps` `[B]` (RLOO).
         """
@@ -606,14 +599,14 @@ class OnlineTrainer(RolloutTrainer):
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Log-probabilities of the completions' tokens at the sampling temperature, float32 `[B, C]`, 0 where a token
-        does not count, their entropies and the load-balancing loss of the experts, for a loss of the script's own.
+        """Log-probabilities of the completion tokens at the sampling temperature, float32 `[B, C]`, 0 for masked
+        tokens; their entropies; and the load-balancing loss of the experts. For a user-defined loss.
 
         Args:
-            model: the one that the loss was given.
-            input_ids: `prompt_ids` and `completion_ids` of the inputs, side by side; NaN is returned for others, and in
-                torch they are refused.
-            attention_mask, batch_size, images: without an effect, for the step has computed the model.
+            model: the model that the loss was called with.
+            input_ids: the concatenated `prompt_ids` and `completion_ids` of the inputs. For other ids the result is
+                NaN; torch losses get an error.
+            attention_mask, batch_size, images: ignored, because the step has already run the model.
         """
         del attention_mask, batch_size, images
         one = self._in_own_loss("_get_per_token_logps_and_entropies")
@@ -631,50 +624,50 @@ class OnlineTrainer(RolloutTrainer):
             )
         return OwnRollout(
             type(self).__name__, *map(own.get, OWN_METHODS),
-            whole=not self._averages_losses, keeps_extras=run.script_loss is not None,
+            grpo_form=not self._averages_losses, keeps_extras=run.script_loss is not None,
             pad_token_id=run.processing_class.pad_token_id,
         )  # fmt: skip
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
     ) -> np.ndarray:
-        """The rewards, float32 `[N, F]`, NaN where a function does not apply. A script's subclass may override it and
-        change those of `super()`; what it returns is weighted, logged and trained on. On several processes it gets the
-        completions of one. The array is a tensor if the script's method, or the module that has it, imports torch.
+        """The rewards, float32 `[N, F]`, NaN where a function does not apply. A subclass may override it and change the
+        result of `super()`; the returned rewards are weighted, logged and trained on. With several processes, each
+        passes only its own completions. The result is a tensor if the overriding method or its module imports torch.
 
         Args:
-            inputs: the rows of the dataset, one for each completion.
+            inputs: the rows of the dataset, one per completion.
         """
         rewards = self._calls_rewards(inputs, prompts, completions, completion_ids_list)
         return batch_tensor(rewards) if self._overridden_in_torch("_calculate_rewards") else rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's outputs for the prompts of a generation, as NumPy arrays: `prompt_ids`, `prompt_mask` `[N, P]`,
-        `completion_ids`, `completion_mask` `[N, C]`, `advantages` `[N]`, `num_items_in_batch` and the log-probabilities
-        that there are. They are tensors if the script's method, or the module that has it, imports torch. A script's
-        subclass may override it: what it changes of the advantages, the mask and the log-probabilities of `super()` is
-        trained on, and further numbers `[N]` or `[N, C]` reach its `_compute_loss`.
+        `completion_ids`, `completion_mask` `[N, C]`, `advantages` `[N]`, `num_items_in_batch` and any
+        log-probabilities. They are tensors if the overriding method or its module imports torch. A subclass may
+        override it: changes to the advantages, the mask and the log-probabilities of `super()` are trained on, and
+        additional numbers `[N]` or `[N, C]` are passed to its `_compute_loss`.
 
         Args:
-            inputs: the rows of the dataset, each as often as its prompt is completed.
+            inputs: the rows of the dataset, each repeated once per completion.
         """
         name = "_generate_and_score_completions"
         outputs = self._own_method(name).default_score(inputs)
         return batch_tensors(outputs) if self._overridden_in_torch(name) else outputs
 
     def _overridden_in_torch(self, name: str) -> bool:
-        """Whether a script's own method of this name knows torch."""
+        """Whether a user-defined method of this name, or its module, imports torch."""
         return any(knows_torch(vars(cls)[name]) for cls in classes_of_script(type(self)) if name in vars(cls))
 
     def _generate(self, prompts: list) -> tuple:
-        """TRL's lists: the ids of prompts and of completions, in GRPO the mask of tools, the completions as reward
-        functions see them, and in GRPO log-probabilities of the sampler, further columns, None and []. A script's
-        subclass may override it and change those of `super()`."""
+        """TRL's tuple of lists: prompt ids, completion ids, the tool mask (GRPO only), the completions as reward
+        functions see them, and, for GRPO only, the sampler's log-probabilities, extra columns, None and []. A subclass
+        may override it and change the result of `super()`."""
         return self._own_method("_generate").default_generate(prompts)
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict[str, Any]]:
-        """The ids of prompts, None and {}, as TRL has it for texts. A `rollout_func` may call it, and a script's
-        subclass may override it and change the ids of `super()`.
+        """`(prompt ids, None, {})`, as in TRL for text prompts. A `rollout_func` may call it, and a subclass may
+        override it and change the ids of `super()`.
 
         Raises:
             RuntimeError: the run has rows with images.
@@ -694,8 +687,7 @@ class OnlineTrainer(RolloutTrainer):
 
     @property
     def reward_funcs(self) -> list[Any]:
-        """The reward functions, as a list. Others may be put into it at any time, and count from the next generation
-        on."""
+        """The list of reward functions. Entries may be replaced at any time, with effect from the next generation."""
         return self._reward_funcs
 
     @reward_funcs.setter
@@ -707,8 +699,7 @@ class OnlineTrainer(RolloutTrainer):
 
     @property
     def reward_weights(self) -> np.ndarray:
-        """The weight of each reward function, float32. Others may be set at any time, and count from the next
-        generation on."""
+        """The weight of each reward function, float32. May be set at any time, with effect from the next generation."""
         judge = self._setup.rollout.rollout.judge
         weights = judge.task.reward_weights
         return np.ones(len(judge.rewards.names), np.float32) if weights is None else np.asarray(weights, np.float32)
@@ -716,7 +707,7 @@ class OnlineTrainer(RolloutTrainer):
     @reward_weights.setter
     def reward_weights(self, weights: Sequence[float]) -> None:
         if "_editable" not in vars(self):
-            return  # before the constructor, as in TRL, which then overwrites it
+            return  # set before super().__init__, which overwrites it, as in TRL
         judge = self._setup.rollout.rollout.judge
         found = tuple(map(float, weights))
         if len(found) != len(judge.rewards.names):
@@ -728,7 +719,7 @@ class OnlineTrainer(RolloutTrainer):
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The current reference model; None without `beta`, and with an adapter."""
+        """The current reference model; None if `beta` is 0, or with an adapter."""
         return reference_as_model(self._setup.reference, self.model, self._ref_model)
 
     def __init__(
@@ -744,8 +735,8 @@ class OnlineTrainer(RolloutTrainer):
         """
         Args:
             reward_funcs: a reward function or reward model, or a list of them, as in `GRPOTrainer`.
-            environments: that completions act in; some of them have rewards of their own. None for none.
-            arguments: those of `BaseTrainer`, by name.
+            environments: the environments of completions, some of which have their own rewards; may be None.
+            arguments: the other arguments of `BaseTrainer`, by name.
         """
         check_config(type(self), OnlineConfig, self._not_arguments)
         functions = () if reward_funcs is None else reward_funcs
@@ -754,7 +745,7 @@ class OnlineTrainer(RolloutTrainer):
         self._environments, self._own_rewards = environments, [] if environments is None else environments.rewards
         for function in self.reward_funcs:
             if callable(function) and not is_model(function):
-                # before weights are read; later with the columns of the rows
+                # Fail before weights are read; checked again later with the columns of the rows.
                 check_signature(function, helpers=self._reward_helpers)
         self.reward_funcs += self._own_rewards
         if isinstance(reward_processing_classes, list | tuple):
@@ -783,7 +774,7 @@ class OnlineTrainer(RolloutTrainer):
 
     def _rewards(self, run: setup.Setup) -> RewardFunctions:
         args, events = self.args, run.events
-        # An environment and a rollout_func add arguments to the columns, and a transform makes others of them.
+        # Environments and rollout_func add columns, and a transform replaces them.
         open_ended = self._environments is not None or self._rollout_func() is not None
         rows = run.train_dataset
         rewards = reward_functions(
@@ -800,7 +791,7 @@ class OnlineTrainer(RolloutTrainer):
         return rewards
 
     def _reward_weights(self) -> tuple[float, ...] | None:
-        """Those of the arguments; environments that judge themselves weigh 1."""
+        """The weights from the arguments; the environments' own rewards have weight 1."""
         given = self.args.reward_weights
         return None if given is None else (*given, *(1.0 for _ in self._own_rewards))
 
@@ -809,5 +800,5 @@ class OnlineTrainer(RolloutTrainer):
         return self._of_any_policy() | {"scale_rewards": self.args.scale_rewards}
 
     def _of_any_policy(self) -> dict[str, Any]:
-        """The fields of a task that GRPO and RLOO share."""
+        """The task fields that GRPO and RLOO share."""
         return self._of_any_rollout() | {"beta": self.args.beta, "reward_weights": self._reward_weights()}

@@ -13,9 +13,9 @@ from trl_jax.config.generation import auto_find_batch_size, mesh_shape, online, 
 
 @dataclass(repr=False)
 class OnlineConfig(BaseConfig):
-    """The arguments of every online trainer with reward functions. Derive the config of your own trainer from it."""
+    """The arguments of all online trainers with reward functions. Derive the config of your own trainer from it."""
 
-    max_length: ClassVar[None] = None  # prompts are not cut, completions have a limit of their own
+    max_length: ClassVar[None] = None  # prompts are not truncated; completions have max_completion_length
     dataset_num_proc: ClassVar[None] = None
     _VALID_DICT_FIELDS = BaseConfig._VALID_DICT_FIELDS + ["generation_kwargs", "chat_template_kwargs"]
 

@@ -51,7 +51,7 @@ class OnlineDPOConfig(BaseConfig):
     _argument_group_name = "training"
     dataset_num_proc: ClassVar[None] = None
     sync_ref_model: ClassVar[bool] = False
-    router_aux_loss_coef: ClassVar[float] = 0.0  # as in TRL, experts are not balanced
+    router_aux_loss_coef: ClassVar[float] = 0.0  # as in TRL, no load-balancing loss
     _VALID_DICT_FIELDS = BaseConfig._VALID_DICT_FIELDS + ["generation_kwargs"]
 
     learning_rate: float = inherited("learning_rate", default=5e-7, help="Peak learning rate.")

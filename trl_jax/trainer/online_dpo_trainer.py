@@ -50,28 +50,28 @@ _NO_EVALUATION = (
 
 @runtime_checkable
 class PairwiseJudge(Protocol):
-    """A judge with the interface of those in earlier releases of TRL."""
+    """The interface of pairwise judges in earlier TRL releases."""
 
     def judge(self, prompts: list[str], completions: list[list[str]]) -> Sequence[int]:
-        """Which of two completions of each prompt is the better one: 0 for the first, 1 for the second."""
+        """The better of the two completions of each prompt: 0 for the first, 1 for the second."""
 
 
 class OnlineDPOTrainer(BaseTrainer):
-    """Trains a language model on pairs of its own completions; a reward or a judge chooses the better one (Direct
-    Language Model Alignment from Online AI Feedback, https://huggingface.co/papers/2402.04792).
+    """Trains a language model on pairs of its own completions, of which rewards or a judge choose the better one
+    (Direct Language Model Alignment from Online AI Feedback, https://huggingface.co/papers/2402.04792).
 
-    The arguments are TRL's, in TRL's order; `judge` comes from earlier releases of TRL.
+    The arguments are TRL's, in TRL's order; `judge` comes from earlier TRL releases.
 
     Args:
         model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a torch model
             of transformers, which receives the trained weights after `train()`.
-        ref_model: the reference; None takes the model before training, or the base model of a new adapter.
+        ref_model: the reference model; None: the model before training, or the base model of a new adapter.
         reward_funcs: a reward function or reward model, or a list of them. A function is called with `prompts`,
             `completions`, `completion_ids` (padded to the longest), the dataset's other columns and `trainer_state`,
             and returns a number or None for each completion. A model is a folder or Hub name, a model that
             `trl_jax.AutoModelForSequenceClassification` loaded, or a torch model.
         args: an OnlineDPOConfig; None means `OnlineDPOConfig("<model>-OnlineDPO")`.
-        data_collator, compute_metrics, preprocess_logits_for_metrics: not None is refused.
+        data_collator, compute_metrics, preprocess_logits_for_metrics: must be None.
         train_dataset: rows with a `prompt`, a text or messages; other columns go to the reward functions. A Dataset or
             an IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them, for callbacks.
@@ -81,11 +81,11 @@ class OnlineDPOTrainer(BaseTrainer):
         peft_config: our or peft's LoraConfig.
         callbacks: transformers callbacks, in addition to the default ones.
         optimizers: an optax transformation that includes its learning rate, and None or a function of the step.
-        judge: a `PairwiseJudge`, instead of reward_funcs. Conversations reach it as text, "User: ..." and so on.
+        judge: a `PairwiseJudge`, instead of reward_funcs. Conversations are passed to it as text, "User: ..." etc.
 
     Attributes:
-        num_generations: completions of a prompt.
-        reward_func_names, reward_processing_classes: of each reward function; empty with a judge.
+        num_generations: completions per prompt.
+        reward_func_names, reward_processing_classes: one entry per reward function; empty with a judge.
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
@@ -167,12 +167,12 @@ class OnlineDPOTrainer(BaseTrainer):
 
     @property
     def beta(self) -> float:
-        """The argument `beta`; of a list, that of the current epoch."""
+        """`args.beta`; if that is a list, its value for the current epoch."""
         return beta_of(self.args.beta, int(self.state.epoch or 0))
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The reference model; None with a new adapter, whose base model it is."""
+        """The reference model; None with a new adapter, where the base model is the reference."""
         return reference_as_model(self._setup.reference, self.model, self._ref_model)
 
     @property
@@ -188,7 +188,8 @@ class OnlineDPOTrainer(BaseTrainer):
         )
 
     def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
-        """A dataloader over a prepared dataset. Iterating over it gives the rows; train() makes pairs of them."""
+        """A dataloader over a prepared dataset. Iterating over it yields rows; only the steps of train() turn them into
+        pairs."""
         if not training:
             raise TypeError(_NO_EVALUATION)
         loader = replace(self.loader(dataset, training=True), columns=image_columns(dataset), example=_row)
@@ -208,13 +209,13 @@ class OnlineDPOTrainer(BaseTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> NoReturn:
-        """Raises TypeError: there is no evaluation."""
+        """Raises TypeError: evaluation is not supported."""
         raise TypeError(_NO_EVALUATION)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> NoReturn:
-        """Raises TypeError: there is no evaluation."""
+        """Raises TypeError: evaluation is not supported."""
         raise TypeError(_NO_EVALUATION)
 
     def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
@@ -238,11 +239,11 @@ class OnlineDPOTrainer(BaseTrainer):
 
 
 def _checked_sources(reward_funcs: Any, judge: Any) -> list[Any]:
-    """The reward functions as a list, none with a judge.
+    """The reward functions as a list, empty with a judge.
 
     Raises:
         TypeError: a function does not take the arguments that it would get, or `judge` is not a judge.
-        ValueError: both are given, or neither.
+        ValueError: both or neither of them are given.
     """
     if reward_funcs is None and judge is None:
         raise ValueError("`reward_funcs` must be provided. Pass reward functions or models, or a judge.")
@@ -258,26 +259,26 @@ def _checked_sources(reward_funcs: Any, judge: Any) -> list[Any]:
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     for function in functions:
         if callable(function) and not is_model(function):
-            # before weights are read; later with the columns of the rows
+            # Fail before weights are read; checked again later with the columns of the rows.
             check_signature(function, helpers=HELPERS[:1])
     return functions
 
 
 def beta_of(beta: float | list[float], epoch: int) -> float:
-    """The value in this epoch: a list has one per epoch, and its last one also applies to later epochs."""
+    """The value of `beta` in this epoch: a list has one value per epoch, and the last one applies to later epochs."""
     return beta[min(epoch, len(beta) - 1)] if isinstance(beta, list) else beta
 
 
-# Prompts, and the pairs that they become just before a step.
+# Prompts, and the pairs that are generated from them just before a step.
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """The example of a loader that gives rows as they are."""
+    """The `example` function of a loader that returns rows unchanged."""
     return row
 
 
 class Prompts(Batches):
-    """Micro-batches of rows, as a list for each column."""
+    """Micro-batches of rows, as dicts of lists."""
 
     def __iter__(self) -> Iterator[dict[str, list]]:
         for group in self.steps.loader.groups():
@@ -288,7 +289,7 @@ class Prompts(Batches):
 
 @dataclass
 class PairSteps(WrittenSteps):
-    """The steps of a loader of rows, with the pairs that `pairs` makes of the rows of a micro-batch in an epoch."""
+    """The steps of a loader of rows; `pairs(rows, epoch)` turns the rows of each micro-batch into preference pairs."""
 
     pairs: Callable[[list[dict[str, Any]], int], list[Example]]
 
@@ -310,9 +311,10 @@ def _with_number(example: Example, name: str, value: float) -> Example:
 class PairWriter:
     """Completes each prompt twice and chooses the better completion.
 
-    scores: gives each completion a score, or is the judge of each two.
-    ends: the token ids that end a completion.
-    stop: ends completions besides them; None without stop strings.
+    Attributes:
+        scores: reward functions that score each completion, or a judge that compares two.
+        ends: the EOS token ids.
+        stop: also ends completions, at stop strings; None without any.
     """
 
     setup: Setup
@@ -322,15 +324,15 @@ class PairWriter:
     stop: StopRule | None
 
     def __call__(self, rows: list[dict[str, Any]], epoch: int) -> list[Example]:
-        """The pairs of a micro-batch, whose chosen completion comes first.
+        """The pairs of a micro-batch, the chosen completion first.
 
         Raises:
-            ValueError: `max_length` leaves no token of a prompt.
+            ValueError: `max_length` leaves no prompt tokens.
         """
         setup, count = self.setup, len(rows)
         args, tokenizer, prompts = setup.args, setup.processing_class, [row["prompt"] for row in rows]
         ids = prompt_ids(prompts, tokenizer)
-        written = self.complete(setup.model, ids * 2, args.compute_dtype)  # all first completions, then the second ones
+        written = self.complete(setup.model, ids * 2, args.compute_dtype)  # all first, then all second completions
         ended = np.asarray([
             int(tokens[-1]) in self.ends or bool(self.stop and self.stop(prompt, tokens, len(tokens) - 1))
             for prompt, tokens in zip(ids * 2, written, strict=True)
@@ -354,7 +356,7 @@ class PairWriter:
     def _scores(
         self, rows: list[dict[str, Any]], prompts: list, texts: list, written: list[np.ndarray], ended: np.ndarray
     ) -> np.ndarray:
-        """The weighted sum of the rewards of each completion, float32 `[2B]`."""
+        """The weighted sum of each completion's rewards, less `missing_eos_penalty` without EOS; float32 `[2B]`."""
         args, pad = self.setup.args, self.setup.processing_class.pad_token_id
         longest = max(map(len, written))
         padded = [[*tokens.tolist(), *[pad] * (longest - len(tokens))] for tokens in written]
@@ -368,10 +370,10 @@ class PairWriter:
 
 
 def prompt_ids(prompts: list, tokenizer: Any) -> list[list[int]]:
-    """Token ids of prompts, without special tokens besides those of the chat template, as in TRL.
+    """Token ids of prompts, without special tokens other than those in the chat template, as in TRL.
 
     Raises:
-        ValueError: a prompt has no token.
+        ValueError: a prompt has no tokens.
     """
     texts = []
     for prompt in prompts:
@@ -386,8 +388,8 @@ def prompt_ids(prompts: list, tokenizer: Any) -> list[list[int]]:
 
 
 def _cut(ids: list[list[int]], completion: int, max_length: int) -> list[list[int]]:
-    """Prompts without the beginning that TRL cuts off: as many columns of the padded prompts as the longest prompt and
-    `completion` tokens have more than `max_length`."""
+    """Truncate prompts at the start as TRL does: the left-padded batch of prompts loses as many columns as the longest
+    prompt plus `completion` tokens exceed `max_length`."""
     longest = max(map(len, ids))
     columns = max(longest + completion - max_length, 0)
     if columns >= longest:
@@ -399,7 +401,7 @@ def _cut(ids: list[list[int]], completion: int, max_length: int) -> list[list[in
 
 
 def _pair(prompt: list[int], completions: list[np.ndarray], numbers: Mapping[str, float]) -> Example:
-    """A prompt with its chosen and its rejected completion, whose tokens are all targets."""
+    """A prompt with its chosen and rejected completions; all completion tokens are targets."""
     texts = tuple(np.concatenate([prompt, tokens]).astype(np.int32) for tokens in completions)
     labels = tuple(np.concatenate([np.full(len(prompt), IGNORED), tokens]).astype(np.int32) for tokens in completions)
     return Example(texts, Extras(dict(numbers)), labels)
@@ -409,7 +411,7 @@ def _judged(judge: PairwiseJudge, prompts: list, texts: list) -> list[bool]:
     """Whether the first completion of each prompt is the better one.
 
     Raises:
-        ValueError: the judge returned another number of ranks.
+        ValueError: the judge returned the wrong number of ranks.
     """
     if is_conversation(prompts[0]):
         prompts, texts = list(map(_plain, prompts)), list(map(_plain, texts))
@@ -423,5 +425,5 @@ def _judged(judge: PairwiseJudge, prompts: list, texts: list) -> list[bool]:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation for a judge, in a form that no chat template has a part in."""
+    """A conversation as plain text for a judge, without a chat template."""
     return "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages)

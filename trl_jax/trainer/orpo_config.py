@@ -7,13 +7,12 @@ from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig, inherited
 from trl_jax.config.shared import shared, warn_about_prompt_length
 
-# ----------------------------------------------------------------------------------------------------
-# The base of the configs of trainers on preference pairs without a reference.
+# The base config of trainers on preference pairs without a reference model.
 
 
 @dataclass(repr=False)
 class ReferenceFreeConfig(BaseConfig):
-    """The arguments of trainers on preference pairs without a reference, in TRL's names and defaults."""
+    """The arguments of trainers on preference pairs without a reference model, in TRL's names and defaults."""
 
     _argument_group_name = "training"
 
@@ -37,8 +36,7 @@ class ReferenceFreeConfig(BaseConfig):
         super().__post_init__()
 
 
-# ----------------------------------------------------------------------------------------------------
-# ORPOConfig: the arguments of odds ratio preference optimization.
+# Odds ratio preference optimization.
 
 
 @dataclass(repr=False)

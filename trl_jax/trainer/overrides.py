@@ -1,4 +1,4 @@
-"""Methods and attributes of TRL's trainers that scripts override or set, and names that are not supported."""
+"""Checks of TRL methods and attributes that scripts override or set, and placeholders for unsupported TRL names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS
 from trl_jax.tasks.task import Task
 
-# Names of TRL's, of this release or an earlier one, that are not built: they import, and say so when they are used.
+# Names of this or earlier TRL releases that are not implemented: importing them works, using them raises an error.
 
 
 _REWARDED = "GRPOTrainer or RLOOTrainer, which train on completions that the model writes"
@@ -29,7 +29,7 @@ _JUDGE = "AutoModelForSequenceClassification with a trained reward model, as `tr
 _VALUE = "GRPOTrainer or RLOOTrainer, which need no value head"
 _CALLBACK = "a TrainerCallback of the script's own, which gets the model as kwargs['model']"
 
-# What comes near it, by name; "" where nothing does.
+# The closest alternative to each name; "" if there is none.
 NEAR: dict[str, str] = {
     "AlignPropConfig": "", "AlignPropTrainer": "", "DDPOConfig": "", "DDPOTrainer": "",
     "DDPOStableDiffusionPipeline": "", "DefaultDDPOStableDiffusionPipeline": "",
@@ -54,7 +54,7 @@ NEAR: dict[str, str] = {
 }  # fmt: skip
 
 
-# Trainers that TRL 1.16 has in trl.experimental alone: their names, without Config and Trainer, by their module.
+# Trainers that TRL 1.16 only has in trl.experimental, without "Config" and "Trainer" -> (module, closest alternative).
 _EXPERIMENTAL: dict[str, tuple[str, str]] = {
     "A2PO": ("a2po", _REWARDED), "AsyncDistillation": ("async_distillation", _DISTILLED),
     "GMPO": ("gmpo", _REWARDED), "GOLD": ("gold", _DISTILLED), "IWOPD": ("iw_opd", _DISTILLED),
@@ -64,8 +64,8 @@ _EXPERIMENTAL: dict[str, tuple[str, str]] = {
 
 
 def check_not_experimental(name: str) -> None:
-    """Raise ImportError, as TRL 1.16 does, for a name that is in trl.experimental alone, so that a script's
-    `except ImportError` imports it from there."""
+    """Raise ImportError, as TRL 1.16 does, for a name that is only in trl.experimental, so that a script's
+    `except ImportError` can import it from there."""
     for package, names in EXPERIMENTAL.items():
         if package not in TRAINERS and name in (names.trainer, names.config):
             raise ImportError(
@@ -80,7 +80,7 @@ def check_not_experimental(name: str) -> None:
 
 
 class _NotBuilt(type):
-    """The class of classes that say so."""
+    """The metaclass of placeholders: calling them or reading their attributes raises NotImplementedError."""
 
     def __call__(cls, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(_sentence(cls))
@@ -92,32 +92,32 @@ class _NotBuilt(type):
 
 
 def _sentence(cls: type) -> str:
-    name = next(kind.__name__ for kind in cls.__mro__ if kind.__module__ == __name__)  # of a script's subclass, too
+    name = next(kind.__name__ for kind in cls.__mro__ if kind.__module__ == __name__)  # cls may be a user's subclass
     near = NEAR[name]
     return f"TRL's {name} is not implemented in trl_jax." + (f" Closest: {near}." if near else "")
 
 
 def placeholder(name: str) -> type:
-    """A class of that name whose use raises NotImplementedError; subclasses of it, too. Those of configs may be
-    dataclasses, as recipes define them for all trainers at once."""
-    kind = _NotBuilt(name, (), {"__module__": __name__, "__signature__": Signature()})  # which a dataclass asks for
+    """A class with this name whose use raises NotImplementedError, also in subclasses. Configs are dataclasses, so that
+    a script can derive its own dataclasses from them."""
+    kind = _NotBuilt(name, (), {"__module__": __name__, "__signature__": Signature()})  # read by dataclass
     return dataclass(kind) if name.endswith("Config") else kind
 
 
-# Attributes in which TRL's trainers keep arguments, and which their losses read step by step.
+# Trainer attributes that hold argument values. TRL's losses read them in each step.
 
 
 class MirroredArg:
-    """An attribute that has an argument's value from the constructor on, and counts instead of it from there.
+    """A trainer attribute that is initialized from an argument and used instead of it from then on.
 
-    A script may set another value at any time: `make_task` reads the attribute, and the step follows the task. What is
-    set before the constructor is overwritten there, as in TRL.
+    A script may set it at any time: `make_task` reads the attribute, and the step is rebuilt if the task changes. A
+    value set before `super().__init__` is overwritten there, as in TRL.
     """
 
     def __init__(self, argument: str, read: Callable[[Any], Any] | None = None):
         """
         Args:
-            read: makes the attribute of the arguments, where it is not the value of `argument` itself.
+            read: computes the attribute from the arguments; None: it is the value of `argument`.
         """
         self.argument, self._read = argument, read
         self.__doc__ = f"`args.{argument}`, or what was set since."
@@ -136,13 +136,13 @@ class MirroredArg:
             trainer._mirrored[self._name] = value
 
     def of(self, args: Any) -> Any:
-        """The attribute's value by these arguments."""
+        """The attribute's initial value for these arguments."""
         return vars(args)[self.argument] if self._read is None else self._read(args)
 
 
 class InitOnlyArg:
-    """An attribute that is read only when a trainer is made. Setting another value later raises AttributeError, which
-    says what to do instead."""
+    """A trainer attribute that is only read in the constructor. Setting another value later raises AttributeError,
+    which says what to do instead."""
 
     def __init__(self, read: Callable[[Any], Any], instead: str):
         self._read, self._instead = read, instead
@@ -159,7 +159,7 @@ class InitOnlyArg:
 
 
 def mirrored_args(kind: type) -> dict[str, MirroredArg]:
-    """The mirrored arguments of a class of trainers, by the name of the attribute."""
+    """The mirrored arguments of a trainer class, by attribute name."""
     return {
         name: value
         for base in reversed(kind.__mro__)
@@ -169,18 +169,18 @@ def mirrored_args(kind: type) -> dict[str, MirroredArg]:
 
 
 def read_once(trainer: Any) -> dict[str, Any]:
-    """The arguments that a trainer reads only when it is made, with their current values."""
+    """The current values of the arguments that a trainer only reads in its constructor."""
     names = [kept.argument for kept in mirrored_args(type(trainer)).values()] + ["per_device_train_batch_size"]
     return {name: vars(trainer.args)[name] for name in names}
 
 
 def warn_of_changes(trainer: Any, then: dict[str, Any]) -> None:
-    """Warn about arguments that were changed after the trainer had read them."""
+    """Warn about arguments that were changed since the constructor read them; `then`: their values at that time."""
     if names := [name for name, value in read_once(trainer).items() if value != then[name]]:
         warnings.warn(
             f"{', '.join(names)}: the arguments were changed after the trainer was made. As in TRL, this has no "
             f"effect{_instead(trainer, names)}.",
-            stacklevel=4,  # of the script's line: train() is an api_boundary
+            stacklevel=4,  # the script's line: train() is an api_boundary, which adds a frame
         )
 
 
@@ -190,7 +190,7 @@ def _instead(trainer: Any, names: list[str]) -> str:
 
 
 def check_mirrored(trainer: Any) -> None:
-    """Raise ValueError for a value set on a trainer that the arguments refuse, in their words."""
+    """Raise the config's ValueError if a value that was set on a trainer is invalid."""
     found = {kept.argument: getattr(trainer, name) for name, kept in mirrored_args(type(trainer)).items()}
     args = copy.copy(trainer.args)
     vars(args).update(found)
@@ -198,8 +198,7 @@ def check_mirrored(trainer: Any) -> None:
 
 
 def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> None:
-    """Raise ValueError if another task needs other rows than those that a run has, or another layout of the step that
-    is running."""
+    """Raise ValueError if a changed task needs rows with other columns, or, during training, another step layout."""
     if then.columns != now.columns:
         raise ValueError(
             "What was set on the trainer since it was made needs rows with the columns "
@@ -213,8 +212,7 @@ def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> No
         )
 
 
-# Methods that TRL's trainers, or transformers', call on themselves and trl_jax never calls, and what a script does
-# instead.
+# Methods that TRL's or transformers' trainers call on themselves but trl_jax never calls, and what to do instead.
 
 
 _OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
@@ -275,12 +273,12 @@ NEVER_CALLED_WITH_REFERENCE = {
     ("compute_loss", "prediction_step", "training_step", "_compute_loss", "_compute_kl_logps", "_prepare_inputs",
      "compute_ref_log_probs", "_precompute_ref_logps"), _LOSS_TYPE,
 )  # fmt: skip
-NEVER_CALLED_IN_PREFERENCES = {  # of DPO and KTO, which call a loss of the script's own
+NEVER_CALLED_IN_PREFERENCES = {  # for DPO and KTO, which do call a user-defined loss
     name: instead
     for name, instead in NEVER_CALLED_WITH_REFERENCE.items()
     if name not in ("compute_loss", "_compute_loss", "training_step")
 }
-# Methods that TRL's trainers had once and called on themselves: a script that overrides one would train without it.
+# Methods that earlier TRL trainers called on themselves: a script's override would silently have no effect.
 _OWN_ROWS = "Prepare the rows beforehand with train_dataset.map."
 ONCE_CALLED = dict.fromkeys(("_prepare_non_packed_dataloader", "_prepare_packed_dataloader"), _OWN_ROWS)
 ONCE_CALLED_WITH_REFERENCE = {
@@ -308,7 +306,7 @@ ONCE_CALLED_WITH_PAIRS = ONCE_CALLED | {
     for name in names.split()
 }
 ONCE_CALLED_WITH_REWARDS = {"_get_per_token_logps": _POLICY_LOSS}
-# Attributes of TRL's trainers that decide what is trained, and that a script may set there.
+# Attributes of TRL's trainers that affect training when a script sets them, but that trl_jax does not read.
 NEVER_READ = {
     "neftune_noise_alpha": "Set neftune_noise_alpha in the arguments.",
     "_train_batch_size": "Set per_device_train_batch_size in the arguments.",
@@ -316,7 +314,7 @@ NEVER_READ = {
 
 
 def _with_rollout(own_loss: str, own_completions: str, *further: tuple[str, str]) -> dict[str, str]:
-    """Those of a trainer that writes completions; `further` are (names, what a script does instead)."""
+    """NEVER_CALLED for an online trainer; `further` are pairs of (names, what to do instead)."""
     instead = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: own_loss}
     of_all = (
         ("get_train_dataloader _get_train_sampler _prepare_dataset _prepare_inputs", _OWN_PROMPTS),
@@ -341,7 +339,7 @@ NEVER_CALLED_WITH_TEACHER = _with_rollout(
     ("_generate _generate_and_score_completions", _OWN_SAMPLED),
     ("_tokenize_prompts", _OWN_TEXTS),
 )
-# Attributes of TRL's online trainers that a rollout_func may read, and that ours lack.
+# Attributes of TRL's online trainers that a rollout_func may read, but that ours do not have.
 NEVER_THERE = dict.fromkeys(
     ("vllm_generation", "vllm_client"),
     "Call trainer._generate_single_turn(prompt_ids, None, {}, num_generations), which asks the run's vLLM servers.",
@@ -349,7 +347,8 @@ NEVER_THERE = dict.fromkeys(
 
 
 class Absent:
-    """An attribute of TRL's trainers that ours lack until a script sets it: reading it says what to write instead."""
+    """An attribute of TRL's trainers that ours do not have until a script sets it. Reading it raises AttributeError,
+    which says what to write instead."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -364,12 +363,13 @@ class Absent:
 
 
 OF_TORCH = (
-    "An optimizer of torch's cannot take the parameters, which are JAX's. Return an optax transformation; for groups "
-    "with rates of their own optax.multi_transform({'slow': optax.adamw(1e-5), 'fast': optax.adamw(1e-4)}, label), "
-    "where label(params) maps each key of params to 'slow' or 'fast'. get_decay_parameter_names chooses what decays."
+    "A torch optimizer cannot update JAX arrays. Return an optax transformation. For groups with different learning "
+    "rates, use optax.multi_transform({'slow': optax.adamw(1e-5), 'fast': optax.adamw(1e-4)}, label), where "
+    "label(params) maps each key of params to 'slow' or 'fast'. To choose which parameters have weight decay, override "
+    "get_decay_parameter_names."
 )
 
-# Methods that are read of a class alone: set on a trainer itself, they would be passed over.
+# Methods that are only looked up on the class: setting them on an instance would have no effect.
 OF_THE_CLASS = frozenset(
     "compute_loss get_decay_parameter_names prediction_step training_step _get_train_sampler _prepare_dataset "
     "_prepare_inputs _set_signature_columns_if_needed".split()
@@ -382,12 +382,12 @@ OLD_COMPUTE_LOSS = (
 
 
 def classes_of_script(cls: type) -> list[type]:
-    """A script's own classes in the order of method resolution: subclasses of a trainer, and mixins."""
+    """The user-defined classes in the MRO of `cls`: subclasses of a trainer, and mixins."""
     return [kind for kind in cls.__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
 
 
 def loss_functions(cls: type, passed: Callable | None) -> list[Callable]:
-    """The `compute_loss_func` that a script passed, its own methods that compute the loss, and those that they call."""
+    """The passed `compute_loss_func`, the user-defined loss methods, and the user-defined methods that they call."""
     own, found = dict[str, list[Callable]](), [] if passed is None else [passed]
     for kind in cls.__mro__:
         for name, value in vars(kind).items():
@@ -403,21 +403,21 @@ def loss_functions(cls: type, passed: Callable | None) -> list[Callable]:
 
 
 def names_of_script(cls: type) -> frozenset[str]:
-    """Names that a script's own subclass of a trainer, or its mixins, define, and names of functions that it has set on
-    a class of ours."""
+    """The names that user-defined subclasses of a trainer and their mixins define, and the names of functions that a
+    script has assigned to a class of trl_jax."""
     own = frozenset(name for kind in classes_of_script(cls) for name in vars(kind))
     return own | {name for kind in cls.__mro__ for name, value in vars(kind).items() if _is_of_script(kind, value)}
 
 
 def _is_of_script(kind: type, value: Any) -> bool:
-    """Whether a value of a class of ours is a function of another module."""
+    """Whether an attribute of a trl_jax class is a function from outside of trl_jax."""
     if kind.__module__.partition(".")[0] != "trl_jax" or not isinstance(value, FunctionType):
         return False
     return value.__globals__.get("__name__", "").partition(".")[0] != "trl_jax"
 
 
 def check_overridden(cls: type, never_called: Mapping[str, str]) -> None:
-    """Raises TypeError for a subclass with a method that would never be called."""
+    """Raise TypeError if a subclass overrides a method that is never called."""
     if unheard := sorted(names_of_script(cls) & never_called.keys()):
         raise TypeError(
             f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls. "
@@ -428,35 +428,35 @@ def check_overridden(cls: type, never_called: Mapping[str, str]) -> None:
 def check_set(
     names: Collection[str], cls: type, never_called: Mapping[str, str], never_read: Mapping[str, str]
 ) -> None:
-    """Raises TypeError for a method set on a trainer itself that would never be called, or that is compiled from the
-    class, and for an attribute that is never read."""
+    """Raise TypeError if a script set a method on a trainer instance that is never called or only looked up on the
+    class, or an attribute that is never read."""
     if unread := sorted(never_read.keys() & names):
         raise TypeError(f"{unread[0]} was set on the trainer, and trl_jax never reads it. {never_read[unread[0]]}")
     if unheard := sorted(never_called.keys() & names):
         raise TypeError(f"{unheard[0]} was set on the trainer, and trl_jax never calls it. {never_called[unheard[0]]}")
     if compiled := sorted(cls._compiled_methods & names):
         raise TypeError(
-            f"{compiled[0]} was set on the trainer itself, but the method of its class is the one that is called. "
-            f"Write class OwnTrainer({cls.__name__}) with a method {compiled[0]} of its own."
+            f"{compiled[0]} was set on the trainer instance, but trl_jax calls the method of its class. Define "
+            f"{compiled[0]} in a subclass of {cls.__name__}."
         )
 
 
 def refuse(**given: Any) -> None:
-    """Raises ValueError for an argument that is not None and has no meaning here."""
+    """Raise ValueError if an unsupported argument is not None."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")
 
 
 def check_places(trainer: str, order: Sequence[str], given: Mapping[str, Any]) -> None:
-    """Raise TypeError for a config, a dataset or a tokenizer that was passed as another argument.
+    """Raise TypeError for a config, a dataset or a tokenizer that was passed as the wrong argument.
 
     Args:
         trainer: the name of the class.
-        order: the names of its arguments, in the order in which they may be passed by position.
+        order: the names of its positional arguments, in order.
         given: the arguments that were passed, by name.
     """
-    module = sys.modules.get("transformers.tokenization_utils_base")  # imported by whoever has a tokenizer
+    module = sys.modules.get("transformers.tokenization_utils_base")  # without it, there can be no tokenizer
     places = {
         TrainingArguments: ("args",),
         Dataset | IterableDataset | DatasetDict | IterableDatasetDict: ("train_dataset", "eval_dataset"),
@@ -478,14 +478,14 @@ _INSTEAD_OF_COLLATOR = {
 
 
 OWN_COLLATOR = (
-    "A collate function of the script's own is not called by trl_jax. Leave data_collator out and train on the columns "
-    "directly (`messages`, or `prompt` and `completion`, with `images` where there are any): the trainer applies the "
-    "chat template and the processor, and the config says which tokens have labels."
+    "trl_jax does not call user-defined collate functions. Leave data_collator out and train on the columns directly "
+    "(`messages`, or `prompt` and `completion`, with `images` if there are any): the trainer applies the chat template "
+    "and the processor, and the config determines which tokens have labels."
 )
 
 
 def check_collator(collator: Any, known: tuple[type, ...]) -> None:
-    """Raises ValueError for a collator of another class than the trainer's own, because it would never be called."""
+    """Raise ValueError for a collator whose class is not in `known`, because collators are never called."""
     if collator is None or type(collator) in known:
         return
     name = type(collator).__qualname__
@@ -499,7 +499,7 @@ def check_collator(collator: Any, known: tuple[type, ...]) -> None:
 
 
 def check_config(trainer: type, base: type, optional: tuple[str, ...] = ()) -> None:
-    """Raise TypeError where the config class of a trainer lacks fields of `base`, other than the `optional` ones."""
+    """Raise TypeError if a trainer's config class lacks fields of `base`, other than the `optional` ones."""
     found = {field.name for field in fields(trainer.config_class)}
     missing = [field.name for field in fields(base) if field.name not in {*found, *optional}]
     if missing:
@@ -510,7 +510,7 @@ def check_config(trainer: type, base: type, optional: tuple[str, ...] = ()) -> N
 
 
 def check_lengths(collator: Any, args: Any) -> None:
-    """Raise ValueError for a collator that cuts texts in another way than the arguments say."""
+    """Raise ValueError if a collator would truncate texts differently from the arguments."""
     for name in ("max_length", "truncation_mode"):
         if name in vars(collator) and vars(collator)[name] != vars(args)[name]:
             raise ValueError(
@@ -520,10 +520,10 @@ def check_lengths(collator: Any, args: Any) -> None:
 
 
 def one_processor(processor: Any, processing_class: Any) -> Any:
-    """The processor of a collator for rows with images, which also is the trainer's `processing_class`.
+    """The processor of a vision collator, which is also the trainer's `processing_class`.
 
     Raises:
-        ValueError: `processing_class` is another one.
+        ValueError: a different `processing_class` was passed.
     """
     if processing_class is None or processing_class is processor or processing_class is processor.tokenizer:
         return processor
@@ -534,7 +534,7 @@ def one_processor(processor: Any, processing_class: Any) -> Any:
 
 
 def check_compute_loss(cls: type, head: str) -> None:
-    """Raises TypeError for a `compute_loss` of a language model that takes no `num_items_in_batch`."""
+    """Raise TypeError if the `compute_loss` of a language model does not take `num_items_in_batch`."""
     parameters = inspect.signature(cls.compute_loss).parameters
     takes = "num_items_in_batch" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     if head == "lm" and not takes:

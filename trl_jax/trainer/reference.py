@@ -1,4 +1,4 @@
-"""The bases of preference trainers, with and without a reference model."""
+"""The base classes of preference trainers, with and without a reference model."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from trl_jax.training.script_metrics import OwnMetrics
 from trl_jax.training.setup import Policy
 from trl_jax.training.state import Hooks
 
-# The base of trainers on preference pairs without a reference: ORPO and CPO.
+# Without a reference model: ORPO and CPO.
 
 
 class ReferenceFreeTrainer(BaseTrainer):
-    """A trainer of language models on preference pairs.
+    """A trainer of language models on preference pairs, without a reference model.
 
-    The arguments are those of TRL's trainers in `trl.experimental`, in their order.
+    The arguments are those of TRL's trainers in `trl.experimental`, in TRL's order.
 
     Args:
         model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForCausalLM` loaded, or a torch model
             of transformers, which receives the trained weights after `train()`. Weights are kept in float32 and saved
             in `args.model_init_kwargs["dtype"]` ("float32" by default).
-        args: a `config_class`; None means one with the output directory "<model>-<name>".
+        args: a `config_class`; None means `config_class("<model>-<name>")`.
         train_dataset: pairs, `chosen` and `rejected` with or without `prompt`, as text or as messages; a Dataset or an
             IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
@@ -60,8 +60,8 @@ class ReferenceFreeTrainer(BaseTrainer):
             only the adapter is saved.
         quantization_config: our or transformers' BitsAndBytesConfig, which loads the base model of an adapter in 4 or 8
             bits (QLoRA).
-        data_collator, model_init, preprocess_logits_for_metrics, compute_metrics: must be None. (TRL passes a
-            compute_metrics two means per batch.)
+        data_collator, model_init, preprocess_logits_for_metrics, compute_metrics: must be None. (In TRL,
+            compute_metrics gets two means per batch.)
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
@@ -100,18 +100,18 @@ class ReferenceFreeTrainer(BaseTrainer):
 
     @staticmethod
     def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:
-        """As in TRL, only the model's config decides: with `output_router_logits`, its coefficient."""
+        """As in TRL, only the model's config matters: its coefficient if `output_router_logits` is set, else 0."""
         del args
         asked = model.config.get_text_config().to_dict().get("output_router_logits", False)
         return balance_experts(model, None if asked else 0.0)
 
 
-# The reference model of a policy: a model that the script passes, or the policy before training.
+# With a reference model: one that the script passes, or the policy before training.
 
 
 def loaded_reference(args: BaseConfig, policy: Policy, ref_model: Any, *, fresh_adapter: bool) -> ReferenceModel:
-    """`ref_model` in the form that a step computes. None uses the current policy, or the base model below a new
-    adapter."""
+    """The reference model as used by a step. If `ref_model` is None, it is the current policy, or the base model of a
+    new adapter."""
     if ref_model is None:
         return initial_policy(policy.model, fresh_adapter=fresh_adapter)
     as_bits = policy.sharding_plan is None and not args.sync_ref_model
@@ -120,7 +120,7 @@ def loaded_reference(args: BaseConfig, policy: Policy, ref_model: Any, *, fresh_
 
 
 def policy_reference(args: BaseConfig, policy: Policy, ref_model: Any, *, fresh_adapter: bool) -> ReferenceModel:
-    """The same; with `sync_ref_model` it follows the policy."""
+    """As `loaded_reference`; with `sync_ref_model`, the reference is updated from the policy during training."""
     reference = loaded_reference(args, policy, ref_model, fresh_adapter=fresh_adapter)
     if not args.sync_ref_model:
         return reference
@@ -133,7 +133,7 @@ def reference_as_model(
     reference: ReferenceModel | None, policy: PreTrainedModel, ref_model: Any
 ) -> PreTrainedModel | None:
     """The current reference, for `trainer.ref_model`. None if it is not a separate model in memory: without a
-    reference, with `precompute_ref_log_probs`, and with an adapter, whose reference is the model below it."""
+    reference, with `precompute_ref_log_probs`, and with an adapter unless `ref_model` was passed."""
     if reference is None or (ref_model is None and isinstance(policy.backend, AdaptedBackend)):
         return None
     return reference.as_model(policy)
@@ -155,7 +155,7 @@ def check_image_arguments(args: BaseConfig) -> None:
 
 @dataclasses.dataclass(repr=False)
 class ReferenceConfig(BaseConfig):
-    """The arguments of every trainer with a reference model. Derive the config of your own trainer from it."""
+    """The arguments of all trainers with a reference model. Derive the config of your own trainer from it."""
 
     router_aux_loss_coef: float | None = shared("router_aux_loss_coef")
     disable_dropout: bool = shared("disable_dropout")
@@ -174,18 +174,18 @@ class ReferenceConfig(BaseConfig):
 
 
 class ReferenceTrainer(BaseTrainer):
-    """A trainer of language models that compares the policy with a reference model. Derive your own trainer from it:
-    set `config_class` to a dataclass derived from `ReferenceConfig`, and implement `make_task`.
+    """A trainer of language models that compares the policy with a reference model. To derive your own trainer, set
+    `config_class` to a dataclass derived from `ReferenceConfig`, and implement `make_task`.
 
-    The optional number columns of the task are the reference's log-probabilities of each text: they are computed in the
-    step, or before training with `precompute_ref_log_probs`. A task with `compared = ()` trains without a reference.
+    The task's optional number columns are the reference's log-probabilities of each text, computed in the step or, with
+    `precompute_ref_log_probs`, before training. A task with `compared = ()` trains without a reference.
     """
 
     config_class = ReferenceConfig
     _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
-    _own_metrics: Any = None  # of a script's own loss
+    _own_metrics: Any = None  # the metrics of a user-defined loss
     precompute_ref_logps = InitOnlyArg(
-        # Whether batches have the reference's log-probabilities: a loss of the script's own always gets them.
+        # Whether batches have the reference's log-probabilities: in a user-defined loss they always do.
         lambda trainer: trainer._in_own_loss or trainer.args.precompute_ref_log_probs,
         "Set precompute_ref_log_probs in the arguments.",
     )
@@ -195,8 +195,8 @@ class ReferenceTrainer(BaseTrainer):
     def __init__(self, model: Any, ref_model: Any = None, *, peft_config: Any = None, **arguments: Any):
         """
         Args:
-            ref_model: the reference; None uses the model before training.
-            arguments: those of `BaseTrainer`, by name.
+            ref_model: the reference model; None: the model before training.
+            arguments: the other arguments of `BaseTrainer`, by name.
 
         Raises:
             TypeError: `config_class` has no field for an argument that this class reads.
@@ -231,20 +231,20 @@ class ReferenceTrainer(BaseTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """`_compute_loss`, as in TRL. Scripts override either, in DPO and KTO."""
+        """Call `_compute_loss`, as in TRL. Subclasses of DPOTrainer and KTOTrainer may override either."""
         return self._compute_loss(model, inputs, return_outputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """The mean loss of a micro-batch. A script's subclass of DPOTrainer or KTOTrainer may override it: in jax.numpy
-        it is compiled with its gradient; in torch it gets the model's outputs as tensors.
+        """The mean loss of a micro-batch. Subclasses of DPOTrainer and KTOTrainer may override it: in jax.numpy it is
+        compiled together with its gradient; in torch it gets the model's outputs as tensors.
 
         Args:
             model: `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` returns `log_probs` and
-                `entropy` `[rows, T - 1]` without whole logits, as in TRL.
+                `entropy` `[rows, T - 1]` without materializing the logits, as in TRL.
             inputs: `input_ids`, `attention_mask`, `completion_mask` `[rows, T]` and the reference's log-probabilities.
-                For DPO, rows are `[2 B, T]`, chosen completions first, with `ref_chosen_logps` and `ref_rejected_logps`
-                `[B]`; for KTO `[B, T]`, and again as `KL_...`, with `label`, `ref_logps` and `ref_KL_logps` `[B]`.
-                `pixel_values` `[P, C]` are the patches of all images, if there are any; each call takes all of them.
+                For DPO, rows = 2 B, chosen completions first, with `ref_chosen_logps` and `ref_rejected_logps` `[B]`.
+                For KTO, rows = B, also with the prefix `KL_`, with `label`, `ref_logps` and `ref_KL_logps` `[B]`.
+                `pixel_values` `[P, C]` are the patches of all images, if any; every call needs all of them.
             return_outputs: return `(loss, outputs)`.
         """
         loss, outputs = model.default_loss(self._setup.task, inputs, None)
@@ -269,7 +269,7 @@ class ReferenceTrainer(BaseTrainer):
         return balance_experts(model, args.router_aux_loss_coef)
 
     def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel | None:
-        """The reference that the step computes; None if its log-probabilities are computed before training."""
+        """The reference that the step evaluates; None if there is none or its log-probabilities are precomputed."""
         if not task.compared:
             self._refuse_reference(args, task)
         if not task.compared or args.precompute_ref_log_probs:
@@ -277,7 +277,7 @@ class ReferenceTrainer(BaseTrainer):
         return policy_reference(args, policy, self._ref_model, fresh_adapter=self._fresh_adapter)
 
     def _refuse_reference(self, args: BaseConfig, task: Task) -> None:
-        """Raise ValueError if a reference was asked for and the task compares nothing with one."""
+        """Raise ValueError if a reference was requested, because the task does not use one."""
         asked = [name for name in ("precompute_ref_log_probs", "sync_ref_model") if vars(args)[name]]
         if self._ref_model is not None:
             asked.append("ref_model")
@@ -292,7 +292,7 @@ class ReferenceTrainer(BaseTrainer):
         return self._with_reference(prepared, name) if self._adds_logps else prepared
 
     def _precompute(self) -> None:
-        """Add the reference's log-probabilities to all datasets, and from now on to those that are prepared later."""
+        """Add the reference's log-probabilities to all datasets, and to those that are prepared later."""
         self._adds_logps = True
         self.train_dataset = self._with_reference(self.train_dataset, "train")
         if isinstance(self.eval_dataset, dict):
@@ -314,7 +314,8 @@ class ReferenceTrainer(BaseTrainer):
         own = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
         batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
         reference, plan = setup.divide_reference(reference, run.sharding_plan)
-        comparing = dataclasses.replace(run, reference=reference, sharding_plan=plan)  # its passes have the reference
+        # A copy of the setup whose passes evaluate the reference.
+        comparing = dataclasses.replace(run, reference=reference, sharding_plan=plan)
         facts = {name: getattr(self, name) for name in self._changes_logps}
         options = {"batch_size": batch_size, "name": name, "facts": facts}
         return precomputed(comparing, dataset, columns, **options)

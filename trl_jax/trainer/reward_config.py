@@ -40,7 +40,7 @@ class RewardConfig(BaseConfig):
     activation_offloading: bool = shared("activation_offloading")
 
     pad_token: str | None = shared("pad_token")
-    # Not in TRL, and never by position.
+    # Not in TRL; keyword-only.
     eval_report: bool = arg(
         False,
         help="In evaluation, also log the calibration error (eval_ece) and the accuracy of each subset "

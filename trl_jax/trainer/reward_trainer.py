@@ -15,8 +15,8 @@ from transformers.trainer_utils import EvalPrediction
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.legacy.collators import RewardDataCollatorWithPadding
+from trl_jax.tasks.eval_report import report
 from trl_jax.tasks.reward import RewardTask
-from trl_jax.tasks.task import report
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import RewardDataCollator as DataCollatorForPreference
 from trl_jax.trainer.reward_config import RewardConfig
@@ -30,14 +30,14 @@ class RewardTrainer(BaseTrainer):
 
     Args:
         model: a checkpoint's folder or Hub name, a model that `trl_jax.AutoModelForSequenceClassification` loaded (its
-            config gets the tokenizer's pad token, its params the trained weights), or a torch model of transformers,
-            which receives the trained weights after `train()`. Weights are kept in float32 and saved in
+            config gets the tokenizer's pad token, and its params become the trained weights), or a torch model of
+            transformers, which receives the trained weights after `train()`. Weights are kept in float32 and saved in
             `args.model_init_kwargs["dtype"]` ("float32" by default).
         args: a RewardConfig; None means `RewardConfig("<model>-Reward")`.
-        train_dataset: pairs in any form TRL takes, a Dataset or an IterableDataset (with `max_steps`).
+        train_dataset: pairs in any format that TRL accepts, a Dataset or an IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the model if None. Its pad token is set if it has none.
-        compute_metrics: gets an EvalPrediction of all scores `[2N, 1]`, label_ids `()`.
+        compute_metrics: gets an EvalPrediction with all scores `[2N, 1]` and label_ids `()`.
         callbacks: transformers callbacks, in addition to the default ones.
         preprocess_logits_for_metrics: applied to each batch's scores `[2P, 1]`, with labels `()`.
         optimizers: an optax transformation that includes its learning rate, and None or a function of the step. The
@@ -89,7 +89,7 @@ class RewardTrainer(BaseTrainer):
         return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics, wanted)
 
     def _report(self, evaluated: Evaluated, dataset: Any, prefix: str) -> dict[str, float]:
-        """The metrics of `eval_report` beyond TRL's metrics."""
+        """The additional metrics of `eval_report`, which TRL does not have."""
         args, task = self.args, self._setup.task
         batches = zip(evaluated.outputs, evaluated.num_examples, strict=True)
         scores = [task.predictions(*batch)[:, 0] for batch in batches]

@@ -43,7 +43,7 @@ class RLOOConfig(BaseConfig):
     """The arguments of RLOOTrainer, in TRL's names, defaults and positional order; our own come last."""
 
     _argument_group_name = "training"
-    max_length: ClassVar[None] = None  # prompts are not cut, completions have a limit of their own
+    max_length: ClassVar[None] = None  # prompts are not truncated; completions have max_completion_length
     dataset_num_proc: ClassVar[None] = None
     _VALID_DICT_FIELDS = BaseConfig._VALID_DICT_FIELDS + [
         "transformers_continuous_batching_config", "generation_kwargs", "chat_template_kwargs",
@@ -132,7 +132,7 @@ class RLOOConfig(BaseConfig):
     max_completions_per_device: int | None = online("max_completions_per_device", kw_only=True)
     reward_timeout: float | None = online("reward_timeout")
 
-    # Of TRL up to 0.21
+    # Arguments of TRL up to 0.21.
     missing_eos_penalty: float | None = arg(
         None,
         help="Deprecated: amount subtracted from the reward of a completion without EOS. If unset, nothing.",

@@ -21,8 +21,8 @@ class RLOOTrainer(OnlineTrainer):
     """Trains a language model on its own completions; the advantage is the reward minus the mean reward of the prompt's
     other completions (https://huggingface.co/papers/2402.14740).
 
-    The arguments are TRL's, in TRL's order; `GRPOTrainer` describes them. TRL's RLOOTrainer has no `rollout_func`; the
-    log-probabilities that it returns are not used.
+    The arguments are TRL's, in TRL's order, and described in `GRPOTrainer`. `rollout_func` does not exist in TRL's
+    RLOOTrainer; the log-probabilities that it returns are not used.
     """
 
     _name, _tag_names = "RLOO", ["trl", "rloo"]
@@ -76,21 +76,21 @@ class RLOOTrainer(OnlineTrainer):
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: None, multimodal_fields: dict[str, Any]
     ) -> list[list[int]]:
-        """One completion of each text; a `rollout_func` may call it. The other arguments are those of
-        `_tokenize_prompts`, for texts."""
+        """One completion per prompt; a `rollout_func` may call it. `images` must be None; `multimodal_fields` is
+        ignored."""
         del multimodal_fields
         return self._turn(prompt_ids, images, self.args.num_generations)[0]
 
     @property
     def policy(self) -> Any:
-        """The model, under its name up to TRL 0.21."""
+        """The model, under its name in TRL up to 0.21."""
         return self.model
 
     def generate_completions(self, sampling: bool = False) -> None:
-        """Deprecated (TRL up to 0.21): evaluates, if there is an evaluation set.
+        """Deprecated (TRL up to 0.21): calls `evaluate()`, if there is an evaluation set.
 
         Args:
-            sampling: has no effect, all rows are completed.
+            sampling: has no effect; all rows are completed.
         """
         tell(
             "generate_completions() is of TRL up to 0.21: it evaluates. Call evaluate(), and set log_completions=True "

@@ -24,7 +24,7 @@ def _loss_type(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
 
 
 def _dataset_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """Warns of keys that earlier releases of TRL had."""
+    """Warn about keys of earlier TRL releases."""
     others = [key for key in as_dict(name, value) if key != _DATASET_KEY]
     return f"{name} holds {others}, which have no effect: it takes {_DATASET_KEY} only." if others else None
 
@@ -36,7 +36,7 @@ def _smoothing_note(name: str, value: Any, values: Mapping[str, Any]) -> str | N
 
 
 def _checkpointing(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """TRL's `selective` keeps the products of matrices, as remat_policy="dots_with_no_batch_dims_saveable" does."""
+    """TRL's `selective` saves matmul outputs, like remat_policy="dots_with_no_batch_dims_saveable"."""
     if problem := rules.a_dict(name, value, values):
         return problem
     kwargs = as_dict(name, value)
@@ -143,6 +143,7 @@ class SFTConfig(BaseConfig):
 
     @property
     def remats(self) -> list[bool | str]:
-        """As of BaseConfig; `selective` among the arguments of checkpointing keeps the products of matrices."""
+        """As in BaseConfig; `selective` in activation_checkpointing_kwargs is `remat=False`, which saves matmul
+        outputs."""
         kwargs = as_dict("activation_checkpointing_kwargs", self.activation_checkpointing_kwargs)
         return [False] if kwargs.get("selective") and not self.activation_offloading else super().remats

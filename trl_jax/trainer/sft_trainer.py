@@ -65,7 +65,7 @@ class SFTTrainer(BaseTrainer):
         optimizers: an optax transformation that includes its learning rate, and None or a function of the step. The
             function scales the updates; without it, the schedule of `args` does, relative to its peak.
         optimizer_cls_and_kwargs: an optax factory, or a torch optimizer that has a counterpart, and its arguments.
-        preprocess_logits_for_metrics: applied to each batch's logits and labels; its result is kept in their place.
+        preprocess_logits_for_metrics: applied to each batch's logits and labels; its result replaces the logits.
         quantization_config: our or transformers' BitsAndBytesConfig, which loads the base model of an adapter in 4 or 8
             bits (QLoRA).
         peft_config: our or peft's LoraConfig or prompt-learning config: an adapter of the frozen model is trained, and
@@ -170,10 +170,10 @@ class SFTTrainer(BaseTrainer):
         formatting_func: Callable | None,
         dataset_name: str,
     ) -> Any:
-        """The rows as they are tokenized, with TRL's columns. A script may override it and return rows of its own.
+        """The tokenized rows, with TRL's columns. A script may override it and return its own rows.
 
         Raises:
-            ValueError: `packing` or `formatting_func` is not the trainer's.
+            ValueError: `packing` or `formatting_func` differs from the trainer's.
         """
         wanted = self.args.packing if dataset_name == "train" else packing
         if formatting_func is not self._formatting_func or packing != wanted:
@@ -206,7 +206,7 @@ def _skips(args: SFTConfig) -> bool:
 
 
 def _check_together(args: SFTConfig, data_collator: Any, compute_loss_func: Any) -> None:
-    """Raise ValueError for arguments that do not go together."""
+    """Raise ValueError for incompatible arguments."""
     if data_collator is not None and _is_padding_free(args):
         raise ValueError("Passing a custom data collator is not supported when using padding-free.")
     if args.packing and isinstance(data_collator, DataCollatorForCompletionOnlyLM):

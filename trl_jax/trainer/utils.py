@@ -1,4 +1,4 @@
-"""Small things that scripts import from `trl.trainer.utils`, on JAX or NumPy arrays, and, for losses, on tensors."""
+"""Helpers that scripts import from `trl.trainer.utils`, for JAX and NumPy arrays, and, for losses, torch tensors."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import numpy as np
 from huggingface_hub import ModelCard, ModelCardData
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.core.trainers import fetching
+from trl_jax.core.trainers import lazy_getattr
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.hub.torch_bridge import peft_available
-from trl_jax.hub.torch_objects import are_tensors, as_arrays, batch_tensor
+from trl_jax.hub.torch_objects import any_tensor, as_arrays, batch_tensor
 from trl_jax.trainer.model_config import ModelConfig
 
-# Other names that TRL had in this module once.
+# Names that earlier TRL releases had in this module.
 _OLD = (
     "ConstantLengthDataset", "DataCollatorForCompletionOnlyLM", "RewardDataCollatorWithPadding",
     "SIMPLE_CHAT_TEMPLATE", "SIMPLE_QUERY_CHAT_TEMPLATE", "SIMPLE_SFT_CHAT_TEMPLATE",
 )  # fmt: skip
-__getattr__ = fetching(__name__, dict.fromkeys(_OLD, "trl_jax.legacy.collators"))
+__getattr__ = lazy_getattr(__name__, dict.fromkeys(_OLD, "trl_jax.legacy.collators"))
 
 
 def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
-    """The adapter that the flags describe; None without `use_peft`.
+    """The LoRA config that the flags describe; None without `use_peft`.
 
     Raises:
-        ValueError: a flag's value that no adapter can have.
+        ValueError: a flag has an invalid value.
     """
     if not model_args.use_peft:
         return None
@@ -49,7 +49,7 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
 
 
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
-    """The quantization that the flags ask for; None if the weights stay as stored."""
+    """The quantization config that the flags describe; None without quantization."""
     if not model_args.load_in_4bit and not model_args.load_in_8bit:
         return None
     return BitsAndBytesConfig(
@@ -66,21 +66,21 @@ def is_peft_available() -> bool:
 
 
 def is_xpu_available() -> bool:
-    """False: arrays lie where JAX puts them, and torch's devices are not asked for."""
+    """False: JAX chooses the devices, torch's are not queried."""
     return False
 
 
 def is_npu_available() -> bool:
-    """False, as `is_xpu_available`."""
+    """False, as for `is_xpu_available`."""
     return False
 
 
 def get_kbit_device_map() -> None:
-    """None: JAX places arrays, quantized ones too."""
+    """None: JAX places all arrays, including quantized ones."""
 
 
 def compute_accuracy(eval_pred: Any) -> dict[str, float]:
-    """The share of rows whose largest logit is the label's; entries with label -100 do not count.
+    """The fraction of entries whose largest logit is that of the label; labels of -100 are ignored.
 
     Args:
         eval_pred: (logits `[N, C]` or `[N, T, C]`, labels `[N]` or `[N, T]`).
@@ -105,19 +105,19 @@ def pad(
     padding_side: str = "right",
     pad_to_multiple_of: int | None = None,
 ) -> np.ndarray | jax.Array:
-    """Pad arrays `[T_i, ...]` to one array `[N, T, ...]`, NumPy's if the first is and JAX's otherwise.
+    """Pad and stack arrays `[T_i, ...]` to one array `[N, T, ...]`: NumPy if the first one is a NumPy array, else JAX.
 
     Args:
-        tensors: N arrays with the same number of axes; all axes are padded to the longest, the first on `padding_side`
-            and the others on the right.
-        pad_to_multiple_of: what T is rounded up to.
+        tensors: N arrays with the same number of axes. Each axis is padded to its maximum, the first one on
+            `padding_side` and the others on the right.
+        pad_to_multiple_of: T is rounded up to a multiple of it.
 
     Raises:
         ValueError: `padding_side` is neither "left" nor "right".
     """
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
-    if are_tensors(*tensors):
+    if any_tensor(*tensors):
         arrays = as_arrays(list(tensors))
         return batch_tensor(pad(arrays, padding_value, padding_side, pad_to_multiple_of))
     shape = np.max([np.shape(one) for one in tensors], axis=0)
@@ -137,16 +137,16 @@ def pad(
 def selective_log_softmax(
     logits: jax.Array, index: jax.Array, temperature: float = 1.0, row_mask: jax.Array | None = None
 ) -> jax.Array:
-    """Log-probabilities of chosen classes, in nats.
+    """Log-probabilities (in nats) of selected classes.
 
     Args:
         logits: `[..., C]`.
-        index: `[...]`, one class for each row of logits, or `[..., K]`.
-        temperature: what logits are divided by.
-        row_mask: `[...]`; where it is 0, so is the result.
+        index: `[...]`, one class per row of logits, or `[..., K]`.
+        temperature: divides the logits.
+        row_mask: `[...]`; the result is 0 where it is 0.
 
     Returns:
-        As `index` in shape and as `logits` in dtype.
+        An array with the shape of `index` and the dtype of `logits`.
 
     Raises:
         ValueError: the temperature is not positive.
@@ -154,7 +154,7 @@ def selective_log_softmax(
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}.")
     one = index.ndim == logits.ndim - 1
-    if are_tensors(logits):
+    if any_tensor(logits):
         logps = (logits / temperature).log_softmax(-1).gather(-1, index[..., None] if one else index)
         logps = logps[..., 0] if one else logps
         if row_mask is None:
@@ -169,8 +169,8 @@ def selective_log_softmax(
 
 
 def entropy_from_logits(logits: jax.Array, chunk_size: int = 128) -> jax.Array:
-    """Shannon entropy of each row of logits `[..., C]`, in nats: `[...]`. `chunk_size` rows at a time."""
-    if are_tensors(logits):
+    """Shannon entropy (in nats) of each row of logits `[..., C]` -> `[...]`, `chunk_size` rows at a time."""
+    if any_tensor(logits):
         logps = logits.log_softmax(-1)
         return -(logps.exp() * logps).sum(-1)
     rows = logits.reshape(-1, logits.shape[-1])
@@ -183,8 +183,8 @@ def entropy_from_logits(logits: jax.Array, chunk_size: int = 128) -> jax.Array:
 
 
 def nanstd(tensor: jax.Array, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> jax.Array:
-    """Sample standard deviation (n - 1) of the values that are not NaN; NaN for fewer than two."""
-    if are_tensors(tensor):
+    """Sample standard deviation (ddof=1) of the non-NaN values; NaN for fewer than two."""
+    if any_tensor(tensor):
         count, mean = (~tensor.isnan()).sum(dim, keepdim=True), tensor.nanmean(dim, keepdim=True)
         found = ((tensor - mean).square().nansum(dim, keepdim=True) / (count - 1)).sqrt()
         found = found.masked_fill(count < 2, float("nan"))
@@ -193,27 +193,28 @@ def nanstd(tensor: jax.Array, dim: int | tuple[int, ...] | None = None, keepdim:
 
 
 def nanmin(tensor: jax.Array) -> jax.Array:
-    """The least of the values that are not NaN; NaN if all are."""
-    if are_tensors(tensor):
+    """The minimum of the non-NaN values; NaN if all are NaN."""
+    if any_tensor(tensor):
         found = tensor[~tensor.isnan()]
         return found.min() if len(found) else tensor.new_tensor(float("nan"))
     return jnp.nanmin(tensor)
 
 
 def nanmax(tensor: jax.Array) -> jax.Array:
-    """The greatest of the values that are not NaN; NaN if all are."""
-    return -nanmin(-tensor) if are_tensors(tensor) else jnp.nanmax(tensor)
+    """The maximum of the non-NaN values; NaN if all are NaN."""
+    return -nanmin(-tensor) if any_tensor(tensor) else jnp.nanmax(tensor)
 
 
 def flush_left(mask: np.ndarray, *tensors: np.ndarray) -> Any:
-    """Shift each row left so that it starts at its first nonzero mask entry, then drop the columns from the first one
-    that is zero in all rows.
+    """Rotate each row left so that it starts at its first nonzero mask entry, then drop all columns starting from the
+    first one that is zero in all rows.
 
     Args:
-        mask: `[N, M]`. tensors: of the same shape.
+        mask: `[N, M]`.
+        tensors: arrays of the same shape.
 
     Returns:
-        The mask, or with `tensors` a tuple of the mask and them.
+        The mask, or, if there are `tensors`, a tuple of the mask and the tensors.
     """
     mask = np.asarray(mask)
     width = mask.shape[1]
@@ -226,12 +227,12 @@ def flush_left(mask: np.ndarray, *tensors: np.ndarray) -> Any:
 
 
 def identity(x: Any) -> Any:
-    """`x`, as a collate function that leaves rows as they are."""
+    """Return `x`: a collate function that leaves rows unchanged."""
     return x
 
 
 def remove_none_values(example: list | Mapping[str, Any]) -> Any:
-    """The same rows without the keys whose value is None, at all depths.
+    """A copy of `example` without keys whose value is None, recursively.
 
     Raises:
         TypeError: `example` is neither a list nor a mapping.
@@ -248,14 +249,14 @@ def remove_none_values(example: list | Mapping[str, Any]) -> Any:
 
 
 class RepeatSampler:
-    """Indices of a dataset, repeated as online training reads them, in torch's order at the same seed.
+    """Dataset indices, repeated as in online training, in the same order as torch for a given seed.
 
     Args:
-        data_source: the dataset; its last indices that fill no batch are left out.
-        mini_repeat_count: how often each index occurs in a row.
-        batch_size: different indices of a batch.
-        repeat_count: how often each batch occurs.
-        seed: None takes torch's default, as in TRL.
+        data_source: the dataset; an incomplete last batch is dropped.
+        mini_repeat_count: how many times each index is repeated consecutively.
+        batch_size: number of distinct indices in a batch.
+        repeat_count: how many times each batch is repeated.
+        seed: None: torch's default seed, as in TRL.
     """
 
     _TORCH_DEFAULT = 67280421310721
@@ -298,21 +299,21 @@ def generate_model_card(
     paper_id: str | None = None,
     comet_url: str | None = None,
 ) -> ModelCard:
-    """A model card, with TRL's metadata and a text of our own; `save(path)` writes it.
+    """A model card with TRL's metadata and our own text; `save(path)` writes it.
 
     Args:
-        base_model: the repository that training began with.
-        hub_model_id: "username/model", as the example in the card loads it.
-        wandb_url, trackio_url, comet_url: of the run in a tracker.
+        base_model: the repository of the model that was fine-tuned.
+        hub_model_id: "username/model", for the usage example in the card.
+        wandb_url, trackio_url, comet_url: links to the run in a tracker.
         trainer_citation: BibTeX.
-        template_file: TRL's "lm_model_card.md" (None) of language models, or "rm_model_card.md" of reward models.
-        paper_title, paper_id: of the method's paper on arXiv.
+        template_file: "lm_model_card.md" for language models (the default), or "rm_model_card.md" for reward models.
+        paper_title, paper_id: title and arXiv number of the method's paper.
 
     Raises:
-        ValueError: there is no such template.
+        ValueError: `template_file` is unknown.
     """
     if (template_file or _LM_CARD) not in _TASKS_OF_CARDS:
-        raise ValueError(f"template_file={template_file!r} is none of {', '.join(_TASKS_OF_CARDS)}.")
+        raise ValueError(f"template_file={template_file!r} is not one of {', '.join(_TASKS_OF_CARDS)}.")
     task, given = _TASKS_OF_CARDS[template_file or _LM_CARD]
     data = ModelCardData(
         base_model=base_model, datasets=dataset_name, library_name="transformers", licence="license",
@@ -338,7 +339,7 @@ def generate_model_card(
 
 
 _LM_CARD = "lm_model_card.md"
-_TASKS_OF_CARDS = {  # pipeline, and what to call it with
+_TASKS_OF_CARDS = {  # the pipeline and its example input
     _LM_CARD: ("text-generation", '[{"role": "user", "content": "Hello!"}]'),
     "rm_model_card.md": ("text-classification", '"Hello!"'),
 }

@@ -1,1 +1,1 @@
-"""The training loop and what a run is made of."""
+"""The training loop, and the parts of a run."""

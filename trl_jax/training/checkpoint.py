@@ -42,7 +42,9 @@ from trl_jax.mesh.mesh import owned, pieces, placed
 from trl_jax.mesh.processes import from_first
 from trl_jax.training.events import Events
 
-# Checkpoint folders: written under a temporary name, renamed when complete, gone only once a newer one is verified.
+logger = logging.getLogger(__name__)
+
+# Writing checkpoint folders, and deleting old ones once a newer one is verified.
 
 
 STATE_FILE = "trainer_state.json"
@@ -56,17 +58,17 @@ def save_checkpoint(
     needed: int = 0,
     begin: Callable[[Callable[[], None]], None] = lambda job: job(),
 ) -> Path:
-    """Write `checkpoint-<step>` below `output_dir` and remove what `save_total_limit` no longer allows.
+    """Write `checkpoint-<step>` below `output_dir`, then delete those beyond `save_total_limit`.
 
     Args:
-        write: fills a folder that gets its name only when everything is in it and on the disk.
-        facts: for the manifest, which has the step too; "run" is the run's id.
-        needed: bytes that are about to be written, where that is known.
-        begin: runs the job that does all of it, now or while training goes on: the job reads nothing that a later step
-            changes, if `write` does not.
+        write: fills a folder, which is renamed to its final name once everything in it is flushed to disk.
+        facts: for the manifest, in addition to the step; "run" is the run's id.
+        needed: number of bytes about to be written; 0 if unknown.
+        begin: runs the job that does all this, now or in the background. The job reads nothing that later steps change,
+            provided that `write` does not.
 
     Raises:
-        OSError: it could not be written; nothing else was touched.
+        OSError: writing failed; nothing else was touched.
     """
     state, run_dir = events.state, Path(output_dir)
     folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -93,13 +95,13 @@ def save_checkpoint(
 
 
 def state_text(state: TrainerState) -> str:
-    """The text of trainer_state.json, without secrets that a callback, a log or a name had."""
+    """The text of trainer_state.json, with secrets from callbacks, logs and names masked."""
     values = asdict(state)
     learn(values)
     logs = [
         {name: value if isinstance(value, int | float) else masked(value, name) for name, value in log.items()}
         for log in values["log_history"]
-    ]  # metrics are numbers, whatever their names
+    ]  # numbers are metrics and are not masked, whatever their name
     try:
         return json.dumps(masked(values) | {"log_history": logs}, indent=2) + "\n"
     except (TypeError, ValueError) as error:
@@ -110,21 +112,21 @@ def state_text(state: TrainerState) -> str:
 
 
 def _write_whole(folder: Path, fill: Callable[[Path], None], needed: int, *, replaces: bool) -> None:
-    """Make the folder appear with everything in it, or not at all; it `replaces` one of another run, too."""
+    """Write a folder atomically. With `replaces`, it also replaces a folder of another run."""
     unfinished = _temporary(folder, "unfinished")
     try:
-        _check_space(folder.parent, folder, needed)
         discard(unfinished)
+        _check_space(folder.parent, folder, needed)
         unfinished.mkdir(parents=True)
         fill(unfinished)
         _publish(unfinished, folder, replaces=replaces)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise _not_written(error, folder, needed) from error
+        raise _not_written_error(error, folder, needed) from error
 
 
 def await_checkpoint(output_dir: str, state: Any, run: str) -> Path:
-    """The checkpoint that another process has just written, as `save_checkpoint` returns it."""
+    """The checkpoint that another process has just written; updates the best one as `save_checkpoint` does."""
     run_dir = Path(output_dir)
     best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if run_of(best) == run:
@@ -155,8 +157,8 @@ def _check_space(run_dir: Path, folder: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
 
-def _not_written(error: Exception, folder: Path, needed: int) -> OSError:
-    """The error of a checkpoint that could not be written; for a full disk with the bytes, which safetensors lacks."""
+def _not_written_error(error: Exception, folder: Path, needed: int) -> OSError:
+    """The error of a failed write. For a full disk, it includes the sizes, which safetensors' error lacks."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.ENOSPC or "os error 28" in str(error):
         number, nearest = errno.ENOSPC, next(path for path in folder.absolute().parents if path.exists())
@@ -172,10 +174,10 @@ def _not_written(error: Exception, folder: Path, needed: int) -> OSError:
 
 
 def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, kept: list[Path]) -> None:
-    """Remove this run's checkpoints down to `limit`, lowest step first, but none of `kept`.
+    """Delete this run's checkpoints down to `limit`, lowest step first, except those in `kept`.
 
     Raises:
-        BrokenCheckpoint: `newest` is not as it was written; then nothing is removed.
+        BrokenCheckpoint: `newest` fails verification; nothing is deleted.
     """
     if limit is None or limit <= 0:
         return
@@ -188,7 +190,7 @@ def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, kept: list[Pa
 
 
 def remove(checkpoint: Path) -> None:
-    """Rename, then remove: a folder that is half removed must not look like a checkpoint."""
+    """Rename a checkpoint before deleting it, so that a half-deleted folder is not mistaken for a checkpoint."""
     gone = _temporary(checkpoint, "gone")
     discard(gone)
     checkpoint.rename(gone)
@@ -196,14 +198,14 @@ def remove(checkpoint: Path) -> None:
 
 
 def forget_all_but_best(output_dir: str, best: str) -> None:
-    """Remove the same run's other checkpoints: `save_total_limit=1` means one folder once the run is over."""
+    """Delete all other checkpoints of the same run: with `save_total_limit=1`, one remains at the end."""
     for checkpoint in checkpoints_of(run_of(Path(best)), Path(output_dir)):
         if checkpoint.absolute() != Path(best).absolute():
             remove(checkpoint)
 
 
 def sweep(run_dir: Path) -> None:
-    """Remove what killed runs left unfinished; a checkpoint that only lacked its name gets it."""
+    """Clean up after killed runs: delete unfinished folders, but publish those that only lacked their final name."""
     for unfinished in _left(run_dir, "unfinished"):
         try:
             verify(unfinished)
@@ -221,12 +223,12 @@ def sweep(run_dir: Path) -> None:
 
 
 def _left(run_dir: Path, word: str) -> list[Path]:
-    """The folders of that kind that are being written, replaced or removed: no reader looks for their hidden names."""
+    """The temporary folders of a kind ("unfinished", "replaced" or "gone"). Readers ignore their hidden names."""
     return list(entries(run_dir, lambda name: fnmatch(name, f".{PREFIX_CHECKPOINT_DIR}-*.{word}")))
 
 
 def _named(temporary: Path) -> Path:
-    """The name that `_temporary` was made of."""
+    """The final name for a name made by `_temporary`."""
     return temporary.with_name(temporary.name.removeprefix(".").rpartition(".")[0])
 
 
@@ -235,20 +237,18 @@ def _remember_callbacks(events: Events) -> None:
     for callback in [*events.handler.callbacks, events.control]:
         if isinstance(callback, ExportableState):
             name = type(callback).__name__
-            if name in saved:  # the second of a kind makes it a list, as transformers writes it
+            if name in saved:  # several callbacks of a class become a list, as in transformers
                 earlier = saved[name] if isinstance(saved[name], list) else [saved[name]]
                 saved[name] = [*earlier, callback.state()]
             else:
                 saved[name] = callback.state()
 
 
-# Tells the checkpoints of one run from those of other runs in the same output_dir.
+# Run ids: they tell the checkpoints of a run from those of other runs in the same output_dir.
 
 
 RECORD = ".trl_jax.run"
 _NAME = re.compile(PREFIX_CHECKPOINT_DIR + r"-(\d+)(-run-\w+(-\d+)?)?")
-
-logger = logging.getLogger(__name__)
 
 
 def new_id() -> str:
@@ -257,14 +257,14 @@ def new_id() -> str:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The folders named checkpoint-<step>, and those set aside, lowest step first."""
+    """The folders named checkpoint-<step>, including those set aside, lowest step first."""
     found = [path for path in entries(run_dir, lambda name: _NAME.fullmatch(name) is not None) if is_folder(path)]
     matches = {path: _NAME.fullmatch(path.name) for path in found}
     return sorted(found, key=lambda path: (int(matches[path][1]), matches[path][2] is None, path))
 
 
 def run_of(checkpoint: Path) -> str | None:
-    """The id of the run that wrote a checkpoint: "" if its manifest has none, None without a manifest one can read."""
+    """The id of the run that wrote a checkpoint: "" if its manifest has none, None without a readable manifest."""
     if not is_folder(checkpoint):
         return None
     try:
@@ -274,19 +274,19 @@ def run_of(checkpoint: Path) -> str | None:
 
 
 def checkpoints_of(run: str | None, run_dir: Path) -> list[Path]:
-    """The checkpoints of one run, lowest step first; none if `run` is None, because their run is unknown."""
+    """The checkpoints of one run, lowest step first; none if `run` is None (unknown)."""
     return [] if run is None else [path for path in checkpoints(run_dir) if run_of(path) == run]
 
 
 def recorded(run_dir: Path) -> str | None:
-    """The id of the run that was begun or resumed last; None where no record says it."""
+    """The id of the run that was started or resumed last; None without a record."""
     path = run_dir / RECORD
     return path.read_text(encoding="utf-8", errors="replace").strip() if is_file(path) else None
 
 
 def record(run_dir: Path, run: str, *, fresh: bool, replaces: bool = False) -> None:
-    """Record that this run goes on in `run_dir`, and warn where a fresh one finds checkpoints of others, which it
-    `replaces` where it needs their names."""
+    """Record this run as the last one in `run_dir`. Warn if a fresh run finds checkpoints of other runs, which are
+    renamed if their names are needed, or overwritten with `replaces`."""
     owners = {path: run_of(path) for path in checkpoints(run_dir)}
     others = [path.name for path, owner in owners.items() if owner != run and (fresh or owner is not None)]
     if not others:
@@ -295,17 +295,17 @@ def record(run_dir: Path, run: str, *, fresh: bool, replaces: bool = False) -> N
         _write(run_dir / RECORD, run)
         if fresh:
             logger.warning(
-                "output_dir=%r holds checkpoints of other runs: %s. This run leaves them there, %s where it needs "
-                "their names, and from now on resume_from_checkpoint=True takes this run's only. To go on from one of "
-                "the others, pass its path.",
+                "output_dir=%r holds checkpoints of other runs: %s. This run keeps them, %s if it needs their names. "
+                "From now on, resume_from_checkpoint=True only considers checkpoints of this run. To resume from "
+                "another one, pass its path.",
                 str(run_dir), ", ".join(others), "but replaces them" if replaces else "renamed",
             )  # fmt: skip
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)
-    new.write_text(f"{text}\n", encoding="utf-8")
+    new.write_text(f"{content}\n", encoding="utf-8")
     sync(new)
     new.rename(path)
 
@@ -323,24 +323,24 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def checkpoint_of(run: str | None, run_dir: Path, name: str) -> Path | None:
-    """The checkpoint of this name that the run wrote, set aside or not; None without one."""
+    """The run's checkpoint of this name, set aside or not; None if there is none."""
     for path in checkpoints(run_dir):
         if (path.name == name or path.name.startswith(f"{name}-run-")) and run_of(path) == run:
             return path
     return None
 
 
-# Lets one run at a time write an output_dir.
+# A lock that lets only one run at a time write to an output_dir.
 
 
 LOCK = ".trl_jax.lock"
 
 
 class RunLock:
-    """The lock of an output_dir, held by this run until `release`, or until the process ends, however that is.
+    """The lock of an output_dir, held by this run until `release`, or until the process ends for any reason.
 
     Raises:
-        RuntimeError: another run has locked it; the text says which.
+        RuntimeError: another run holds the lock; the message says which.
     """
 
     def __init__(self, output_dir: str):
@@ -348,10 +348,10 @@ class RunLock:
         self._handle = self._taken()
 
     def renew(self) -> None:
-        """Lock the folder that has the name now, where the one that was locked has been removed or renamed.
+        """If the locked folder has been removed or renamed, lock the folder that has its name now.
 
         Raises:
-            RuntimeError: another run has it.
+            RuntimeError: another run holds that lock.
         """
         if not _is_at(self._path, self._handle):
             handle = self._taken()
@@ -359,9 +359,9 @@ class RunLock:
             self._handle = handle
 
     def release(self) -> None:
-        """Unlock it, and remove the file."""
-        if _is_at(self._path, self._handle):  # else the folder was recreated, and the file may be another run's
-            self._path.unlink()  # still locked: whoever waits for the file notices, and makes a new one
+        """Release the lock and remove its file."""
+        if _is_at(self._path, self._handle):  # otherwise the folder was recreated: the file may be another run's
+            self._path.unlink()  # before unlocking: a process that has just opened the file notices, and retries
         os.close(self._handle)
 
     def _taken(self) -> int:
@@ -380,7 +380,7 @@ class RunLock:
 
 @contextlib.contextmanager
 def only_run(output_dir: str) -> Iterator[RunLock]:
-    """Lock `output_dir` for this run; RuntimeError where another has locked it."""
+    """Lock `output_dir` for this run; raises RuntimeError if another run has locked it."""
     lock = RunLock(output_dir)
     try:
         yield lock
@@ -389,11 +389,11 @@ def only_run(output_dir: str) -> Iterator[RunLock]:
 
 
 def locked(path: Path) -> int:
-    """A descriptor of the file, made if need be, that no other process gets until this one is closed.
+    """Open a file, creating it if necessary, and lock it exclusively until the returned descriptor is closed.
 
     Raises:
-        BlockingIOError: another has it; `strerror` is the first kilobyte of the file.
-        FileExistsError: there is a link of this name, a folder or a device; nothing is done to it.
+        BlockingIOError: another process holds the lock; `strerror` is the first kilobyte of the file.
+        FileExistsError: the path is a link, a folder or a device; it is left untouched.
     """
     while True:
         handle = _opened(path)
@@ -405,12 +405,14 @@ def locked(path: Path) -> int:
             raise BlockingIOError(error.errno, holder, str(path)) from error
         if _is_at(path, handle):
             return handle
-        os.close(handle)  # its holder left between the two calls
+        os.close(handle)  # its holder removed the file between the two calls
 
 
 def _opened(path: Path) -> int:
     if os.path.lexists(path) and not is_file(path):
-        raise FileExistsError(errno.EEXIST, "is no plain file, so it cannot be the lock of a run. Remove it", str(path))
+        raise FileExistsError(
+            errno.EEXIST, "is not a regular file, so it cannot be used as the run's lock. Remove it", str(path)
+        )
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 
 
@@ -422,33 +424,31 @@ def _is_at(path: Path, handle: int) -> bool:
         return False
 
 
-# Saves and restores how far a run has come, so that the rest of a resumed run is the same.
+# The progress of a run, saved and restored such that a resumed run continues identically.
 
 
-# In a folder of their own: readers of a model take every *.safetensors next to its config for weights.
+# In a subfolder, because readers of a model load every *.safetensors next to its config as weights.
 TENSORS, FACTS = "training_state/arrays.safetensors", "training_state/facts.json"
 PIECE = 256 * 2**20
 
 
 @dataclass
 class LoopProgress:
-    """How far the loop of one train() is, between two steps. A checkpoint contains it; each train() that does not
-    resume begins a new one. What outlives train() is a `state.Progress`.
+    """How far the loop of one train() is, between two steps. Saved in checkpoints; a train() that does not resume
+    starts a new one. What outlives train() is a `state.Progress`.
 
     Attributes:
         epoch: counted from 0.
-        epoch_over: whether this epoch's closing events have been fired.
-        examples: number of this epoch's examples that have been trained on: the place in the data, whatever the batch
-            size.
-        micro_batches: the same counted in micro-batches.
-        rows_digest: digest of those examples where rows are streamed; None for a table, whose rows are known
-            beforehand.
-        stop_training, stop_epoch: whether callbacks asked for it.
-        loss_sum: sum of the losses of all steps that were reported.
+        epoch_over: whether the closing events of this epoch have been fired.
+        examples: number of examples trained on in this epoch: the position in the data, whatever the batch size.
+        micro_batches: the same in micro-batches.
+        rows_digest: digest of these examples if rows are streamed; None for a table, whose rows are known beforehand.
+        stop_training, stop_epoch: whether callbacks requested it.
+        loss_sum: sum of the losses of all reported steps.
         learning_rate: of the last step.
-        evaluated_last: whether an evaluation came after the last step.
-        evaluation_due, save_due: whether an evaluation was broken off, which the next run begins with, and whether a
-            checkpoint was asked for after it.
+        evaluated_last: whether an evaluation followed the last step.
+        evaluation_due: whether an evaluation was interrupted; a resumed run starts with it.
+        save_due: whether a checkpoint was requested after that evaluation.
         unreported: the metrics of the steps since the last report.
     """
 
@@ -468,29 +468,29 @@ class LoopProgress:
 
 
 def named_leaves(tree: Any, prefix: str) -> dict[str, Any]:
-    """ "<prefix>/<place in the tree>" -> leaf."""
+    """ "<prefix>/<path in the tree>" -> leaf."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {f"{prefix}/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
 
 
 def progress_json(progress: LoopProgress, facts: dict[str, Any]) -> str:
-    """The progress but for its arrays, the state of the global random generators, and the caller's own facts."""
+    """JSON of the progress without its arrays, the state of the global random generators, and `facts`."""
     kept = {name: value for name, value in asdict(progress).items() if name != "unreported"}
     return json.dumps({"progress": kept, "random": _random_state(), **facts}, indent=2) + "\n"
 
 
 def write_progress(
-    folder: Path, steps: list[dict[str, Any]], trees: dict[str, Any], text: str, *, writes: bool = True
+    folder: Path, steps: list[dict[str, Any]], trees: dict[str, Any], facts: str, *, writes: bool = True
 ) -> None:
-    """Write two files, one of arrays and one of the rest; neither needs pickle to be read.
+    """Write two files without pickle: one with arrays, and one with `facts`.
 
-    At most PIECE bytes of arrays on devices are on the host at a time, or one row of a larger array.
+    At most PIECE bytes of device arrays, or one row of a larger array, are on the host at a time.
 
     Args:
-        steps: the metrics of the steps that no log line has yet.
-        trees: name -> pytree of arrays (optimizer state, weights that the model's files round).
-        text: of `progress_json`.
-        writes: False in processes that only help to gather the arrays, which one of them writes.
+        steps: the metrics of the steps that have not been logged.
+        trees: name -> pytree of arrays (optimizer state, weights that the model files store rounded).
+        facts: from `progress_json`.
+        writes: False in processes that only take part in gathering the arrays.
     """
     arrays = {name: leaf for prefix, tree in trees.items() for name, leaf in named_leaves(tree, prefix).items()}
     arrays |= _metrics_of(steps)
@@ -501,11 +501,11 @@ def write_progress(
         return
     (folder / TENSORS).parent.mkdir()
     write_tensors(folder / TENSORS, read)
-    (folder / FACTS).write_text(text, encoding="utf-8")
+    (folder / FACTS).write_text(facts, encoding="utf-8")
 
 
 def _metrics_of(steps: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """The metrics of all steps, stacked by name; by step, where some are of a run in which steps had others."""
+    """The metrics of all steps, stacked by name; or one entry per step, if the steps have different metrics."""
     if len({tuple((name, np.shape(value)) for name, value in sorted(step.items())) for step in steps}) > 1:
         each = ((f"metrics_of/{at}/{name}", value) for at, step in enumerate(steps) for name, value in step.items())
         return {name: np.asarray(value) for name, value in each}
@@ -572,10 +572,10 @@ class SavedProgress:
         """The arrays saved under `prefix`, as a pytree like `like`.
 
         Args:
-            places: a tree of their shardings; without it, they go to JAX's default device.
+            places: a pytree of shardings; None uses JAX's default device.
 
         Raises:
-            ValueError: other arrays were saved: of another optimizer, or another model.
+            ValueError: the saved arrays belong to another optimizer or model.
         """
         wanted = named_leaves(like, prefix)
         found = {f"{prefix}/{name}" for name in self.names(prefix)}
@@ -594,8 +594,8 @@ class SavedProgress:
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def restore_random_state(self) -> None:
-        """Python's and NumPy's global generators and the stream that samples tokens, which callbacks and metrics may
-        draw from, and GKD does."""
+        """Restore Python's and NumPy's global generators, which callbacks and metrics may use, and the torch-compatible
+        one that samples tokens, which GKD uses, too."""
         self._set_random_state(random.setstate, np.random.set_state, default_generator())
 
     def _set_random_state(
@@ -605,13 +605,13 @@ class SavedProgress:
         python((version, tuple(words), gauss))
         name, keys, *rest = self.facts["random"]["numpy"]
         numpy((name, np.asarray(keys, np.uint32), *rest))
-        if "tokens" in self.facts["random"]:  # not in earlier checkpoints
+        if "tokens" in self.facts["random"]:  # older checkpoints lack it
             keys, *rest = self.facts["random"]["tokens"]
             tokens.restore(GeneratorState(np.asarray(keys, np.uint32), *rest))
 
 
 class _Saved:
-    """An array on the disk; indexing it reads a part."""
+    """An array on disk; indexing it reads only that part."""
 
     def __init__(self, tensors: Any, name: str):
         self._tensors, self._name = tensors, name
@@ -633,36 +633,36 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-# Writes while training goes on: copies of arrays on the host, and a thread with one job at a time.
+# Saving in the background: arrays are copied to the host, and a thread runs one job at a time.
 
 
 class AsyncSaver:
-    """Runs one job at a time in a thread. An error of the job is raised by the next call, in the thread that calls."""
+    """Runs one job at a time in a background thread. A job's error is raised by the caller's next method call."""
 
     def __init__(self):
         self._job: Future | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Start this job as soon as the one before has ended."""
+        """Start this job as soon as the previous one has finished."""
         self.settle()
         pool = ThreadPoolExecutor(1, thread_name_prefix="trl_jax-save")
         self._job = pool.submit(job)
-        pool.shutdown(wait=False)  # its thread ends with the job
+        pool.shutdown(wait=False)  # the thread ends with the job
 
     def check(self) -> None:
-        """Raise the job's error, if it has ended with one."""
+        """Raise the job's error if it has failed; does not wait."""
         if self._job is not None and self._job.done():
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the job, and raise its error."""
+        """Wait for the job and raise its error, if any."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Wait for the job at the end of the block. Where the block itself raises, the job's error is only logged."""
+        """Wait for the job at the end of the block. If the block raises, the job's error is only logged."""
         try:
             yield
         except BaseException:
@@ -675,7 +675,7 @@ class AsyncSaver:
 
 
 def host_copy(tree: Any) -> Any:
-    """The arrays of a pytree as NumPy arrays with memory of their own; several are copied at once."""
+    """Copy the arrays of a pytree to NumPy arrays that own their memory, several at once."""
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
         leaf.copy_to_host_async()
@@ -684,8 +684,8 @@ def host_copy(tree: Any) -> Any:
 
 
 def _copy(leaf: jax.Array) -> np.ndarray:
-    """On a CPU, copies through a view that ends here. `np.asarray` would leave its view with the array, and a step
-    copies an array that has a view instead of taking its memory."""
+    """On a CPU, copy through a DLPack view that is freed here. `np.asarray` would cache its view in the array, and a
+    step copies an array that has a view instead of donating its memory."""
     on_cpu = leaf.is_fully_addressable and {device.platform for device in leaf.devices()} == {"cpu"}
     if on_cpu and len(leaf.devices()) == 1 and leaf.dtype.isbuiltin == 1:  # not bfloat16
         return np.from_dlpack(leaf).copy()
@@ -696,8 +696,9 @@ def _copy(leaf: jax.Array) -> np.ndarray:
 
 
 def is_new_best(metrics: dict[str, float], args: Any, state: TrainerState) -> bool:
-    """Whether `metric_for_best_model` beats every earlier value; remembers it in `state` if so. A metric that is
-    NaN, or None because nothing was measured, never does.
+    """Whether `metric_for_best_model` beats every earlier value; if so, record it in `state`.
+
+    NaN never does, nor does None (nothing was measured).
 
     Raises:
         KeyError: the evaluation did not report that metric; the message lists those it did.
@@ -721,11 +722,11 @@ def is_new_best(metrics: dict[str, float], args: Any, state: TrainerState) -> bo
     return True
 
 
-# Lists a checkpoint's files with a digest each; the list is written last and makes the checkpoint complete.
+# The manifest: lists a checkpoint's files with their digests. It is written last, which completes the checkpoint.
 
 
 MANIFEST = "manifest.json"
-FORMAT = 2  # of the files of a checkpoint; raised when another release cannot read them
+FORMAT = 2  # of a checkpoint's files; increased when other releases cannot read them
 LIBRARIES = ("jax", "flax", "optax", "transformers", "datasets", "numpy")
 
 
@@ -734,21 +735,21 @@ class BrokenCheckpoint(ValueError):
 
 
 def digest(path: Path) -> str:
-    """XXH3 of a file's bytes; MemoryError with its name where it cannot be mapped."""
-    with text.naming(path), path.open("rb") as file:
-        if not path.stat().st_size:  # which mmap refuses
+    """XXH3 of a file's bytes; raises MemoryError with the file's name if it cannot be mapped."""
+    with text.out_of_memory_names(path), path.open("rb") as file:
+        if not path.stat().st_size:  # mmap refuses empty files
             return xxhash.xxh3_128_hexdigest(b"")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return xxhash.xxh3_128_hexdigest(content)
 
 
 def libraries() -> dict[str, str]:
-    """The versions of what a run's numbers come of."""
+    """The versions of the libraries that a run's numbers depend on."""
     return {name: version(name) for name in LIBRARIES}
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `facts` and a list of every file below `folder`, and flush all of them to the disk, the manifest last."""
+    """Write the manifest: `facts` and every file below `folder`. Flush everything to disk, the manifest last."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
@@ -761,24 +762,24 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def _rendered(body: dict[str, Any]) -> str:
-    """The manifest's text, with a digest of all the rest of it."""
+    """The manifest's text, with a digest of its other entries."""
     own = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
     return json.dumps({"xxh3_128": own, **body}, indent=2, sort_keys=True) + "\n"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the facts and the list of files of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        BrokenCheckpoint: it has no manifest, a byte of it has changed, or another release wrote it.
+        BrokenCheckpoint: the manifest is missing or damaged, or has another release's format.
     """
     path = folder / MANIFEST
-    if path.exists() and not path.is_file():  # reading a pipe would never end
-        raise BrokenCheckpoint(f"{path} is no file, so nothing tells whether the checkpoint is complete.")
+    if path.exists() and not path.is_file():  # reading a pipe would block
+        raise BrokenCheckpoint(f"{path} is not a file, so the checkpoint cannot be verified.")
     try:
-        text = path.read_bytes().decode()
-        body = json.loads(text)
-        whole = isinstance(body, dict) and isinstance(body.pop("xxh3_128", None), str) and _rendered(body) == text
+        manifest = path.read_bytes().decode()
+        body = json.loads(manifest)
+        whole = isinstance(body, dict) and isinstance(body.pop("xxh3_128", None), str) and _rendered(body) == manifest
         found = body["format"] if whole else FORMAT
         if type(found) is not int:
             raise ValueError(f"its format must be a number, got {brief(found)}")
@@ -786,7 +787,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             _ = [(entry["bytes"], entry["xxh3_128"], body["step"]) for entry in body["files"].values()]
             outside = [name for name in body["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
             if outside:
-                raise ValueError(f"it lists {brief(outside[0])}, which is not in its folder")
+                raise ValueError(f"it lists {brief(outside[0])}, which is outside its folder")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BrokenCheckpoint(f"{path} does not exist: the checkpoint was never completed.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -798,15 +799,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "the folder as model= to start a new run from its weights."
         )
     if not whole:
-        raise BrokenCheckpoint(f"{path} is damaged: its text is not what its own digest says.")
+        raise BrokenCheckpoint(f"{path} is damaged: its contents do not match its digest.")
     return body
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Read the manifest, and check every file that it lists byte for byte, and that there are no other weights.
+    """Read the manifest, check every listed file's size and digest, and that there are no other weight files.
 
     Raises:
-        BrokenCheckpoint: names the first damaged file.
+        BrokenCheckpoint: names the first missing, damaged or unexpected file.
     """
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
@@ -817,7 +818,7 @@ def verify(folder: Path) -> dict[str, Any]:
         if size != entry["bytes"]:
             raise BrokenCheckpoint(f"{path} has {size:,} bytes, and had {entry['bytes']:,} when it was written.")
         if digest(path) != entry["xxh3_128"]:
-            raise BrokenCheckpoint(f"{path} is damaged: its bytes are not those that were written.")
+            raise BrokenCheckpoint(f"{path} is damaged: its contents have changed since it was written.")
     strange = [path for path in folder.glob("*.safetensors*") if path.name not in manifest["files"]]
     if strange:
         raise BrokenCheckpoint(f"{strange[0]} is not among the files that {MANIFEST} lists. Remove it.")
@@ -825,7 +826,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -833,11 +834,11 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-# Says what of a run's folder is read, pushed and removed: plain files and folders, never what a link leads to.
+# Only plain files and folders in a run's folder are read, pushed and removed; links are never followed.
 
 
 def entries(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Path]:
-    """The plain files and folders in `folder` with `wanted` names. Others are skipped with a warning."""
+    """The plain files and folders in `folder` with `wanted` names; links and the like are skipped with a warning."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not wanted(path.name) or not os.path.lexists(path):  # removed meanwhile
             continue
@@ -848,9 +849,9 @@ def entries(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> 
 
 
 def files_below(folder: Path, wanted: Callable[[str], bool] = lambda name: True, above: str = "") -> Iterator[str]:
-    """The plain files at any depth of `folder`, as `above` with their path in it; not below an unwanted folder.
+    """The paths of all plain files below `folder`, prefixed with `above`.
 
-    `wanted` is asked of each such path.
+    `wanted` is called with each prefixed path; folders that are not wanted are skipped.
     """
     for path in entries(folder, lambda name: wanted(above + name)):
         if is_folder(path):
@@ -860,17 +861,17 @@ def files_below(folder: Path, wanted: Callable[[str], bool] = lambda name: True,
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder of this name, not a link to one."""
+    """Whether the path is a folder and not a link to one."""
     return stat.S_ISDIR(_mode(path))
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file of this name, not a link to one."""
+    """Whether the path is a file and not a link to one."""
     return stat.S_ISREG(_mode(path))
 
 
 def discard(path: Path) -> None:
-    """Remove a folder with everything in it, or whatever else has the name: of a link the link."""
+    """Remove a folder recursively, or a file, or a link but not its target."""
     if is_folder(path):
         shutil.rmtree(path)
     else:
@@ -878,7 +879,7 @@ def discard(path: Path) -> None:
 
 
 def _mode(path: Path) -> int:
-    """0 where there is nothing."""
+    """0 if nothing is there."""
     try:
         return path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -890,12 +891,12 @@ def _tell(path: Path, kind: str) -> None:
     logger.warning("%s is %s, so it is ignored: neither read, pushed nor removed.", path, kind)
 
 
-# Takes callbacks, their state and the random generators back to an earlier moment.
+# Roll callbacks, their state and the random generators back to an earlier moment.
 
 
 class RandomState:
-    """A snapshot of a run's random state: Python's and NumPy's global generators, the token sampler's, and `streams`,
-    the generators that online training uses."""
+    """A snapshot of a run's random state: Python's and NumPy's global generators, the one that samples tokens, and
+    `streams`, the generators of online training."""
 
     def __init__(self, streams: Sequence[TorchGenerator] = ()):
         self._streams = default_generator(), *streams
@@ -903,7 +904,6 @@ class RandomState:
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:
-        """Make them so again."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         for stream, state in zip(self._streams, self._states, strict=True):
@@ -911,7 +911,7 @@ class RandomState:
 
 
 class Snapshot:
-    """All that an evaluation or a log line changes of what a checkpoint holds, as it was when this was made.
+    """A snapshot of everything in a checkpoint that an evaluation or a log line may change.
 
     streams: as in `RandomState`.
     """
@@ -924,7 +924,6 @@ class Snapshot:
         self._random = RandomState(streams)
 
     def restore(self) -> None:
-        """Make it so again."""
         self._events.control = self._control
         vars(self._events.state).update(self._state)
         for callback, attributes in self._callbacks:

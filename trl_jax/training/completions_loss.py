@@ -1,7 +1,7 @@
-"""A script's own `_compute_loss` of completions, as a part of the compiled step.
+"""User-defined `_compute_loss` of online trainers, as a part of the compiled step.
 
-Log-probabilities are computed in the step's own layout; the script sees all per-token numbers in TRL's rows `[B, C]`.
-A loss in jax.numpy is compiled; one in torch is called by the compiled step, and returns its gradient, too.
+Log-probabilities are computed in the step's own layout; the script sees all per-token values in TRL's rows `[B, C]`. A
+loss in jax.numpy is compiled. A loss in torch is called back by the compiled step, and also returns its gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trl_jax.training.torch_errors import (
     may_run_in_torch,
     other_values,
     parameters_refused,
-    read_in_jax,
+    read_in_jax_error,
     torch_explained,
     torch_scalar,
     warn_of_torch,
@@ -43,7 +43,7 @@ from trl_jax.training.torch_errors import (
 
 
 class OwnLoss:
-    """Calls a script's own loss in the place of the task's, pass by pass.
+    """Calls a user-defined loss instead of the task's, pass by pass.
 
     current: the pass that is being traced, or computed in torch; None outside.
     """
@@ -59,10 +59,10 @@ class OwnLoss:
     ):
         """
         Args:
-            compute_loss: `(model, inputs) -> loss` of a micro-batch, a device's part of it on several devices.
-            values: returns the numbers and strings on the script's trainer; each change compiles the step again.
+            compute_loss: `(model, inputs) -> loss` of a micro-batch, or of each device's part of it.
+            values: returns the numbers and strings on the script's trainer; each change recompiles the step.
             averaged: whether a step's loss is the mean of these losses over its micro-batches, instead of their sum.
-            functions: the script's own that compute the loss.
+            functions: the user-defined functions that compute the loss, searched for torch code.
         """
         self._compute_loss, self._setup, self._values, self._averaged = compute_loss, setup, values, averaged
         self.current: OwnPass | TorchPass | None = None
@@ -71,17 +71,17 @@ class OwnLoss:
         self._last_values: tuple[tuple[str, Any], ...] = ()
 
     def values(self) -> tuple[tuple[str, Any], ...]:
-        """The numbers and strings that a compiled loss contains; a loss in torch reads them itself, and they stay as
-        they were."""
+        """The numbers and strings that a compiled loss contains. A loss in torch reads them itself, so the last values
+        are returned, and nothing is recompiled."""
         if self._in_torch is None:
             self._last_values = self._values()
         return self._last_values
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The script's share of the step's loss, and sums over micro-batches; arguments as of `Task.loss`.
+        """This pass's share of the step's loss, and sums over micro-batches; arguments as in `Task.loss`.
 
         Raises:
-            TypeError: the script returned no scalar, or used what a compiled loss does not have.
+            TypeError: the script did not return a scalar, or used what a compiled loss does not have.
         """
         setup, numbers = self._setup(), batch.completions.numbers
         share = 1 / setup.shards / (numbers["micro_batches"][0] if self._averaged else 1)
@@ -104,7 +104,7 @@ class OwnLoss:
     def _compiled(self, one: OwnPass, numbers: dict[str, jax.Array], share: Any) -> tuple[jax.Array, dict]:
         setup, self.current = self._setup(), one
         state = {"global_step": numbers["global_step"][0].astype(jnp.int32), "epoch": numbers["epoch"][0]}
-        refused = parameters_refused(setup.model, read_in_jax)
+        refused = parameters_refused(setup.model, read_in_jax_error)
         try:
             with setup.events.state_replaced(state), torch_explained(), refused:
                 loss = self._compute_loss(one.model, one.inputs)
@@ -116,23 +116,23 @@ class OwnLoss:
         return jnp.where(one.real, share * loss.astype(jnp.float32), 0), one.sums()
 
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:
-        """The results of a step, with the numbers that a loss in torch has logged by their names. Waits for the step,
-        because such a loss reads the trainer's state meanwhile, and raises what the script raised."""
+        """The results of a step. For a loss in torch, waits for the step (such a loss reads the trainer's state during
+        the step), raises the script's error, and adds the numbers that it logged."""
         return results if self._in_torch is None else self._in_torch.finished(jax.block_until_ready(results))
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
-        """What `super()._compute_loss` logs, if the script calls it, and then what the script logs: the mean of each
-        over the micro-batches where it is not NaN."""
+        """The metrics of the task's loss, if the script calls `super()._compute_loss`, followed by those that the
+        script logs, each averaged over the micro-batches in which it is not NaN."""
         return own_metrics(self._setup().task, sums, split)
 
 
 def corrects_sampler(args: Any) -> bool:
-    """Whether TRL would correct for a sampler other than the policy."""
+    """Whether TRL would correct for a sampler that differs from the policy."""
     return bool(vars(args).get("use_vllm") and vars(args).get("vllm_importance_sampling_correction"))
 
 
 def check_bonus(setup: Setup, *, asked: bool) -> None:
-    """Raise TypeError if the entropy bonus of the arguments has no effect on a script's own loss.
+    """Raise TypeError if the arguments set an entropy bonus, but the user-defined loss does not include it.
 
     Args:
         asked: whether the script called `super()`.
@@ -145,12 +145,12 @@ def check_bonus(setup: Setup, *, asked: bool) -> None:
 
 
 class OwnPass:
-    """A pass as a script's own loss sees it, while it is traced.
+    """A pass as a user-defined loss sees it, while it is traced.
 
-    inputs: TRL's, by its names.
+    inputs: those of TRL.
     metrics: what the script appends to `self._metrics[mode]`, by name.
-    default_sums: of the task's loss; None until the script asks for it.
-    real: whether the pass has completions; a step at the end of an epoch may have fewer.
+    default_sums: of the task's loss; None unless the script calls `super()`.
+    real: whether the pass has completions; a step at the end of an epoch may have fewer passes.
     """
 
     def __init__(self, setup: Setup, outputs: dict[str, jax.Array], batch: Batch, share: Any):
@@ -166,14 +166,14 @@ class OwnPass:
 
     def _inputs(self) -> dict[str, jax.Array]:
         rows, extras, task = self._batch.completions, self._batch.extras, self._setup.task
-        mask = jnp.where(self.real, rows.completion_mask, 1)  # a mean over the tokens of an empty pass is finite
+        mask = jnp.where(self.real, rows.completion_mask, 1)  # keeps a mean over the tokens of an empty pass finite
         inputs = {
             "prompt_ids": rows.prompt_ids, "prompt_mask": rows.prompt_mask, "completion_ids": rows.completion_ids,
             "completion_mask": mask, "num_items_in_batch": rows.numbers["generated_tokens"][0],
         }  # fmt: skip
         if "advantage" in extras.example:
             inputs["advantages"] = extras.example["advantage"]
-        if "old_logps" in extras.example:  # of whole completions
+        if "old_logps" in extras.example:  # per completion
             inputs["old_logps"] = extras.example["old_logps"]
         of_reads = dict(extras.read)
         if "ref_logps" in of_reads and task.diverges_in_loss:
@@ -186,16 +186,16 @@ class OwnPass:
             old, sampling = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
             ratio = sampler_ratio(old, sampling, mask, settings=task.correction)
             inputs["importance_sampling_ratio"] = ratio.reshape(len(mask), -1)
-        elif corrects_sampler(self._setup.args):  # the policy is the sampler itself
+        elif corrects_sampler(self._setup.args):  # the policy itself is the sampler
             inputs["importance_sampling_ratio"] = jnp.ones(mask.shape, jnp.float32)
         return {name: jnp.asarray(value) for name, value in (inputs | dict(rows.extras)).items()}
 
     def _by_row(self, values: jax.Array) -> jax.Array:
-        """Numbers of reads `[N]` as rows of completions `[B, C]`; 0 where a token does not count."""
+        """Gather values of reads `[N]` into rows of completions `[B, C]`; 0 for tokens that do not count."""
         return values.at[self._batch.completions.read].get(mode="fill", fill_value=0)
 
     def _by_read(self, values: jax.Array, name: str) -> jax.Array:
-        """The reverse of `_by_row`."""
+        """The inverse of `_by_row`."""
         rows = self._batch.completions.read
         if values.shape != rows.shape:
             raise TypeError(
@@ -206,15 +206,16 @@ class OwnPass:
     def logps(
         self, model: Any, input_ids: Any, logits_to_keep: int, *, entropy: bool, aux_loss: bool
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Log-probabilities and entropies `[B, C]`, and the load-balancing loss, each as TRL returns them.
+        """Log-probabilities and entropies `[B, C]`, and the load-balancing loss, each as TRL returns them. Values are
+        NaN if `input_ids` are not those of the pass.
 
         Raises:
-            TypeError: these are of another model, or of other tokens, than the pass has.
+            TypeError: called with another model, or with ids of another shape, than the pass has.
         """
         rows = self._batch.completions
         ids = jnp.concatenate([rows.prompt_ids, rows.completion_ids], axis=1)
         check_asked(self.model, model, ids, input_ids, rows.completion_ids.shape[1], logits_to_keep)
-        same = jnp.all(jnp.asarray(input_ids) == ids)  # values are not known while the loss is compiled
+        same = jnp.all(jnp.asarray(input_ids) == ids)  # checked at run time: values are unknown while tracing
         logps, entropies = (
             jnp.where(same, self._by_row(self._outputs[name]), jnp.nan) for name in ("logps", "entropy")
         )
@@ -226,8 +227,8 @@ class OwnPass:
         return logps, entropies if entropy else None, balance
 
     def parts(self) -> tuple[dict[str, jax.Array], str | None]:
-        """What a loss may be made of: `logps` and `entropy` `[B, C]`, and, if they are there, `aux_loss` and the task's
-        `loss`; and why the last one is not."""
+        """The differentiable values that a loss may use: `logps` and `entropy` `[B, C]` and, if available, `aux_loss`
+        and the task's `loss`; and the reason if the latter is missing."""
         rows, refusal = self._batch.completions, None
         ids = jnp.concatenate([rows.prompt_ids, rows.completion_ids], axis=1)
         options = {"entropy": True, "aux_loss": AUX_LOSS in self._outputs}
@@ -240,19 +241,19 @@ class OwnPass:
         return {name: part for name, part in parts.items() if part is not None}, refusal
 
     def only_where(self, used: jax.Array) -> OwnPass:
-        """The pass with outputs that get a gradient only where it is used: a loss that is computed in vain may have
-        infinite derivatives, and 0 times those is NaN."""
+        """The pass with outputs that get a gradient only if `used`: an unused loss may have infinite derivatives, and
+        0 * inf is NaN."""
         outputs = jax.tree.map(lambda array: jnp.where(used, array, 0), self._outputs)
         return OwnPass(self._setup, outputs, self._batch, self._share)
 
     def divergences(self, model: Any, beta: float) -> TokenDivergences:
-        """Numbers of tokens `[B, C]`, for the loss of a distillation."""
+        """Per-token divergences `[B, C]`, for a distillation loss."""
         if model is not self.model:
-            raise TypeError("_get_per_token_divergences was called with another model than the one the loss is given.")
+            raise TypeError("_get_per_token_divergences must be called with the model that the loss receives.")
         return jax.tree.map(self._by_row, self._setup.task.of_tokens(self._outputs["distributions"], beta))
 
     def default_loss(self, inputs: dict[str, Any]) -> jax.Array:
-        """The task's loss of the micro-batch, scaled as TRL's.
+        """The task's loss of the micro-batch, scaled as in TRL.
 
         Args:
             inputs: the pass's; a script may have replaced the advantages, the log-probabilities and the mask.
@@ -262,7 +263,7 @@ class OwnPass:
         """
         batch, task = self._batch, self._setup.task
         changed = {name for name in inputs if name in self._given and inputs[name] is not self._given[name]}
-        changed |= batch.completions.extras.keys() & {"advantages"}  # of tokens
+        changed |= batch.completions.extras.keys() & {"advantages"}  # per token
         example, read = dict(batch.extras.example), dict(batch.extras.read)
         for name, key in (("advantages", "advantage"), ("old_logps", "old_logps")):
             if name in changed:
@@ -295,22 +296,21 @@ class OwnPass:
         return loss / self._share
 
     def sums(self) -> dict[str, jax.Array]:
-        """Sums over micro-batches `[M]`: those of the task's loss, if it was computed, and of the script's metrics."""
+        """Sums over micro-batches `[M]`: the task's, if its loss was computed, and those of the script's metrics."""
         members = jnp.any(jnp.atleast_2d(self._batch.micro_batch) & (self._batch.weight > 0), axis=-1)
         return (self.default_sums or {}) | own_sums(self.metrics, members)
 
 
 def check_asked(own: Any, model: Any, ids: Any, input_ids: Any, completion: int, logits_to_keep: int) -> None:
-    """Raise TypeError if log-probabilities are asked of another model, or of tokens of another shape, than a pass has.
+    """Raise TypeError if log-probabilities are requested from another model, or for other shapes, than a pass has.
 
     Args:
         own, ids, completion: the pass's model, its token ids, and the length of its completions.
     """
     if model is not own:
         raise TypeError(
-            "_get_per_token_logps_and_entropies was called with another model than the one that the loss is given. "
-            "Pass that argument, not self.model. The reference's log-probabilities are inputs['ref_per_token_logps'] "
-            "(where beta is not 0)."
+            "_get_per_token_logps_and_entropies must be called with the model that the loss receives, not with "
+            "self.model. The reference's log-probabilities are in inputs['ref_per_token_logps'] (if beta is not 0)."
         )
     if np.shape(input_ids) != np.shape(ids) or int(logits_to_keep) != completion:
         raise TypeError(
@@ -321,42 +321,41 @@ def check_asked(own: Any, model: Any, ids: Any, input_ids: Any, completion: int,
 
 
 class PolicyInPass:
-    """The model that a script's own loss of completions is given, for `_get_per_token_logps_and_entropies`."""
+    """The model that a user-defined loss gets, to be passed to `_get_per_token_logps_and_entropies`."""
 
     def __init__(self, model: Any):
         self._model = model
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         raise TypeError(
-            "The model was called in a loss of completions, which never computes whole logits. Their "
-            "log-probabilities and entropies are those of self._get_per_token_logps_and_entropies(model, input_ids, "
-            "attention_mask, logits_to_keep, compute_entropy=True), or in a distillation of "
-            "self._get_per_token_divergences(model)."
+            "The model cannot be called in a loss on completions, because full logits are never materialized. Use "
+            "self._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, "
+            "compute_entropy=True), or, in distillation, self._get_per_token_divergences(model)."
         )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
 
-# A loss in torch. The compiled step calls it for each pass, with arrays of the host.
+# A loss in torch: a host callback of the compiled step, called for each pass.
 
-SLOTS = 32  # numbers of different names that such a loss may log: a compiled step has a fixed number of results
+SLOTS = 32  # maximum number of metrics that such a loss may log: a compiled step has a fixed number of outputs
 
 
 class TorchCalls:
-    """Calls a script's loss in torch from within the compiled step: the script gets log-probabilities and entropies as
-    tensors that require gradients, and JAX continues the backward pass from their gradients."""
+    """Calls a loss in torch from within the compiled step. The script gets log-probabilities and entropies as tensors
+    that require gradients, and JAX continues the backward pass from their gradients."""
 
     def __init__(self, owner: OwnLoss, compute_loss: Callable, setup: Setup):
         self._owner, self._compute_loss, self._setup = owner, compute_loss, setup
-        self._lock = threading.Lock()  # devices call it at the same time
+        self._lock = threading.Lock()  # devices call it concurrently
         self._error: Exception | None = None
-        self._names: list[str] = []  # what the script has logged so far, in the order of its slots
+        self._names: list[str] = []  # names of the metrics logged so far, in the order of their slots
         self._asked = False  # whether the script has called super() in this step
         self._task_sums: set[str] = set()
 
     def __call__(self, one: OwnPass) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The script's loss of a pass, which is being traced, and sums over micro-batches."""
+        """Trace a call of the script's loss. Returns the loss of the pass, and sums over micro-batches."""
         leaves, refusal = one.parts()
         model = one.model
         numbers = {"micro_batches": jnp.asarray(one.micro_batches), "real": one.real}
@@ -372,7 +371,7 @@ class TorchCalls:
         def of_device(*given: Any) -> tuple:
             return jax.pure_callback(call, results, *given)
 
-        everywhere = PartitionSpec()  # the same on all devices over which the compiler divides products
+        everywhere = PartitionSpec()  # replicated on all devices over which XLA partitions matrix products
         called = undivided(of_device, everywhere, everywhere)
         loss, gradients, logged = called(jax.lax.stop_gradient(leaves), given)
         one.metrics |= {f"{number}": [logged[number]] for number in range(SLOTS)}
@@ -384,9 +383,9 @@ class TorchCalls:
         return _continued(loss, leaves, gradients), sums
 
     def _call(self, model: Any, leaves: dict, given: dict, refusal: str | None, results: Any) -> tuple:
-        """The loss, its gradient with respect to the leaves, and the numbers that the script logs, NaN in free slots.
+        """The loss, its gradients with respect to the leaves, and the numbers that the script logs, NaN in free slots.
 
-        An error waits for `check`: raised here, it would end as a long text of the runtime's.
+        An error is stored for `finished`: raised here, it would become a long message of the XLA runtime.
         """
         with self._lock:
             try:
@@ -404,12 +403,12 @@ class TorchCalls:
     def _computed(self, model: Any, leaves: dict, given: dict, refusal: str | None) -> tuple:
         setup = self._setup
         arrays, (prompt, completion) = jax.tree.map(np.asarray, given["inputs"]), map(int, given["widths"])
-        whole, length = leaves, arrays["completion_ids"].shape[1]  # which is rounded up; in TRL it is not
+        whole, length = leaves, arrays["completion_ids"].shape[1]  # the step's length is rounded up; TRL's is not
         arrays = {name: _cut(name, values, prompt, completion, length) for name, values in arrays.items()}
         leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
         self._owner.current = one = TorchPass(model, arrays, leaves, int(given["micro_batches"]), refusal)
         evaluates = contextlib.nullcontext() if setup.model.training else torch_objects.without_gradient()
-        with parameters_refused(setup.model, read_in_jax), evaluates:
+        with parameters_refused(setup.model, read_in_jax_error), evaluates:
             loss = torch_scalar(self._compute_loss(model, one.inputs))
         check_bonus(setup, asked=one.asked)
         if loss.requires_grad:
@@ -438,8 +437,8 @@ class TorchCalls:
         return found
 
     def finished(self, results: dict[str, Any]) -> dict[str, Any]:
-        """The results of a step, with what the script has logged under its names, and without the sums of the task's
-        loss if the script did not call `super()`.
+        """The results of a step, with the script's metrics under their names, and without the sums of the task's loss
+        if the script did not call `super()`.
 
         Raises:
             Exception: what the script raised.
@@ -455,19 +454,19 @@ class TorchCalls:
 
 
 def _filled(results: Any, value: float) -> Any:
-    """Results of these shapes that have this value everywhere."""
+    """Arrays with the shapes of `results`, filled with this value."""
     return jax.tree.map(lambda result: np.full(result.shape, value, np.float32), results)
 
 
 def _cut(name: str, values: np.ndarray, prompt: int, completion: int, length: int) -> np.ndarray:
-    """Rows of the last `prompt` tokens, or of the first `completion` ones of `length`; other arrays as they are."""
+    """Cut prompts to their last `prompt` tokens, and rows of `length` to the first `completion`; keep other arrays."""
     if name in ("prompt_ids", "prompt_mask"):
         return values[:, values.shape[1] - prompt :]
     return values[:, :completion] if np.ndim(values) == 2 and values.shape[1] == length else values
 
 
 class TorchPass:
-    """A pass as a script's own loss in torch sees it; as `OwnPass`, of tensors.
+    """A pass as a user-defined loss in torch sees it: like `OwnPass`, with tensors.
 
     asked: whether the script called `super()`.
     """
@@ -475,18 +474,18 @@ class TorchPass:
     def __init__(self, model: Any, arrays: dict, leaves: dict, micro_batches: int, refusal: str | None):
         """
         Args:
-            leaves: what has a gradient: `logps` and `entropy` `[B, C]`, and those there are of `aux_loss` and `loss`.
-            refusal: why there is no loss of the task's.
+            leaves: what has gradients: `logps` and `entropy` `[B, C]` and, if available, `aux_loss` and `loss`.
+            refusal: why the task's loss is not available.
         """
         self.model, self.inputs, self.micro_batches = model, torch_objects.batch_tensors(arrays), micro_batches
         self._given, self._refusal, self.asked = arrays, refusal, False
-        self._leaves = torch_objects.asking(leaves)[0]
+        self._leaves = torch_objects.as_leaves(leaves)[0]
         self.metrics: dict[str, list[Any]] = defaultdict(list)
 
     def logps(
         self, model: Any, input_ids: Any, logits_to_keep: int, *, entropy: bool, aux_loss: bool
     ) -> tuple[Any, Any, Any]:
-        """As `OwnPass.logps`."""
+        """Like `OwnPass.logps`."""
         given = self._given
         ids = np.concatenate([given["prompt_ids"], given["completion_ids"]], axis=1)
         check_asked(self.model, model, ids, input_ids, given["completion_ids"].shape[1], logits_to_keep)
@@ -498,16 +497,16 @@ class TorchPass:
         if aux_loss and "aux_loss" not in self._leaves:
             raise TypeError("The run has no load-balancing loss. Pass compute_aux_loss=self.aux_loss_enabled.")
         asked = {"logps": True, "entropy": entropy, "aux_loss": aux_loss}
-        # Copies, which the script may change; under torch.no_grad() they have no gradient.
+        # Clones, because the script may change them in place; under torch.no_grad() they have no gradient.
         return tuple(self._leaves[name].clone() if wanted else None for name, wanted in asked.items())
 
     def divergences(self, model: Any, beta: float) -> Any:
-        """Raises TypeError: there are none in torch."""
+        """Raise TypeError: this is not available in torch."""
         del model, beta
         raise TypeError("_get_per_token_divergences is part of a loss in jax.numpy, and this one is written in torch.")
 
     def default_loss(self, inputs: dict[str, Any]) -> Any:
-        """The task's loss of the micro-batch, scaled as TRL's.
+        """The task's loss of the micro-batch, scaled as in TRL.
 
         Raises:
             TypeError: the inputs were changed.
@@ -523,13 +522,13 @@ class TorchPass:
         return self._leaves["loss"].clone()
 
     def gradients(self, loss: Any) -> dict[str, np.ndarray]:
-        """The derivative of the loss with respect to each of the leaves."""
+        """The derivatives of the loss with respect to the leaves."""
         return torch_objects.gradients(loss, [self._leaves])[0]
 
 
 @jax.custom_vjp
 def _continued(loss: jax.Array, leaves: dict[str, jax.Array], gradients: dict[str, jax.Array]) -> jax.Array:
-    """A loss whose gradient with respect to the leaves is already there."""
+    """The loss, with a custom VJP: its gradients with respect to the leaves were already computed in torch."""
     del leaves, gradients
     return loss
 

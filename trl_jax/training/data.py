@@ -1,4 +1,4 @@
-"""The datasets of a run: prepared, loaded in batches, and made ahead of the step that computes on them."""
+"""The datasets of a run: prepared, loaded in batches, and prefetched while the device computes."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from trl_jax.training.logging import tell
 from trl_jax.training.state import Setup
 
 logger = logging.getLogger(__name__)
-_FEW_ROWS = 1_000  # are tokenised before processes have started
-_AHEAD = 2  # batches that wait
-_POLL, _LONGEST_WAIT = 0.5, 5.0  # seconds: between calls of `waiting`, and for the thread to end
+_FEW_ROWS = 1_000  # tokenized faster than worker processes start
+_AHEAD = 2  # prefetched batches
+_POLL, _LONGEST_WAIT = 0.5, 5.0  # seconds: between calls of `waiting`, and until a thread is abandoned
 
 
 class Tokens(NamedTuple):
     """The tokenizer of a run, and the limits of its token ids and texts.
 
-    vocab_size: the model embeds ids below it.
-    max_positions: the most tokens of a text; None for no limit.
-    encoder: makes examples of rows with images; None for rows of text.
+    vocab_size: token ids must be below it.
+    max_positions: maximum tokens in a text; None without a limit.
+    encoder: makes examples from rows with images; None for text-only rows.
     """
 
     tokenizer: Any
@@ -63,13 +63,14 @@ def prepare(
     told: set[str],
     bounded: bool = True,
 ) -> Dataset | IterableDataset:
-    """Prepare rows for the loader; `bounded` leaves out those longer than max_length.
+    """Prepare rows for the loader.
 
     Args:
-        told: what the run has printed already.
+        told: topics of the lines that the run has already printed.
+        bounded: whether `args.max_length` applies.
     """
     if tokens.encoder is not None:
-        return task.prepare_images(dataset, tokens.tokenizer, name=name)  # its rows become examples in the loader
+        return task.prepare_images(dataset, tokens.tokenizer, name=name)  # tokenized in the loader
     prepared = task.prepare(
         dataset,
         tokens.tokenizer,
@@ -83,16 +84,16 @@ def prepare(
 
 
 def _forked_processes(asked: int | None, dataset: Any, name: str, told: set[str]) -> int | None:
-    """`dataset_num_proc` while JAX has not started. A fork can deadlock once JAX has threads, so rows are then
+    """`dataset_num_proc`, or None if JAX has started: a fork can deadlock once JAX has threads, so rows are then
     tokenized in this process, with the same result."""
     if not asked or not devices_have_started():
         return asked
     if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in told:
         told.add("num_proc")
         logger.warning(
-            "dataset_num_proc=%d: %s is tokenized in this process alone: JAX already runs in it, and processes that "
-            "fork next to its threads can deadlock. A trainer that is given its model's name, and is the first of its "
-            "process, tokenizes before JAX starts.",
+            "dataset_num_proc=%d: %s is tokenized in this process only, because JAX is already running and forking a "
+            "multithreaded process can deadlock. The first trainer of a process tokenizes before JAX starts if it is "
+            "given the model's name instead of a loaded model.",
             asked,
             argument(name),
         )
@@ -100,10 +101,10 @@ def _forked_processes(asked: int | None, dataset: Any, name: str, told: set[str]
 
 
 def order_of(args: BaseConfig, rows: Dataset | IterableDataset, step_examples: int) -> dict[str, Any]:
-    """The arguments that the order of a table's rows within an epoch follows; none of them for a stream.
+    """The arguments that determine the order of a table's rows within an epoch; empty for a stream.
 
     Args:
-        step_examples: examples of an optimizer step.
+        step_examples: examples in an optimizer step.
     """
     if not isinstance(rows, Dataset):
         return {}
@@ -126,7 +127,7 @@ def loader(
     """Step batches over a prepared dataset.
 
     Args:
-        virtual: the virtual tokens before each text; None for those of the run's model.
+        virtual: the virtual tokens that precede each text; None uses those of the run's model.
     """
     args, columns, encoder = setup.args, setup.task.columns, setup.encoder
     texts = columns.texts
@@ -162,7 +163,7 @@ def loader(
         shuffle=training and args.train_sampling_strategy != "sequential",
         seed=_order_seed(args),
         lengths=lengths,
-        # As in TRL, no row of an evaluation or of a stream is dropped.
+        # As in TRL, rows of evaluation sets and streams are never dropped.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
         where="" if encoder is None else argument("train" if training else "eval"),
         joined=None if encoder is None else setup.task.image_rows,
@@ -170,7 +171,7 @@ def loader(
 
 
 class RowOrder:
-    """The indices of a training set's rows, epoch by epoch: the arguments' order as a sampler, for scripts."""
+    """The order of a training set's rows in each epoch, as determined by the arguments: a sampler for scripts."""
 
     def __init__(self, loader: ExampleLoader):
         self._loader, self._epoch = loader, 0
@@ -186,18 +187,18 @@ class RowOrder:
 
 
 class SampledOrder:
-    """The order of a script's own sampler, which is iterated once in an epoch, as in TRL. Accelerate seeds torch's
-    RandomSampler by the epoch, and calls `set_epoch` of samplers that have it.
+    """The order of a user-defined sampler, which is iterated once per epoch, as in TRL. As in Accelerate, torch's
+    RandomSampler is seeded by the epoch, and `set_epoch` is called if the sampler has it.
     """
 
     def __init__(self, sampler: Any, loader: ExampleLoader, method: str):
         """
         Args:
-            method: what returned the sampler, for errors.
+            method: the method that returned the sampler, for errors.
         """
         self._sampler, self._loader, self._method = sampler, loader, method
         self._known: tuple[int, np.ndarray] | None = None
-        self._lock = Lock()  # batches are made in a thread, and programs compiled ahead of them in others
+        self._lock = Lock()  # one thread makes batches, and others compile ahead
 
     def __call__(self, epoch: int) -> np.ndarray:
         with self._lock:
@@ -227,10 +228,10 @@ class SampledOrder:
 def _image_example_maker(
     setup: Setup, dataset: Dataset | IterableDataset, *, training: bool
 ) -> Callable[[dict[str, Any]], Example]:
-    """Row -> example, with the features of its images where these are kept and rows come more than once."""
+    """Row -> example, with image features if these are cached and rows are used more than once."""
     task, encoder, args, store = setup.task, setup.encoder, setup.args, setup.features
     again = isinstance(dataset, Dataset) and (not training or setup.length.num_epochs > 1)
-    if store is None or not again or setup.own_loss:  # scripts get the patches
+    if store is None or not again or setup.own_loss:  # user-defined losses get the patches
         return lambda row: task.image_example(row, encoder, args.max_length)
     store.follow(setup.model, setup.reference)
 
@@ -242,19 +243,19 @@ def _image_example_maker(
 
 
 def image_columns(dataset: Dataset | IterableDataset) -> Columns:
-    """The columns of rows with images: all of them."""
+    """The columns of a dataset with images: all of them."""
     return Columns((), raw=tuple(dataset.column_names or ()))
 
 
 def example_maker(task: Task, virtual: VirtualTokens) -> Callable[[dict[str, Any]], Example]:
-    """Row -> example, for a model with these virtual tokens before each text."""
+    """Row -> example, with these virtual tokens prepended to each text."""
     if not virtual.count:
         return task.example
     return lambda row: task.example(row).behind(virtual, predicted=task.predicts_first)
 
 
 def placed_pass(arrays: Batch, plan: ShardingPlan | None) -> Batch:
-    """A step's only pass, placed for `ShardedStep.scores`: arrays `[shards, ...]`."""
+    """A step's only pass, placed on the devices for `ShardedStep.scores`: arrays `[shards, ...]`."""
     arrays = only_pass(arrays, plan)
     return arrays if plan is None else distributed(arrays, plan.rows)
 
@@ -265,7 +266,7 @@ def only_pass(arrays: Batch, plan: ShardingPlan | None) -> Batch:
 
 
 def reason_of_layout(setup: Setup) -> str:
-    """Why the run's layout, without a survey of lengths, is not the one that was asked for; "" if it is."""
+    """Why the run's layout, without a survey of lengths, is not the requested one; "" if it is."""
     options = {"striped": _striped(setup.sharding_plan), "branches": setup.task.online}
     return layout.exact_layout(setup.args, setup.model.backend, **options)[1]
 
@@ -274,8 +275,8 @@ def step_layout(setup: Setup, plan: LayoutPlan | None = None, *, training: bool)
     """The layout of the run's steps, for examples from any source.
 
     Args:
-        plan: the layout, if lengths were surveyed; None takes the run's layout with buckets for any lengths.
-        training: as many micro-batches of training as a step has; otherwise one micro-batch of an evaluation.
+        plan: the layout, if lengths were surveyed; None uses the run's layout with buckets for any lengths.
+        training: lay out all micro-batches of a training step; otherwise a single evaluation batch.
     """
     args, user_loss = setup.args, bool(setup.own_loss)
     if user_loss:
@@ -312,7 +313,7 @@ def _weighting(setup: Setup, training: bool) -> Weighting:
 
 
 def averages_micro_batches(model: Any) -> bool:
-    """Whether transformers takes the mean over micro-batches of this model's mean losses, and counts no targets."""
+    """Whether transformers averages this model's mean losses over micro-batches, instead of counting targets."""
     if model.accepts_loss_kwargs is not None:
         return not model.accepts_loss_kwargs
     native = native_of(model)
@@ -320,17 +321,17 @@ def averages_micro_batches(model: Any) -> bool:
 
 
 def _by_micro_batch(task: Task, router_aux_loss_coef: float) -> bool:
-    """Whether the loss needs the examples of a micro-batch together."""
+    """Whether the loss has to see all examples of a micro-batch together."""
     return task.head == "lm" and (task.by_micro_batch or router_aux_loss_coef != 0)
 
 
 def _striped(plan: ShardingPlan | None) -> bool:
-    """Whether a mesh divides texts over devices."""
+    """Whether the mesh splits texts over devices."""
     return plan is not None and plan.size(SEQUENCE) > 1
 
 
 def _lengths(args: BaseConfig, texts: tuple[str, ...], dataset: Dataset | IterableDataset) -> np.ndarray | None:
-    """The length of each row, `[rows]`: of its longest text, or from `length_column_name`; None for a stream."""
+    """The length of each row `[rows]`: of its longest text, or from `length_column_name`; None for a stream."""
     if not isinstance(dataset, Dataset):
         logger.warning("group_by_length has no effect on a stream: its rows come as they do.")
         return None
@@ -348,7 +349,7 @@ def _lengths(args: BaseConfig, texts: tuple[str, ...], dataset: Dataset | Iterab
 
 
 class Batches:
-    """Iterates over micro-batches as dicts of NumPy arrays: `input_ids`, `attention_mask`, and those of the task.
+    """Iterates over micro-batches as dicts of NumPy arrays: `input_ids`, `attention_mask`, and the task's other inputs.
 
     steps: the underlying loader of optimizer steps.
     dataset, batch_size: of that loader.
@@ -380,7 +381,7 @@ def steps_of(batches: Any, method: str) -> ExampleLoader:
     """The loader of the `Batches` that a dataloader's method returned.
 
     Raises:
-        TypeError: the method is a script's own and returned something else.
+        TypeError: the method is user-defined and returned something else.
     """
     if not isinstance(batches, Batches):
         raise TypeError(
@@ -393,7 +394,7 @@ def steps_of(batches: Any, method: str) -> ExampleLoader:
 class RowImages(NamedTuple):
     """The images of padded rows `[R, T]`.
 
-    images: `Images` or `KeptFeatures`, as one shard.
+    images: `Images` or `PrecomputedFeatures`, as one shard.
     positions: int32 `[R, T]`, or `[R, T, A]` where tokens have positions on A axes.
     """
 
@@ -401,18 +402,21 @@ class RowImages(NamedTuple):
     positions: Any
 
 
-ROW_IMAGES = "row_images"  # the entry of `inputs_of` that scripts do not see
+ROW_IMAGES = "row_images"  # an entry of `inputs_of` that is hidden from scripts
 
 
 def seen_by_scripts(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The entries of `inputs_of` that a script's own methods get."""
+    """The entries of `inputs_of` that user-defined methods get."""
     return {name: value for name, value in inputs.items() if name != ROW_IMAGES}
 
 
 def inputs_of(arrays: Batch, task: Task, virtual: int = 0) -> list[dict[str, Any]]:
-    """Each micro-batch of a step of padded rows, without padding examples, in the form of `task.inputs`; without the
-    `virtual` tokens that each row begins with. Where rows have images, `pixel_values` `[P, C]` are the patches of all
-    of them, unless their features are kept, and `ROW_IMAGES` says where they go."""
+    """The inputs of each micro-batch of a step of padded rows, in the form of `task.inputs`. Padding examples, and the
+    `virtual` tokens that each row begins with, are removed.
+
+    If rows have images, `ROW_IMAGES` says where they belong, and `pixel_values` `[P, C]` are the patches of all of them
+    (absent if their features are cached).
+    """
     return [
         task.inputs(batch)
         for m in range(len(arrays.weight))
@@ -421,8 +425,8 @@ def inputs_of(arrays: Batch, task: Task, virtual: int = 0) -> list[dict[str, Any
 
 
 def _real_rows(batch: Batch, texts: int, virtual: int) -> dict[str, np.ndarray]:
-    """`input_ids`, `attention_mask` and, where there are targets, `labels` of real rows; numbers of real examples and
-    of their texts."""
+    """`input_ids`, `attention_mask` and, if there are targets, `labels` of the real rows; also the numbers per example
+    and per text, without padding examples."""
     examples = int(np.count_nonzero(batch.weight))
     if not examples:
         return {}
@@ -445,7 +449,7 @@ def _real_rows(batch: Batch, texts: int, virtual: int) -> dict[str, np.ndarray]:
 
 
 def _labels(batch: Batch) -> np.ndarray:
-    """Transformers' labels `[R, T]` of padded rows: each target and each first label at its place, -100 elsewhere."""
+    """Transformers' labels `[R, T]` of padded rows: targets and first labels at their own positions, -100 elsewhere."""
     labels, read = np.full(batch.tokens.size, IGNORED, np.int32), batch.targets >= 0
     labels[batch.reads[read] + 1] = batch.targets[read]
     labels = labels.reshape(batch.tokens.shape)
@@ -453,16 +457,16 @@ def _labels(batch: Batch) -> np.ndarray:
     return labels
 
 
-# Make and place the next batch while the device computes this one.
+# Prefetching: make and place the next batch while the device computes on the current one.
 
 
 @dataclass
 class Prefetched:
-    """Iterates over `batches` in a thread, in order. The thread's errors are raised where the batch is asked for.
+    """Iterates over `batches` in a background thread, in order. Errors of the thread are raised in the consumer.
 
     Attributes:
-        place: applied to each batch in the thread; None leaves batches as they are.
-        waiting: called every half second while no batch comes, as when streamed rows stall; its errors end the wait.
+        place: applied to each batch in the thread; None leaves batches unchanged.
+        waiting: called every half second while no batch arrives, as when a stream stalls; its errors end the wait.
     """
 
     batches: Any
@@ -508,9 +512,9 @@ class Prefetched:
 
 @dataclass
 class AsNeeded:
-    """Iterates over `batches` as they are asked for, in no thread: each is made with the newest parameters.
+    """Iterates over `batches` on demand, without a thread, so that each batch is made with the newest parameters.
 
-    place: applied to each batch; None leaves batches as they are.
+    place: applied to each batch; None leaves batches unchanged.
     """
 
     batches: Any
@@ -525,8 +529,8 @@ class AsNeeded:
 
 
 def _end(thread: Thread, queue: Queue, stop: Event) -> None:
-    """Wait for the thread to end, as the next thread may read the same rows. A thread whose rows have stalled is left
-    alone and ends with its next batch."""
+    """Wait for the thread to end, because the next thread may read the same rows. A thread that is blocked by a stalled
+    stream is abandoned, and ends with its next batch."""
     stop.set()
     until = time.monotonic() + _LONGEST_WAIT
     while thread.is_alive() and time.monotonic() < until:

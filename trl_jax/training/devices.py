@@ -1,4 +1,4 @@
-"""Devices and processes: compilation, memory, rematerialization, SPMD steps and barriers."""
+"""Compilation (cache, compile ahead, remat), memory limits, and the SPMD step."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec
 
-from trl_jax.mesh.mesh import BATCH, SEQUENCE, Parts, ShardingPlan, each_part, only
+from trl_jax.mesh.mesh import BATCH, SEQUENCE, ShardedParams, ShardingPlan, each_part, only
 from trl_jax.mesh.processes import several
 
-# Compiled programs: cached on disk for the next run, and one for each shape of a batch.
+# Compiled programs: an on-disk cache across runs, and in memory one program per batch shape.
 
 
 logger = logging.getLogger(__name__)
 
 _YNN, _DOTS_ALONE = "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-_CACHE_BYTES = 4 << 30  # beyond it, the least recently used programs are removed
+_CACHE_BYTES = 4 << 30  # beyond this size, JAX evicts the least recently used programs
 
 
 def keep_compilations() -> None:
-    """Let JAX cache programs that take it more than a second to compile under `~/.cache/trl_jax/compiled`.
+    """Enable JAX's persistent compilation cache under `~/.cache/trl_jax/compiled`.
 
-    This holds for the whole process, which has one such cache. The user's own settings stay: JAX_COMPILATION_CACHE_DIR
-    names another place, JAX_ENABLE_COMPILATION_CACHE=false turns it off. (`XDG_CACHE_HOME` moves it, as it moves all of
-    `~/.cache`.) The cache contains machine code that this process runs, so a folder where others can write is neither
-    read nor written, and the log says so; call this before JAX compiles anything. A bucket's address is not checked.
+    JAX caches programs that take more than a second to compile. Call this before JAX compiles anything; it applies to
+    the whole process. The user's own settings win: JAX_COMPILATION_CACHE_DIR names another folder,
+    JAX_ENABLE_COMPILATION_CACHE=false turns the cache off, and XDG_CACHE_HOME moves `~/.cache`. The cache contains
+    machine code that this process runs, so if other users can write to the folder, the cache is disabled with a
+    warning. Bucket URLs are not checked.
     """
     if not jax.config.jax_enable_compilation_cache:
         return
@@ -55,7 +56,7 @@ def keep_compilations() -> None:
     except OSError as error:
         logger.warning(
             "Compiled programs are not kept: %s JAX_COMPILATION_CACHE_DIR names another folder, "
-            "JAX_ENABLE_COMPILATION_CACHE=false asks for none.", error,
+            "JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.", error,
         )  # fmt: skip
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
@@ -64,7 +65,7 @@ def keep_compilations() -> None:
         jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
     if named != str(folder):
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        compilation_cache.reset_cache()  # JAX reads the setting once, and may have done so before
+        compilation_cache.reset_cache()  # JAX reads the setting once and may already have done so
 
 
 def _cache_folder() -> Path:
@@ -72,7 +73,7 @@ def _cache_folder() -> Path:
 
 
 def compiler_options(device: str, several: bool) -> dict[str, Any]:
-    """XLA's options for a step on one "cpu", "cuda" or "tpu" device, or on several."""
+    """XLA's compiler options for a step on one or several "cpu", "cuda" or "tpu" devices."""
     if device == "cuda" and several:
         return {
             "xla_gpu_enable_latency_hiding_scheduler": True
@@ -84,8 +85,8 @@ def compiler_options(device: str, several: bool) -> dict[str, Any]:
 
 @functools.cache
 def _takes_dots_alone() -> bool:
-    """Whether this XLA has the option that sends products alone to YNNPACK. In jaxlib 0.10 sums go there too, which
-    makes a long step a sixth slower."""
+    """Whether this XLA has the option that sends only dot products to YNNPACK. By default, jaxlib 0.10 also sends
+    reductions there, which makes a long step a sixth slower."""
     try:
         jax.jit(lambda: 0, compiler_options={_YNN: _DOTS_ALONE}).lower().compile()
     except jax.errors.JaxRuntimeError:
@@ -94,13 +95,13 @@ def _takes_dots_alone() -> bool:
 
 
 class Programs:
-    """A step's program for each shape of its batch, which is the third argument; the log has a line for each.
+    """A step's compiled programs, one for each shape of the batch (the third argument); each is logged.
 
-    Any thread may ask for a program; the first one compiles it, and the others wait.
+    Thread-safe: the first thread that needs a program compiles it, and the others wait.
 
     Args:
-        compile: the step's arguments, or their shapes -> its program.
-        name: of the step, for the log.
+        compile: maps the step's arguments, or their shapes, to the compiled program.
+        name: the step's name in the log.
     """
 
     def __init__(self, compile: Callable[..., Callable], name: str):
@@ -112,7 +113,7 @@ class Programs:
         return self.program_for(*arguments).result()(*arguments)
 
     def program_for(self, *arguments: Any) -> Future:
-        """The program for arguments of these shapes, compiled here unless a thread has done so or is at it."""
+        """The program for arguments of these shapes. Compiles it in this thread unless another has started to."""
         shapes = shapes_of(arguments[2])
         with self._lock:
             if shapes in self._programs:
@@ -123,20 +124,20 @@ class Programs:
             program = self._compile(*arguments)
             return_freed_memory()
             future.set_result(program)
-        except BaseException as error:  # raised where the program is used
+        except BaseException as error:  # raised again by result()
             future.set_exception(error)
         return future
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system: glibc keeps 0.2 GB of what the compiler took for a step."""
+    """Return freed memory to the system: glibc would keep about 0.2 GB after compiling a step."""
     if (trim := _malloc_trim()) is not None:
         trim(0)
 
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's function; other systems have none, nor has Linux with musl."""
+    """glibc's `malloc_trim`; None on other systems and on Linux with musl."""
     if sys.platform != "linux":
         return None
     try:
@@ -155,9 +156,9 @@ def _times(shape: tuple[int, ...]) -> str:
 
 @contextlib.contextmanager
 def compile_ahead(compile: Callable[[Any], Any], batches: Iterable[Any], threads: int) -> Iterator[None]:
-    """Within the block, threads call `compile` with the first of `batches` of each shape, in their order.
+    """Within the block, compile in background threads: call `compile` once for each shape in `batches`, in order.
 
-    For a device that computes while the host compiles. A call that has begun when the block ends still finishes.
+    For devices that leave the host idle. When the block ends, queued calls are cancelled; running ones finish.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix="trl_jax-compile")
     over = threading.Event()
@@ -179,22 +180,20 @@ def compile_ahead(compile: Callable[[Any], Any], batches: Iterable[Any], threads
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-# Chooses how much the backward pass keeps of the forward pass: as much as fits, for the rest is computed twice.
+# Rematerialization: pick the step that keeps as many activations as fit in memory.
 
 
-_SHARE = 0.95  # of an accelerator's memory; the rest is for gaps between arrays
+_USABLE_SHARE = 0.95  # of an accelerator's memory; the rest is left for fragmentation
 
 
 class RematFallback:
-    """Compiles the first of a step's versions that fits.
+    """Compiles the first of several versions of a step that fits in memory.
 
-    A version that did not fit is not tried again for a batch, the third argument, that is no smaller.
+    A version that did not fit is skipped for batches (the third argument) that are at least as large.
 
     Args:
-        steps: jitted versions of the step with the same values; each takes less memory and more time than the one
-            before it.
-        room: bytes that a device has for a program and its arguments; 0 where that is unknown, and then the last
-            version is taken.
+        steps: equivalent jitted versions of the step, each using less memory and more time than the one before.
+        room: bytes available on a device for a program and its arguments; 0 if unknown, which selects the last version.
     """
 
     def __init__(self, steps: Sequence[Callable], room: int):
@@ -202,7 +201,7 @@ class RematFallback:
         self._refused: list[tuple[Callable, list[int]]] = []
 
     def __call__(self, *arguments: Any) -> Any:
-        """The program for these arguments, arrays or their shapes."""
+        """Compile for these arguments: arrays or `ShapeDtypeStruct`s."""
         sizes = [leaf.size for leaf in jax.tree.leaves(arguments[2])]
         for step in self._steps[:-1] if self._room else ():
             if self._is_refused(step, sizes):
@@ -212,8 +211,7 @@ class RematFallback:
                 return program
             self._refused.append((step, sizes))
             logger.info(
-                "gradient_checkpointing: whole layers are computed twice; to keep their matrix products would take "
-                "%s of the %.2f GB there are.",
+                "gradient_checkpointing recomputes whole layers: saving matrix products would take %s of %.2f GB.",
                 "more" if needed is None else f"{needed / 1e9:.2f}",
                 self._room / 1e9,
             )
@@ -227,7 +225,7 @@ class RematFallback:
 
 
 def _compiled_with_size(step: Callable, *arguments: Any) -> tuple[Any, int | None]:
-    """The program and the bytes that it takes with its arguments; (None, None) where the compiler ran out of memory."""
+    """The program and the bytes it needs with its arguments; (None, None) if the compiler ran out of memory."""
     try:
         program = step.lower(*arguments).compile()
     except jax.errors.JaxRuntimeError as error:
@@ -239,49 +237,49 @@ def _compiled_with_size(step: Callable, *arguments: Any) -> tuple[Any, int | Non
     return program, outside + sizes.temp_size_in_bytes
 
 
-def room_of(device: jax.Device) -> int:
-    """Bytes of a device that a step may take. They never change, so that runs can be repeated to the bit.
+def device_memory_limit(device: jax.Device) -> int:
+    """Device memory in bytes that a step may use: the minimum over all processes.
 
-    Processes that differ take the least.
+    It does not depend on current usage, so runs are bitwise reproducible.
     """
-    room = own_room_of(device)
+    room = local_memory_limit(device)
     return int(multihost_utils.process_allgather(np.asarray(room, np.float64)).min()) if several() else room
 
 
-def own_room_of(device: jax.Device) -> int:
-    """`room_of`, without asking the other processes.
+def local_memory_limit(device: jax.Device) -> int:
+    """`device_memory_limit` for this process alone, without communication.
 
-    On a CPU that is half of the host's memory, divided by its devices: data, evaluation and copies that are being saved
-    need some, too. 0 where the system does not say how much memory it has.
+    On CPUs this is half of the host's memory divided by the number of local devices: data, evaluation and copies that
+    are being saved need memory, too. 0 if the system does not report its memory.
     """
     stats = device.memory_stats() or {}
     on_host = "bytes_limit" not in stats
-    return total() // (2 * jax.local_device_count()) if on_host else room_within(stats["bytes_limit"])
+    return host_memory() // (2 * jax.local_device_count()) if on_host else usable_memory(stats["bytes_limit"])
 
 
-def room_within(limit: int) -> int:
-    """Bytes that a run may take of an accelerator on which JAX may allocate `limit`."""
-    return int(_SHARE * limit)
+def usable_memory(limit: int) -> int:
+    """Bytes that a run may use of an accelerator on which JAX may allocate `limit` bytes."""
+    return int(_USABLE_SHARE * limit)
 
 
-# Reads how much memory the host has and how much is available; a container's limit counts as its host's.
+# Host memory, total and available. A container's limit is respected.
 
 
-GROUP = Path("/sys/fs/cgroup")  # the control group of this process, version 2, as a container sees it
+GROUP = Path("/sys/fs/cgroup")  # this process's control group (v2), as seen in a container
 
 
-def total() -> int:
-    """Bytes of memory; 0 where the system does not say."""
+def host_memory() -> int:
+    """Total memory in bytes; 0 if unknown."""
     try:
         installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):  # Windows has no sysconf, and not every one has these names
+    except (AttributeError, ValueError):  # no sysconf (Windows), or it lacks these names
         return 0
     limit = _limit()
     return installed if limit is None else min(installed, limit)
 
 
-def available() -> int | None:
-    """Bytes that could still be allocated, by Linux's count; None elsewhere."""
+def available_host_memory() -> int | None:
+    """Bytes that can still be allocated, as Linux estimates it; None on other systems."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
@@ -296,37 +294,36 @@ def _limit() -> int | None:
     return None if text == "max" else int(text)
 
 
-# A folder that only this user can write to, for programs that this process will run.
+# A private folder for programs that this process will run.
 
 
-_WHY = "and this process would run what they put there. Take a folder that only you can access, as after `chmod 700`."
+_WHY = "and this process would execute files placed there. Use a directory that only you can access (chmod 700)."
 
 
 def own_folder(path: str | Path) -> Path:
-    """The folder behind all links, made with mode 0700 where it is not there, and so are the folders above it.
+    """Resolve `path` to a folder that only this user can write to, creating it and its parents with mode 0700.
 
-    Root is trusted: it can do anything anyway. Above the folder others may write where the sticky bit keeps them from
-    renaming what is not theirs, as in /tmp.
+    Root is trusted. Parents may be writable by others if, as in /tmp, a sticky bit protects other users' files.
 
     Raises:
-        PermissionError: another user can put files there, or has done so.
-        OSError: it cannot be made.
+        PermissionError: another user can put files into the folder, or has done so.
+        OSError: the folder cannot be created.
     """
     folder = Path(os.path.realpath(path))
-    for part in reversed([folder, *folder.parents]):  # from the top: below a safe one nothing is swapped meanwhile
+    for part in reversed([folder, *folder.parents]):  # top down: below a safe folder, others cannot swap anything
         if not part.exists():
             part.mkdir(mode=0o700, exist_ok=True)
         _check(part, part.lstat(), inside=part == folder)
     for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # another run of the same user's may tidy up
+        with contextlib.suppress(FileNotFoundError):  # another run of this user may be evicting programs
             _check_owner(Path(entry.path), entry.stat(follow_symlinks=False))
     return folder
 
 
 def _check(folder: Path, status: os.stat_result, inside: bool) -> None:
-    """`inside`: files are put into this very folder, so no sticky bit helps."""
+    """inside: files will be written directly into this folder, so a sticky bit does not protect it."""
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(f"{folder} is no folder.")
+        raise NotADirectoryError(f"{folder} is not a directory.")
     _check_owner(folder, status)
     others = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid))
     if others and (inside or not status.st_mode & stat.S_ISVTX):
@@ -340,7 +337,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether this user is alone in it, as many systems give each user a group of the same name."""
+    """Whether this user is the only member of the group (many systems create such a group for each user)."""
     try:
         user, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:
@@ -348,11 +345,11 @@ def _is_own_group(group: int) -> bool:
     return entry.gr_name == user and set(entry.gr_mem) <= {user}
 
 
-# A loss on several devices: each has its own examples, and only parameters, gradients and sums go between them.
+# The SPMD step: each device has its own examples; only parameters, gradients and sums are communicated.
 
 
 class ShardedStep:
-    """Functions of trained and frozen parameters, flat by path, written out for each device of a plan's mesh."""
+    """Maps functions of trained and frozen parameters (flat dicts by path) over the devices of a plan's mesh."""
 
     def __init__(self, sharding_plan: ShardingPlan, trained: dict[str, Any], frozen: dict[str, Any]):
         shapes = trained | frozen
@@ -362,13 +359,13 @@ class ShardedStep:
         specs = {path: sharding_plan.spec(path, leaf.shape) for path, leaf in shapes.items()}
         after = {path: place.spec for path, place in sharding_plan.gradients(shapes).items()}
         self._gradients = {path: only(BATCH, spec) for path, spec in after.items()}
-        self._parts = Parts(specs, filter(sharding_plan.scanned, shapes))
+        self._parts = ShardedParams(specs, filter(sharding_plan.scanned, shapes))
 
     def gradients(self, accumulate: Callable, loss: Callable) -> Callable:
-        """`accumulate(value_and_grad(loss), params, frozen, batch, key)`, the batch's arrays `[passes, shards, ...]`
-        or, of a single shard, `[passes, ...]`.
+        """Map `accumulate(jax.value_and_grad(loss), params, frozen, batch, key)` over the devices.
 
-        The loss is a sum over shards, gradients are sharded as `ShardingPlan.gradients` says, metrics are
+        The batch's arrays are `[passes, shards, ...]`, or `[passes, ...]` with a single shard. The returned loss is
+        summed over shards, gradients are sharded as in `ShardingPlan.gradients`, and metrics are
         `[passes x shards, ...]`.
         """
         grad = jax.value_and_grad(self._parts.with_whole(self._once(loss), parameters=2), has_aux=True)
@@ -390,14 +387,14 @@ class ShardedStep:
         return run
 
     def after_step(self, tx: Any) -> tuple:
-        """Where a step leaves parameters, the optimizer's state and metrics."""
+        """The output shardings of a step: parameters, optimizer state and metrics."""
         state = jax.eval_shape(tx.init, self._trained)
         sharding_plan, shapes = self.sharding_plan, self._trained
         return sharding_plan.params(shapes), sharding_plan.state(state, shapes), sharding_plan.whole
 
     def scores(self, score: Callable) -> Callable:
-        """`score(params, batch)` with the arrays of one pass a shard, `[shards, ...]`; its array, or arrays by name,
-        `[shards, ...]`."""
+        """Map `score(params, batch)` over the devices. The batch's arrays are `[shards, ...]`, one pass per shard; the
+        result (an array or a dict of arrays) is also `[shards, ...]`."""
 
         def of_shard(params, batch):
             return jax.tree.map(partial(self._all, axis=0), self._parts.with_whole(score)(params, batch))
@@ -409,7 +406,7 @@ class ShardedStep:
         return run
 
     def _once(self, loss: Callable) -> Callable:
-        """The loss that several devices compute along the sequence axis, counted on the first of them alone."""
+        """The loss, zeroed on all but the first device along the sequence axis, which all compute the same value."""
         if SEQUENCE not in self._all_axes:
             return loss
 
@@ -420,9 +417,9 @@ class ShardedStep:
         return counted
 
     def _mapped(self, function: Callable, places: Any, results: Any) -> Callable:
-        if not self._all_axes:  # one shard, which computes as it would alone; products are divided by XLA
+        if not self._all_axes:  # a single shard; XLA partitions the matrix products
             return self._named(function)
-        # Types of varying values are not checked: no gradient is taken through the map, only within.
+        # check_vma is off: gradients are taken inside of the shard_map, never through it.
         return jax.shard_map(
             function,
             mesh=self.sharding_plan.mesh,
@@ -440,7 +437,7 @@ class ShardedStep:
         return run
 
     def _summed(self, path: str, gradient: jax.Array) -> jax.Array:
-        """A device's gradient, summed over all: over fsdp it is already where the parameter was gathered."""
+        """Sum a device's gradient over all devices. Over fsdp, the transpose of the all-gather has already done so."""
         before, after = self._parts.own[path], self._gradients[path]
         left = [axis for axis in self._all_axes if axis not in before]
         for at, axis in enumerate(after):
@@ -454,9 +451,9 @@ class ShardedStep:
         return jax.lax.psum(value, axes) if axes else value
 
     def _all(self, value: jax.Array, axis: int) -> jax.Array:
-        """Every shard's, on a new axis."""
+        """All-gather over the shards, onto a new axis."""
         return jax.lax.all_gather(value, self._axes, axis=axis) if self._axes else jnp.expand_dims(value, axis)
 
     def _all_metrics(self, metric: jax.Array) -> jax.Array:
-        """`[passes, ...]` of each shard as `[passes x shards, ...]` on all."""
+        """All-gather `[passes, ...]` of each shard to `[passes x shards, ...]`."""
         return self._all(metric, axis=1).reshape(-1, *metric.shape[1:])

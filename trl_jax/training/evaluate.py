@@ -40,9 +40,11 @@ from trl_jax.training.script_loss import UserLoss, UserLossEvaluation, UserPredi
 from trl_jax.training.script_model import BoundModel, task_loss
 from trl_jax.training.state import Setup
 
+logger = logging.getLogger(__name__)
+
 
 class CompletionEvaluator:
-    """Evaluates a policy online: completes every prompt of a set as often as the task says, and measures the loss,
+    """Evaluates a policy online: completes each prompt of a dataset as often as the task says, and measures loss,
     rewards and lengths."""
 
     def __init__(self, setup: Setup, forward: Forward, sharded_step: ShardedStep | None, source: RolloutSteps):
@@ -56,13 +58,13 @@ class CompletionEvaluator:
         of_pass = first if sharded_step is None else sharded_step.scores(first)
 
         def sums(params: dict, batch: Any, values: Any = None) -> dict[str, jax.Array]:
-            del values  # of the trainer, which a script's own loss reads while this is traced
+            del values  # static: a user-defined loss reads the trainer's values while it is traced
             return of_pass(params, batch)
 
         self.sums = jax.jit(sums, static_argnames="values")
 
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
-        """Loss, speed and metrics over the prompts of a dataset, by name with `prefix`."""
+        """Loss, speed and metrics over the prompts of a dataset; names start with `prefix`."""
         del hooks
         start, setup, dataset = time.monotonic(), self._setup, batches.dataset
         losses, sums, counts = [], [], []
@@ -83,13 +85,13 @@ class CompletionEvaluator:
         return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
-        """The same as `evaluate`. Completions are only in their table, not in the result."""
+        """Like `evaluate`. The completions are not in the result, only in the logged table."""
         metrics = self.evaluate(batches, prefix, hooks)
         self._setup.events.fire("on_predict", metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
 
     def batches(self, dataset: Dataset | IterableDataset) -> list[list[dict[str, Any]]]:
-        """The rows of each batch, with every prompt as often as it is completed; in TRL's order, the same each time."""
+        """The rows of each batch, with a prompt repeated for each of its completions; always in TRL's order."""
         setup, group = self._setup, self._setup.task.num_generations_eval
         if isinstance(dataset, IterableDataset):
             order = list(readable(setup, dataset, "eval").shuffle(seed=setup.args.seed))
@@ -100,17 +102,17 @@ class CompletionEvaluator:
         size = setup.args.per_device_eval_batch_size * setup.shards
         repeated = [index for index in order for _ in range(group)]
 
-        if setup.args.dataloader_drop_last and len(repeated) > size:  # or later completions would not be TRL's
+        if setup.args.dataloader_drop_last and len(repeated) > size:  # otherwise later completions differ from TRL's
             repeated = repeated[: len(repeated) // size * size]
         row = RowReader(setup, "eval", dataset)
         return [list(map(row, repeated[at : at + size])) for at in range(0, len(repeated), size)]
 
     def arrays(self, rows: list[dict[str, Any]]) -> Batch:
-        """A batch's completions, laid out as one pass."""
+        """Generate a batch's completions, and lay them out as one pass."""
         setup, task = self._setup, self._setup.task
         experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
         layout = replace(data.step_layout(setup, training=False), accumulation=1)
-        if setup.script_loss is not None:  # which takes means over rows
+        if setup.script_loss is not None:  # a user-defined loss takes means over rows
             layout = replace(layout, batch_size=-(-len(rows) // layout.shards) * layout.shards)
         bonus = None if self._source.bonus is None else self._source.bonus.next()
         numbers = self._numbers(bonus)
@@ -133,9 +135,9 @@ class CompletionEvaluator:
 
 @dataclass(frozen=True)
 class MetricHooks:
-    """A script's additions to an evaluation: transformers' functions of those names.
+    """User-defined parts of an evaluation; the first two are transformers' functions of these names.
 
-    report: `(evaluated, dataset, prefix) -> metrics`, the trainer's own additions.
+    report: `(evaluated, dataset, prefix) -> metrics` that the trainer adds.
     """
 
     compute_metrics: Callable | None
@@ -144,7 +146,7 @@ class MetricHooks:
 
 
 class Evaluator:
-    """Runs evaluations, and computes metrics under TRL's names and in its order."""
+    """Runs evaluations and computes metrics with TRL's names, in TRL's order."""
 
     def __init__(
         self,
@@ -159,21 +161,21 @@ class Evaluator:
         self.recompile()
 
     def recompile(self) -> None:
-        """Forget the compiled programs, because the task has changed."""
+        """Discard the compiled programs, because the task has changed."""
         setup, forward = self._setup, self._forward
-        # New function objects, because JAX caches programs by function.
+        # New function objects, because JAX caches compiled programs by function.
         self._outputs = jax.jit(partial(self.outputs), static_argnames=("dtype", "bounded"))
         self._measure = jax.jit(partial(forward.measure))
         self._by_logits: LogitsEvaluation | None = None
         self._whole = WholeBatchEvaluation(setup, forward, self._sharded_step)
-        self._by_script: Any = None  # evaluates batch by batch with a script's own methods
+        self._by_script: Any = None  # evaluates batch by batch with user-defined methods
         if "prediction_step" in setup.overridden:
             self._by_script = UserPrediction(self._user_loss, self._prediction_step)
         elif "compute_loss" in setup.overridden:
             self._by_script = UserLossEvaluation(self._user_loss)
 
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
-        """Evaluate the batches of get_eval_dataloader: loss, metrics and speed, by name with `prefix`."""
+        """Evaluate the batches of get_eval_dataloader: loss, metrics and speed; names start with `prefix`."""
         start, setup = time.monotonic(), self._setup
         evaluated, predicted = self._evaluated(batches, "get_eval_dataloader", hooks)
         script_metrics = {} if setup.args.prediction_loss_only else self._script_metrics(predicted, hooks)
@@ -192,7 +194,7 @@ class Evaluator:
         return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
-        """Predict the batches of get_test_dataloader, texts longer than max_length included."""
+        """Predict the batches of get_test_dataloader, including texts longer than max_length."""
         start = time.monotonic()
         evaluated, predicted = self._evaluated(batches, "get_test_dataloader", hooks, predicts=True)
         metrics = _prefixed(prefix, evaluated.loss(), self._script_metrics(predicted, hooks))
@@ -201,8 +203,8 @@ class Evaluator:
         return PredictionOutput(predictions=predicted.joined, label_ids=predicted.joined_labels, metrics=metrics)
 
     def try_metrics(self, hooks: MetricHooks) -> None:
-        """Try compute_metrics before training, as the function `try_metrics` does, if there are such a function and an
-        evaluation set and the script does not override what the function gets."""
+        """Try compute_metrics before training (see the function `try_metrics`). Skipped without compute_metrics or an
+        evaluation set, or if the script overrides what the function gets."""
         setup = self._setup
         if (
             hooks.compute_metrics is None
@@ -224,7 +226,7 @@ class Evaluator:
         return (predictions if preprocess is None else preprocess(predictions, ())), ()
 
     def _drawn_rows(self, outputs_of: Callable, rows: Dataset) -> Predicted:
-        """Predictions for these rows in the form of an evaluation's, drawn."""
+        """Random predictions for these rows, in the form of an evaluation's."""
         setup, generator = self._setup, np.random.default_rng(0)
         columns = setup.task.columns.texts[: setup.task.columns.num_primary_texts]
         as_one = lays_end_to_end(setup.task)
@@ -239,12 +241,12 @@ class Evaluator:
         return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, rows)
 
     def chunks(self, batches: Any) -> EvalChunks:
-        """The chunks of an evaluation of this loader's batches."""
+        """Group the loader's batches into chunks for evaluation."""
         setup = self._setup
         return EvalChunks(batches, sort=setup.model.backend.batch_invariant, whole=setup.router_aux_loss_coef != 0)
 
     def outputs(self, params: dict, batch: Any, **options: Any) -> jax.Array:
-        """The model's outputs `[X]` of one pass; where the run is sharded, `[shards, X]`."""
+        """The model's outputs `[X]` of one pass; `[shards, X]` if the run is sharded."""
         first = partial(self._first_pass, **options)
         return first(params, batch) if self._sharded_step is None else self._sharded_step.scores(first)(params, batch)
 
@@ -254,7 +256,7 @@ class Evaluator:
     def _evaluated(
         self, batches: Batches, method: str, hooks: MetricHooks, *, predicts: bool = False
     ) -> tuple[Evaluated, Predicted]:
-        """The results of a loader's batches; to `predict`, texts may be longer than max_length."""
+        """Evaluate a loader's batches. With `predicts`, texts may be longer than max_length."""
         setup = self._setup
         dtype = (None if setup.progress.in_train else setup.args.eval_dtype) or setup.args.compute_dtype
         setup.events.handler.eval_dataloader = batches
@@ -280,13 +282,13 @@ class Evaluator:
         return evaluated, self._predicted(evaluated, batches, hooks)
 
     def _logits(self, preprocess: Callable | None) -> LogitsEvaluation:
-        """The evaluation with whole logits; the last one, compiled, as long as `preprocess` is the same."""
+        """The evaluation with full logits; cached, with its compiled programs, while `preprocess` stays the same."""
         if self._by_logits is None or self._by_logits.preprocess is not preprocess:
             self._by_logits = LogitsEvaluation(self._setup, self._forward, preprocess)
         return self._by_logits
 
     def _checked(self, evaluate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The same, but a signal ends an evaluation during training before the next pass."""
+        """Wrap `evaluate` so that during training, a signal interrupts the evaluation before the next pass."""
 
         def checked(arrays: Any) -> Any:
             self._setup.progress.interrupts.check()
@@ -333,32 +335,31 @@ class Evaluator:
 
 
 def _prefixed(prefix: str, loss: float, metrics: dict[str, float]) -> dict[str, float]:
-    """In TRL's order: the script's metrics that have the prefix already, the loss, the script's others."""
+    """Merge in TRL's order: the script's metrics that already have the prefix, the loss, the script's other metrics."""
     ready = {name: value for name, value in metrics.items() if name.startswith(f"{prefix}_")}
     others = {f"{prefix}_{name}": value for name, value in metrics.items() if name not in ready}
     return ready | {f"{prefix}_loss": loss} | others
 
 
-# Evaluation with whole logits, batch by batch: for predict() and compute_metrics of a language model.
-
-logger = logging.getLogger(__name__)
+# Evaluation with full logits, batch by batch: for predict() and compute_metrics of a language model.
 
 
 class LogitsEvaluation:
     """Evaluates a batch of padded rows: `(params, arrays) -> (sums with "loss", (predictions, labels))`.
 
-    Predictions are logits float32 `[rows, T, V]`, of each place for the next token, or what `preprocess` makes of them;
-    labels int32 `[rows, T]` are at their own place. Where an example has several texts, the task compares with a
-    reference, or its loss asks for numbers of reads, the labels are the token ids, as in TRL, and the rows are those of
-    the texts that count as trained on: first texts of all examples, then second ones. T is the longest row, or its
-    multiple by `pad_to_multiple_of`; where TRL trains without padding, the texts of a batch are one row, end to end.
-    The loss is a mean over targets or examples.
+    Predictions are next-token logits, float32 `[rows, T, V]`, or the result of `preprocess` on them. Labels are int32
+    `[rows, T]`, not shifted. T is the length of the longest row, rounded up to `pad_to_multiple_of`. The loss is a mean
+    over targets or examples.
+
+    As in TRL, the labels are the token ids if an example has several texts, if the task uses a reference, or if its
+    loss needs per-token values. The rows are then those of the texts that count as trained on: the first texts of all
+    examples, then their second texts. If TRL trains without padding, the texts of a batch are concatenated to one row.
     """
 
     def __init__(self, setup: Setup, forward: Forward, preprocess: Callable | None):
         """
         Args:
-            preprocess: a script's `preprocess_logits_for_metrics`, called with logits and labels as JAX arrays.
+            preprocess: the user-defined `preprocess_logits_for_metrics`; gets logits and labels as JAX arrays.
         """
         self._setup, self._forward, self.preprocess, self._warned = setup, forward, preprocess, False
         columns, count = setup.task.columns, len(setup.task.columns.texts)
@@ -385,9 +386,9 @@ class LogitsEvaluation:
         return sums, (logits, labels)
 
     def drawn(self, arrays: Batch, generator: np.random.Generator) -> tuple[Any, np.ndarray]:
-        """`(predictions, labels)` of a batch whose logits are drawn: in the shapes of the computed ones."""
+        """`(predictions, labels)` of a batch with random logits, in the shapes of computed ones."""
         labels = self._labels(arrays)
-        vocab = self._setup.vocab_size  # each token's logits are those of the one before, moved on: cheap to draw
+        vocab = self._setup.vocab_size  # a token's logits are the previous token's, shifted by one: cheap to draw
         drawn = generator.standard_normal(labels.size + vocab - 1, np.float32)
         logits = np.lib.stride_tricks.sliding_window_view(drawn, vocab).reshape(*labels.shape, vocab)
         if self.preprocess is None:
@@ -395,7 +396,7 @@ class LogitsEvaluation:
         return self.preprocess(jnp.asarray(logits), jnp.asarray(labels)), labels
 
     def divisor(self, batch: Any) -> float:
-        """The number of targets, or of examples, that the loss of a batch is a mean over."""
+        """The number of targets or examples that a batch's loss is a mean over."""
         return divisor_of(self._setup.task, batch)
 
     def _labels(self, arrays: Batch) -> np.ndarray:
@@ -412,12 +413,12 @@ class LogitsEvaluation:
         return tokens[:, self._virtual :][:, : self._length(lengths.max() - self._virtual)]
 
     def _length(self, longest: int) -> int:
-        """The length of TRL's rows; without `pad_to_multiple_of` the longest row's."""
+        """The length of TRL's rows: `longest`, rounded up to `pad_to_multiple_of`."""
         multiple = self._setup.pad_to_multiple_of
         return int(longest) if multiple == "auto" else padded_length(int(longest), multiple)
 
     def _as_one_row(self, values: Any, mask: np.ndarray, filler: Any) -> Any:
-        """The values `[rows, T, ...]` of real tokens end to end, `[1, tokens, ...]`, padded as TRL pads its row."""
+        """Concatenate values `[rows, T, ...]` of real tokens to `[1, tokens, ...]`, padded as TRL pads its row."""
         xp = jnp if isinstance(values, jax.Array) else np
         real = values.reshape(-1, *values.shape[2:])[np.flatnonzero(mask)]
         missing = [(0, self._length(len(real)) - len(real)), *[(0, 0)] * (real.ndim - 1)]
@@ -426,7 +427,7 @@ class LogitsEvaluation:
     def _of_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
         labels = self._labels(arrays)
         if self._virtual or self._setup.task.compares_distributions:
-            # Virtual tokens predict first tokens, which these logits do not contain; the reference has logits, too.
+            # Virtual tokens predict first tokens, which these logits lack; distillation also needs the reference's.
             batch = jax.tree.map(lambda leaf: leaf[0], arrays)
             sums, logits = self._evaluate_both(params, batch, dtype=dtype)
             logits = logits[batch.lengths > 0]
@@ -455,7 +456,7 @@ class LogitsEvaluation:
         return sums, logits[:, : labels.shape[1]], labels
 
     def _loss_and_logits(self, params: dict, batch: Batch, *, dtype: str) -> tuple:
-        """The task's loss without logits, and logits `[rows, T, V]` by a pass of their own, as TRL makes them."""
+        """The task's loss, without full logits, and logits `[rows, T, V]` from a separate pass in TRL's form."""
         setup, rows = self._setup, len(batch.tokens) if self._texts is None else len(batch.weight) * self._texts
         outputs = self._forward.outputs(params, batch, dtype=dtype, bounded=False)
         sums = self._forward.measure(outputs, batch._replace(micro_batch=None, pass_weight=batch.weight))
@@ -463,14 +464,14 @@ class LogitsEvaluation:
         images = patches = None
         if batch.images is not None:
             images = RowImages(batch.images._replace(at=batch.images.at[:rows]), batch.positions[:rows])
-            patches = batch.images.patches[0] if isinstance(batch.images, Images) else None  # or their features
+            patches = batch.images.patches[0] if isinstance(batch.images, Images) else None  # None: cached features
         bound = BoundModel(setup.model, policy, dtype=dtype, head="lm", images=images)
         mask = (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None])[:, self._virtual :]
         return sums, bound(batch.tokens[:rows, self._virtual :], mask, pixel_values=patches).logits
 
 
-# A script's compute_metrics is tried before training: one that expects another shape of predictions fails in the first
-# minute instead of the first evaluation.
+# A user-defined compute_metrics is tried before training: one that expects predictions of another shape then fails
+# within the first minute, not at the first evaluation.
 
 _ROWS = 2
 
@@ -478,15 +479,15 @@ _ROWS = 2
 def try_metrics(
     eval_dataset: Any, args: BaseConfig, compute_metrics: Callable, drawn: Callable[[Dataset], Predicted]
 ) -> None:
-    """Call compute_metrics with random predictions for the first rows of the evaluation set. The model is not run, and
-    what the function prints or draws is discarded.
+    """Call compute_metrics with random predictions for the first rows of the evaluation set. The model is not run.
+    Output of the function is discarded, and the global random state is restored.
 
     Args:
-        drawn: rows -> predictions.
+        drawn: rows -> random predictions.
 
     Raises:
-        TypeError, AttributeError, LookupError, ValueError: those of compute_metrics, with a note. Other errors are
-            warned of: two rows may be too few for it.
+        TypeError, AttributeError, LookupError, ValueError: raised by compute_metrics; a note is added. Other errors
+            only lead to a warning, because two rows may be too few for the function.
     """
     dataset = next(iter(eval_dataset.values())) if isinstance(eval_dataset, dict) else eval_dataset
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
@@ -508,7 +509,7 @@ def try_metrics(
 
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
-    """A context that shows no output, and leaves the global random numbers as they were."""
+    """Discard output to stdout, and restore the global random state afterwards."""
     states = random.getstate(), np.random.get_state()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -518,13 +519,13 @@ def _unnoticed() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-# Evaluation of a batch in one pass, for tasks whose loss needs numbers of reads.
+# Evaluation of a batch in one pass, for tasks whose loss needs per-token values.
 
 
 class WholeBatchEvaluation:
-    """Evaluates a batch as a step lays it out: `(params, arrays) -> (sums with "loss", {})`.
+    """Evaluates a batch in the layout of a training step: `(params, arrays) -> (sums with "loss", {})`.
 
-    On several devices each computes its share of the batch: the loss is their sum, and sums for metrics have a leading
+    On several devices, each computes its share of the batch. The loss is summed; the sums for metrics have a leading
     axis of shards.
     """
 
@@ -555,10 +556,13 @@ class WholeBatchEvaluation:
 
 @dataclass
 class Evaluated:
-    """The results of each batch, on the host.
+    """The results of all batches, on the host.
 
-    sums: what the loss gave, with `loss`. outputs: what the model gave. num_examples: the real ones. rows: which rows
-    of the set each batch is. divisors: what each loss is a mean over.
+    sums: from the loss, including `loss` itself.
+    outputs: of the model.
+    num_examples: real examples in each batch.
+    rows: indices of each batch's rows in the dataset.
+    divisors: the number of targets or examples that each loss is a mean over.
     """
 
     sums: list[dict[str, np.ndarray]] = field(default_factory=list)
@@ -569,11 +573,11 @@ class Evaluated:
 
     @property
     def total(self) -> int:
-        """Examples of all batches."""
+        """The number of examples in all batches."""
         return sum(self.num_examples)
 
     def loss(self) -> float:
-        """The mean over the whole set; batches report means, each over as much as its divisor."""
+        """The mean loss over the whole set: the mean losses of the batches, weighted by their divisors."""
         losses = np.asarray([sums["loss"] for sums in self.sums], np.float64)
         return float(np.average(losses, weights=self.divisors))
 
@@ -587,7 +591,7 @@ class Evaluated:
         self.divisors.append(divisor)
 
     def checked(self) -> Evaluated:
-        """Raises ValueError where there was no batch."""
+        """Return self; raise ValueError if there was no batch."""
         if not self.outputs:
             raise ValueError("The evaluation set has no rows.")
         return self
@@ -599,13 +603,13 @@ def run_evaluation(
     chunks: Iterable[Any],
     after_each: Callable[[], None],
 ) -> Evaluated:
-    """Evaluate every batch; the host waits for a pass only while the device is at the next one.
+    """Evaluate every batch. The host fetches a pass's outputs while the device computes the next pass.
 
     Args:
-        outputs_of: a pass's arrays -> the model's outputs of its slots.
-        measure: a batch's outputs, the batch -> sums with `loss`.
-        chunks: items have `passes`, `batches`, the `rows` of each, and `restored`, which gives each its outputs.
-        after_each: called once a batch, for progress bars.
+        outputs_of: arrays of a pass -> the model's outputs of its slots.
+        measure: outputs of a batch, the batch -> sums with `loss`.
+        chunks: items have `passes`, `batches`, the `rows` of each batch, and `restored`: outputs -> outputs by batch.
+        after_each: called after each batch, for progress bars.
 
     Raises:
         ValueError: there is no batch.
@@ -633,12 +637,12 @@ def run_batches(
     after_each: Callable[[], None],
     divisor: Callable[[Any], float] = lambda batch: batch.num_examples,
 ) -> Evaluated:
-    """The same, batch by batch, for a script's own idea of loss or prediction.
+    """Evaluate batch by batch, with a function that returns a batch's loss and outputs together.
 
     Args:
         evaluate_batch: arrays -> (sums with `loss`, outputs).
         batches: items have `arrays`, `num_examples` and `rows`.
-        divisor: what the loss of a batch is a mean over.
+        divisor: the number that a batch's loss is a mean over.
     """
     done = Evaluated()
     for batch in batches:
@@ -649,7 +653,7 @@ def run_batches(
 
 
 def divisor_of(task: TokenTask, batch: StepBatch) -> float:
-    """What the loss of a batch is a mean over: its targets if the task weights tokens equally, else its examples."""
+    """The number that a batch's loss is a mean over: its targets if the task is per token, else its examples."""
     if not task.per_token:
         return batch.num_examples
     return max(1, batch.num_targets)
@@ -657,14 +661,15 @@ def divisor_of(task: TokenTask, batch: StepBatch) -> float:
 
 # The predictions of an evaluation, in the form that `compute_metrics` gets.
 
-_FILLER = -100  # transformers' filler where arrays of several batches differ in length
+_FILLER = -100  # transformers' padding between batches of different lengths
 
 
 @dataclass
 class Predicted:
-    """For each batch its predictions, its labels (`()` for none), the losses of its rows and, on request, its ids.
+    """For each batch: predictions, labels (`()` if none), the losses of its rows and, if requested, its token ids.
 
-    together: whether batches are joined for the script (eval_do_concat_batches). dataset: that was evaluated.
+    together: whether batches are concatenated for the script (eval_do_concat_batches).
+    dataset: the evaluated dataset.
     """
 
     predictions: list[Any]
@@ -676,22 +681,22 @@ class Predicted:
 
     @property
     def joined(self) -> Any:
-        """The predictions of all batches as one array, or as a list where they are not joined."""
+        """The predictions of all batches, concatenated if `together`, else as a list."""
         return _joined(self.predictions) if self.together else self.predictions
 
     @property
     def joined_labels(self) -> Any:
-        """The labels likewise; `()` where there are none."""
+        """The labels, likewise; `()` if there are none."""
         if not np.size(self.labels[0]):
             return ()
         return _joined(self.labels) if self.together else self.labels
 
     def metrics(self, compute: Callable[..., dict], include: list[str], by_batch: bool) -> dict[str, float]:
-        """The metrics of the script's `compute`, ready for JSON.
+        """The metrics from the user-defined `compute`, ready for JSON.
 
         Args:
             include: `include_for_metrics`.
-            by_batch: call it for each batch; the result of the last call counts.
+            by_batch: call it for each batch; the last call, with `compute_result=True`, returns the metrics.
         """
         if not by_batch:
             return _plain(compute(self._shown(slice(None), include, join=self.together)))
@@ -715,7 +720,7 @@ class Predicted:
 
 
 def check_compute_metrics(compute_metrics: Any, by_batch: bool) -> None:
-    """Raise ValueError where `batch_eval_metrics` asks for an argument that the function does not take."""
+    """Raise ValueError if `batch_eval_metrics` is set and the function lacks the argument that it needs."""
     if by_batch and compute_metrics is not None:
         if "compute_result" not in inspect.signature(compute_metrics).parameters:
             raise ValueError(
@@ -725,23 +730,23 @@ def check_compute_metrics(compute_metrics: Any, by_batch: bool) -> None:
 
 
 def lays_end_to_end(task: Task) -> bool:
-    """Whether TRL's batches of this task are one row each, its texts end to end."""
+    """Whether TRL's batches of this task are a single row each, with the texts end to end."""
     return isinstance(task, SftTask) and task.padding_free
 
 
 def token_ids_of(
     loader: ExampleLoader, places: list[int], columns: tuple[str, ...], *, as_one: bool = False
 ) -> np.ndarray:
-    """Token ids `[X, T]` of a batch's texts, padded with -100: those of the first column, then those of the next.
+    """Token ids `[X, T]` of a batch's texts, padded with -100: all texts of the first column, then of the next one.
 
     Args:
-        places: of the batch's rows in the loader's dataset.
-        as_one: end to end, `[1, tokens]`.
+        places: indices of the batch's rows in the loader's dataset.
+        as_one: concatenate the texts to `[1, tokens]`.
     """
     if not isinstance(loader.dataset, Dataset):
         raise ValueError("include_for_metrics=['inputs'] needs rows that can be read twice: pass a Dataset, no stream.")
     rows = loader.dataset[places]
-    if loader.columns.raw:  # rows with images become tokens when they are loaded
+    if loader.columns.raw:  # rows with images are tokenized when they are loaded
         given = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
         by_column = list(zip(*(one.example.texts for one in loader.examples(given, places)), strict=True))[
             : len(columns)
@@ -753,7 +758,7 @@ def token_ids_of(
 
 
 def _joined(batches: list[Any]) -> Any:
-    """Join arrays, or tuples of arrays, along the first axis, filled up to the longest along the second."""
+    """Concatenate arrays, or tuples of arrays, along the first axis; the second axis is padded to the longest."""
     if isinstance(batches[0], tuple | list):
         return tuple(_joined(list(parts)) for parts in zip(*batches, strict=True))
     arrays = [np.asarray(batch) for batch in batches]

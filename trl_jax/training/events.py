@@ -21,7 +21,7 @@ from trl_jax.mesh.watch import AgreedExit
 
 
 class Events:
-    """The arguments of every callback; any of them may return another control."""
+    """Fires callback events; a callback may return another control, which replaces the current one."""
 
     def __init__(self, handler: CallbackHandler, args: Any, state: TrainerState, control: TrainerControl):
         self.handler, self.args, self.state, self.control = handler, args, state, control
@@ -37,9 +37,9 @@ class Events:
 
     @contextlib.contextmanager
     def at_gradients(self) -> Iterator[None]:
-        """A context in which callbacks would see gradients in torch."""
+        """A context for the events at which callbacks could read gradients in torch."""
         model = self.handler.model
-        if model is None:  # a loop on its own
+        if model is None:  # a loop without a model
             yield
             return
         model.at_gradients = True
@@ -50,7 +50,7 @@ class Events:
 
     @contextlib.contextmanager
     def state_replaced(self, values: dict[str, Any]) -> Iterator[None]:
-        """A context in which `state` has these values: arrays of a program that is traced."""
+        """A context in which `state` has these values: tracers, while a loss is traced."""
         real = self.state
         self.state = copy.copy(real)
         vars(self.state).update(values)
@@ -60,17 +60,17 @@ class Events:
             self.state = real
 
 
-# Handle SIGTERM, SIGINT and SIGHUP: the first one lets the step finish, a second one ends the process at once.
+# SIGTERM, SIGINT and SIGHUP: the first one lets the step finish, a second one ends the process at once.
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """Ends what a signal may interrupt. Not an `Exception`, which a script's own code might catch."""
+    """Raised where a signal may interrupt. Not an `Exception`, because user code might catch that."""
 
 
 class Interrupts:
-    """The signals of a run; `received` is the first one, None before."""
+    """The signals of a run; `received` is the first one, or None."""
 
     def __init__(self):
         self.received: signal.Signals | None = None
@@ -78,12 +78,12 @@ class Interrupts:
 
     @contextlib.contextmanager
     def handling_signals(self, promise: str) -> Iterator[None]:
-        """Handle signals within the block. `promise` tells the user what the first one will lead to.
+        """Handle signals within the block. `promise` tells the user what happens after the first one.
 
-        A process forked within the block works on after the first SIGINT or SIGHUP, so that the step can finish;
-        SIGTERM ends it. A signal that the process ignores, as under nohup, stays ignored. A warning is logged if that
-        is SIGINT, which shells have ignored by what they start in the background. Outside of the main thread signals
-        are left as they were, which Python requires; with several processes JAX handles them (see `agree`).
+        A process that is forked within the block continues after the first SIGINT or SIGHUP, so that the step can
+        finish; SIGTERM ends it. A signal that the process ignores, as under nohup, stays ignored. If that is SIGINT,
+        which shells make background jobs ignore, a warning is logged. Outside of the main thread, signals are left
+        alone, because Python cannot set handlers there. With several processes, JAX handles them (see `agree`).
         """
         if several() or threading.current_thread() is not threading.main_thread():
             yield
@@ -104,7 +104,7 @@ class Interrupts:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if os.getpid() != self._process:  # a worker of a reward function's pool, which the terminal signals as well
+        if os.getpid() != self._process:  # a worker of a reward function's pool, which the terminal also signals
             if self.received is not None:
                 os._exit(128 + number)
             self.received = signal.Signals(number)
@@ -122,7 +122,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within the block, `check` raises Interrupted once a signal has come."""
+        """Within the block, `check` raises Interrupted after a signal."""
         self._evaluating = True
         try:
             yield
@@ -130,17 +130,17 @@ class Interrupts:
             self._evaluating = False
 
     def check(self) -> None:
-        """Interrupt an evaluation. Does nothing outside of `evaluating`: a script's own evaluations run to their end.
+        """Interrupt an evaluation of the loop. A no-op outside of `evaluating`: a script's own evaluations finish.
 
         Raises:
-            Interrupted: a signal has come.
+            Interrupted: a signal was received.
         """
         if self._evaluating and self.received is not None:
             raise Interrupted
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within the block, a signal raises Interrupted wherever it comes; one from before does so at the start."""
+        """Within the block, a signal raises Interrupted immediately; one received earlier raises at the start."""
         self._waiting = True
         try:
             if self.received is not None:
@@ -150,18 +150,18 @@ class Interrupts:
             self._waiting = False
 
     def agree(self, step: int) -> None:
-        """Let several processes stop after the same step: JAX passes a SIGTERM of one on to the others."""
+        """Let several processes stop after the same step: JAX announces a SIGTERM of one to the others."""
         if several() and multihost_utils.reached_preemption_sync_point(step):
             self.received = signal.SIGTERM
 
     def leave(self) -> None:
-        """Raise SystemExit with the code that shells expect of a process ended by this signal: 143, 130 or 129."""
+        """Raise SystemExit with the exit code that shells expect for this signal: 143, 130 or 129."""
         say(f"{self.received.name}: leaving.")
         raise AgreedExit(128 + self.received)
 
 
 def _do_without_terminal() -> None:
-    """Discard output if its terminal is gone: the next progress bar would raise before anything is saved."""
+    """Redirect output to /dev/null if its terminal is gone: the next progress bar would raise before a save."""
     for handle in (1, 2):
         try:
             os.write(handle, b"")

@@ -1,4 +1,4 @@
-"""Features of images under a vision tower that does not train: computed once, and kept in the host's memory."""
+"""Image features of a vision tower that is not trained: computed once, and cached in host memory."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.models.model import abstract, merge
 from trl_jax.models.vision import Vision
-from trl_jax.training.devices import available
+from trl_jax.training.devices import available_host_memory
 from trl_jax.training.mesh import on_device
 from trl_jax.training.reference import PREFIX, ReferenceModel
 
 Arrays = dict[str, Any]
 
-_SHARE = 4  # features take at most one part in this many of the free memory
-_ROOM = 2**30  # bytes, on systems that do not say how much is free
+_MEMORY_DIVISOR = 4  # features use at most this fraction (1/4) of the free memory
+_ROOM = 2**30  # bytes, if the free memory is unknown
 _TOWER = f"{Vision.NAME}."
 
 
 class FeatureStore:
-    """Computes the features of images under towers that do not train: the policy's and, if it has another one, the
+    """Computes image features with the towers that are not trained: the policy's and, if it has its own, the
     reference's.
 
-    Each image is computed alone, so that its features do not depend on which images are computed together: a run that
-    is resumed gets the same bits. Features are kept while they fit into a quarter of the host's free memory; those of
-    the images that come later are computed each time.
+    Each image is computed alone, so that its features do not depend on the other images of a batch, and a resumed run
+    gets the same bits. Features are cached until they fill a quarter of the host's free memory; those of further images
+    are computed each time.
     """
 
     def __init__(self, args: BaseConfig):
         self._args, self._towers = args, []
         self._kept: dict[bytes, tuple[Features, ...]] = {}
         self._lock = Lock()  # threads lay out batches and compile ahead
-        free = available()
-        self._room = _ROOM if free is None else free // _SHARE
+        free = available_host_memory()
+        self._room = _ROOM if free is None else free // _MEMORY_DIVISOR
 
     def follow(self, policy: PreTrainedModel, reference: ReferenceModel | None) -> None:
-        """Take the towers as they are now, and forget the features of other ones.
+        """Use the current towers, and drop cached features of other ones.
 
-        Call this before `filled`, while no step runs: a step gives away the arrays of parameters that a script has
-        frozen, so that these are copied.
+        Call this before `filled`, while no step runs. The arrays of parameters that a script has frozen are copied,
+        because a step donates them.
         """
         wanted = _towers(policy, reference, self._args.compute_dtype)
         if len(wanted) == len(self._towers) and all(map(_same, self._towers, wanted)):
@@ -61,7 +61,7 @@ class FeatureStore:
         self._towers = [tower._replace(arrays=_copied(tower.arrays, policy.params)) for tower in wanted]
 
     def filled(self, images: Sequence[ImagePatches]) -> tuple[ImagePatches, ...]:
-        """The images with their features; without any if the policy's tower trains."""
+        """Add features to the images; remove them if the policy's tower is trained."""
         if not self._towers:
             return tuple(image._replace(features=()) for image in images)
         return tuple(image if image.features else image._replace(features=self._of(image)) for image in images)
@@ -69,7 +69,7 @@ class FeatureStore:
     def filled_texts(
         self, texts: Sequence[TextImages | None], policy: PreTrainedModel, reference: ReferenceModel | None
     ) -> list[TextImages | None]:
-        """`follow`, then the images of texts with their features; equal images are the same objects."""
+        """Call `follow`, then add features to the images of texts; equal images share the same objects."""
         self.follow(policy, reference)
         unique = {text.key: text for text in texts if text is not None}
         unique = {key: text._replace(images=self.filled(text.images)) for key, text in unique.items()}
@@ -90,10 +90,10 @@ class FeatureStore:
 
 
 class Tower(NamedTuple):
-    """A tower with its connectors.
+    """A vision tower with its connectors.
 
     arrays: by path within the tower.
-    dtype: of its computation.
+    dtype: the compute dtype.
     """
 
     graph: Any
@@ -101,10 +101,10 @@ class Tower(NamedTuple):
     dtype: jnp.dtype
 
     def features(self, image: ImagePatches) -> Features:
-        """In the dtype of the computation, unless learned separators are among them, which have float32."""
+        """The features, in the compute dtype, or in float32 if they include learned separators."""
         joined = join_images([[image]], np.zeros((1, 0), np.int32))
         compute = partial(_computed, self.graph, dtype=self.dtype)
-        if any(isinstance(array, jax.ShapeDtypeStruct) for array in self.arrays.values()):  # a plan has shapes alone
+        if any(isinstance(array, jax.ShapeDtypeStruct) for array in self.arrays.values()):  # planning has no values
             shapes = jax.eval_shape(compute, self.arrays, joined)
             values, deep = jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), shapes)
         else:
@@ -122,7 +122,7 @@ def _computed(graph: Any, arrays: Arrays, images: Any, *, dtype: jnp.dtype) -> t
 
 
 def _towers(policy: PreTrainedModel, reference: ReferenceModel | None, dtype: str) -> list[Tower]:
-    """The towers that images are computed with; none if features of the policy's or the reference's may change."""
+    """The towers that compute images; none if features of the policy or the reference may change."""
     masks, trained = policy.trainable_masks, policy.backend.of_vision(policy.params)
     if any(path not in masks or masks[path].any() for path in trained):
         return []
@@ -164,7 +164,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _copied(arrays: Arrays, trained: Arrays) -> Arrays:
-    """The arrays, with copies of those that a step gives away."""
+    """The arrays, with copies of those that a step donates."""
     given = {path.removeprefix(_TOWER) for path in trained}
     return {
         path: jnp.copy(array) if path in given and not isinstance(array, jax.ShapeDtypeStruct) else array

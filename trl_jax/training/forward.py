@@ -1,4 +1,4 @@
-"""The model's outputs and the task's loss as pure functions, and the random numbers of a step."""
+"""The model's outputs and the task's loss as pure functions, and a step's random numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.core.outputs import Images, KeptFeatures
+from trl_jax.core.outputs import Images, PrecomputedFeatures
 from trl_jax.data.batch import Batch, LossBatch, without_virtual
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.peft_backend import LoraBackend
@@ -25,20 +25,22 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """The model's outputs and the task's loss as pure functions of parameters and a batch: steps and evaluations are
-    compiled from them."""
+    """The model's outputs and the task's loss as pure functions of parameters and a batch, from which steps and
+    evaluations are compiled."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
 
     def outputs(self, params: dict, batch: Batch, *, dtype: str, bounded: bool = True, **options: Any) -> Any:
-        """The numbers of a pass that the task's loss gets: outputs of a score head, float32 `[X]`, or, under a language
-        model's head, the task's `of_pass` by name, with `ref_<name>` of those that it compares with the reference,
-        where the run has one, and `aux_loss` `[X]`, the load-balancing loss of this pass, where the run adds it.
+        """The inputs of the task's loss for one pass.
+
+        With a score head: its outputs, float32 `[X]`. With a language model's head: a dict with the results of the
+        task's `of_pass`, `ref_<name>` for those in `task.compared` (if the run has a reference), and `aux_loss` `[X]`,
+        the load-balancing loss of this pass (if the run adds it).
 
         Args:
-            dtype: of the layers' computation.
-            bounded: whether no text is longer than max_length.
+            dtype: the compute dtype of the layers.
+            bounded: whether all texts are within max_length.
             options: further arguments of the model's call: remat, dropout_key, router_key, noise.
         """
         setup, reference = self._setup, self._setup.reference
@@ -75,21 +77,21 @@ class Forward:
         return sums | {f"ref_{name}": found[name] for name in setup.task.compared}
 
     def _reference_shares_tower(self) -> bool:
-        """Whether the policy's vision tower, as it is now, is the reference's: its features are computed once then."""
+        """Whether the policy and the reference currently share the vision tower, so its features are computed once."""
         model, shared = self._setup.model, self._setup.reference.shared
         base = model.backend.base if isinstance(model.backend, LoraBackend) else model.backend
         tower = {path for path in base.tensors if path.startswith("vision.")}
         return tower <= shared and not model.backend.of_vision(model.params)
 
     def of_policy(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
-        """The numbers of a pass under the model alone; arguments as of `outputs`."""
+        """The task's `of_pass` under the policy, without the reference; arguments as in `outputs`."""
         params = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
         options = self._common(batch) | _windows(self._setup.model.backend, self._setup.max_tokens)
         model = merge(self._setup.model.graph, params)
         return self._setup.task.of_pass(model(batch.tokens, batch.positions, batch.reads, **options), batch)
 
     def of_reference(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
-        """The numbers of a pass under the run's reference, laid out as that reads it; arguments as of `outputs`."""
+        """The task's `of_pass` under the reference, for a batch in its layout; arguments as in `outputs`."""
         _, compared = self._setup.reference.split(params)
         options = self._common(batch)
         if batch.images is not None:
@@ -104,7 +106,7 @@ class Forward:
         return task.of_pass(outputs, batch)
 
     def _common(self, batch: Batch, dtype: str | None = None) -> dict[str, Any]:
-        """The options of every model's call; dtype=None is that of training."""
+        """The options of every model call; dtype=None means the compute dtype of training."""
         options: dict[str, Any] = {"dtype": jnp.dtype(dtype or self._setup.args.compute_dtype)}
         options |= {"lengths": batch.lengths} if batch.packed is None else {"packed": batch.packed}
         if batch.images is not None:
@@ -121,12 +123,12 @@ class Forward:
     def loss(
         self, params: dict, batch: Batch, key: jax.Array | None, *, remat: bool | str = False
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The loss of one pass, and sums over its micro-batches.
+        """The loss of one pass, and the sums for its metrics.
 
         Args:
-            params: all parameters, trained and frozen ones.
+            params: all parameters, trained and frozen.
             key: for dropout, routers and noise; None without them.
-            remat: whether the backward pass computes layers again instead of keeping their activations.
+            remat: whether the backward pass recomputes layers instead of keeping their activations.
         """
         options = {"remat": remat} | self.random_options(key, batch.lengths)
         outputs = self.outputs(params, batch, dtype=self._setup.args.compute_dtype, **options)
@@ -135,43 +137,43 @@ class Forward:
     def _loss(self, outputs: Any, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         setup = self._setup
         loss, sums = setup.objective.loss(outputs, batch)
-        if not setup.router_aux_loss_coef or setup.script_loss is not None:  # a script's own adds it, as in TRL
+        if not setup.router_aux_loss_coef or setup.script_loss is not None:  # a user-defined loss adds it, as in TRL
             return loss, sums
         return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, setup.router_aux_loss_coef)
 
     def measure(self, outputs: Any, batch: Batch | LossBatch) -> dict[str, jax.Array]:
-        """The sums of an evaluated batch, and its `loss`, a mean."""
+        """The metric sums of an evaluated batch, and its mean `loss`."""
         loss, sums = self._loss(outputs, batch)
         return sums | {"loss": loss}
 
     def random_options(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:
-        """The random options of `outputs` in training, for a pass with this key over texts of these `lengths`."""
+        """The random options of `outputs` in training, for one pass over texts of these `lengths`."""
         setup = self._setup
         return random_options(setup.args, setup.model.backend, key, lengths, setup.pad_to_multiple_of)
 
 
-def _of_reference(images: Images | KeptFeatures) -> Images | KeptFeatures:
-    """The images as the reference takes them."""
-    if not isinstance(images, KeptFeatures) or images.of_reference is None:
+def _of_reference(images: Images | PrecomputedFeatures) -> Images | PrecomputedFeatures:
+    """The images in the form that the reference takes."""
+    if not isinstance(images, PrecomputedFeatures) or images.of_reference is None:
         return images
     return images.of_reference._replace(at=images.at)
 
 
 def _windows(backend: Backend, max_tokens: int | None) -> dict[str, int | None]:
-    """The option of a model that has attention windows: the length of the longest text."""
+    """The extra option for models with sliding-window attention: the maximum text length."""
     return {} if backend.window is None else {"max_tokens": max_tokens}
 
 
-# Whether a policy still equals its reference. Until its first update their divergence and its gradient are 0, but the
-# log-probabilities of two programs differ in their last digits, and Adam makes whole steps of such a gradient.
+# Detects whether the policy still equals its reference. If so, their divergence and its gradient are exactly 0. But two
+# programs differ in the last digits of log-probabilities, and Adam turns such tiny gradients into full-size updates.
 
 
 class PolicyEqualsReference:
-    """Called before each step and evaluation of a run with a reference. Weights that differ once never become equal
-    again, unless the reference moves; until they differ they are compared each time."""
+    """Called before each step and evaluation of a run with a reference. Compares the weights until they differ; after
+    that it assumes that they stay different, unless the reference's arrays are replaced."""
 
     def __init__(self, setup: Setup):
-        self._setup, self._compared, self._parted = setup, None, False  # the arrays of the reference that were compared
+        self._setup, self._compared, self._parted = setup, None, False  # _compared: the reference arrays last compared
 
     def __call__(self) -> bool:
         setup = self._setup
@@ -191,7 +193,7 @@ def _is_reference(reference: ReferenceModel, policy: PreTrainedModel) -> bool:
     if any(path not in params or _kind(params[path]) != _kind(array) for path, array in own.items()):
         return False
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in params.values()):
-        return False  # a plan has shapes alone
+        return False  # planning uses shapes without values
     if reference.backend is backend:
         added = []
     elif isinstance(backend, LoraBackend) and reference.backend is backend.base:
@@ -207,7 +209,7 @@ def _kind(array: Any) -> tuple:
 
 @jax.jit
 def _same(own: dict[str, Any], policy: dict[str, Any], added: list[dict[str, Any]]) -> jax.Array:
-    """Whether arrays are equal and adapters, arrays by kind, add nothing."""
+    """Whether the arrays are equal, and the adapters (dicts of arrays by kind) add nothing."""
     equal = [jnp.all(array == policy[path]) for path, array in own.items()]
     for adapter in added:
         equal.append(~(jnp.any(adapter["a"] != 0) & jnp.any(adapter["b"] != 0)))
@@ -216,14 +218,14 @@ def _same(own: dict[str, Any], policy: dict[str, Any], added: list[dict[str, Any
 
 
 def balance_experts(model: PreTrainedModel, coefficient: float | None, *, in_config: bool = False) -> float:
-    """The weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
+    """The weight of the load-balancing loss of a mixture of experts; 0.0 disables it.
 
     Args:
-        coefficient: `router_aux_loss_coef` of the arguments; None takes that of the model's config, 0.0 without one.
+        coefficient: `router_aux_loss_coef` of the arguments; None uses the value in the model's config, or 0.0.
         in_config: write the weight into the model's config, as TRL's SFTTrainer does.
 
     Raises:
-        ValueError: there is a coefficient and the model does not return its router logits.
+        ValueError: the weight is not 0, and the model does not return its router logits.
     """
     config = model.config.get_text_config()
     facts, name = config.to_dict(), model.config.architectures[0]
@@ -245,13 +247,13 @@ def balance_experts(model: PreTrainedModel, coefficient: float | None, *, in_con
     return own
 
 
-# The random numbers of a training step: dropout, routers that draw experts, and noise on the embeddings.
+# The random numbers of a training step: dropout, routers that sample experts, and noise on the embeddings.
 
 _NOISE, _ROUTERS = 1000, 1001  # folded into the key; dropout folds in smaller numbers
 
 
 def run_key(args: BaseConfig, backend: Backend) -> jax.Array | None:
-    """The key of a run; None if nothing is random. A step folds its number in, so that a resumed run draws the same."""
+    """A run's PRNG key; None if nothing is random. Each step folds in its number, so a resumed run draws the same."""
     drawn = not args.disable_dropout or args.neftune_noise_alpha or backend.draws_experts
     return jax.random.key(args.seed) if drawn else None
 
@@ -259,11 +261,13 @@ def run_key(args: BaseConfig, backend: Backend) -> jax.Array | None:
 def random_options(
     args: BaseConfig, backend: Backend, key: jax.Array | None, lengths: jax.Array, multiple: int | str | None
 ) -> dict[str, Any]:
-    """The options of the model's call in training. Routers draw with `disable_dropout`, too: it is how they learn.
+    """The random options of the model's call in training.
+
+    Routers that sample experts do so even with `disable_dropout`, because it is how they learn.
 
     Args:
-        lengths: of the texts that are read. The strength of the noise depends on the longest, as in TRL, where rows are
-            as long as that one, rounded up to the next `multiple`.
+        lengths: of the texts. As in TRL, the strength of the noise depends on the padded length: the longest text,
+            rounded up to the next `multiple`.
     """
     if key is None:
         return {}
@@ -277,7 +281,7 @@ def random_options(
 
 
 def check_noise(args: BaseConfig, backend: Backend) -> None:
-    """Raise ValueError where noise is asked for and the model's backend cannot add it."""
+    """Raise ValueError if neftune_noise_alpha is set and the model's backend cannot add noise."""
     if args.neftune_noise_alpha and not backend.takes_noise:
         raise ValueError(
             f"neftune_noise_alpha={args.neftune_noise_alpha}: this model runs on the {backend.name} backend, whose "
@@ -293,11 +297,11 @@ AUX_LOSS = "aux_loss"
 def with_aux_loss(
     loss: jax.Array, sums: dict[str, jax.Array], aux_loss: jax.Array, batch: Batch | LossBatch, coefficient: float
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A task's loss with `coefficient` times the mean of passes' load-balancing losses, and its sums with theirs.
+    """Add the weighted load-balancing loss to a task's loss, and its sums to the task's sums.
 
     Args:
-        aux_loss: `[X]`, for each text that of the pass which computed it.
-        batch: its `pass_weight` says what each example counts in that mean.
+        aux_loss: `[X]`, for each text the load-balancing loss of its pass.
+        batch: `batch.pass_weight` holds each example's weight in the mean over passes.
     """
     of_examples, real = aux_loss[: len(batch.weight)], real_examples(batch.weight, batch.micro_batch)
     sums = sums | {AUX_LOSS: summed(of_examples, real), f"{AUX_LOSS}_examples": summed(1.0, real)}
@@ -305,12 +309,12 @@ def with_aux_loss(
 
 
 def aux_loss_weight(coefficient: float, pass_weight: Any) -> Any:
-    """The weight of the load-balancing loss of a batch with this share of a step; None if the run adds none."""
+    """The weight of a batch's load-balancing loss, if the batch is this share of a step; None if the run adds none."""
     return coefficient * pass_weight if coefficient else None
 
 
 def aux_loss_sums(aux_losses: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    """The sums for the metric, from batches that were computed one by one; nothing without any."""
+    """The sums for the `aux_loss` metric from batches that were computed one by one; empty without any."""
     if not aux_losses:
         return {}
     return {AUX_LOSS: sum(aux_losses), f"{AUX_LOSS}_examples": jnp.float32(len(aux_losses))}

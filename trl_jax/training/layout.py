@@ -1,4 +1,4 @@
-"""Choose the layout of a run's examples in memory: the one asked for where it is exact, else another, with a reason."""
+"""Choose the memory layout of a run's examples: the requested one if it is exact, otherwise another, with a reason."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# FLOPs that a device could compute in the time that its compiler takes for a step: 4 s on a CPU, 20 s at the rate that
-# a large model reaches on an accelerator. Compilations during steps (on TPUs) cost as much.
+# FLOPs that a device could compute in the time that it takes to compile a step: 4 s on a CPU, 20 s at the rate that a
+# large model reaches on an accelerator. Compiling during steps (on TPUs) costs as much.
 _ON_CPUS, _ON_ACCELERATORS = 2e11, 2e15
 
 
 def exact_layout(
     args: BaseConfig, backend: Backend, *, striped: bool = False, branches: bool = False, compares: bool = False
 ) -> tuple[str, str]:
-    """The layout of a run, and the reason where it is another than asked for, else "".
+    """The layout of a run, and the reason if it is not the requested one, else "".
 
     Args:
-        striped: whether a mesh divides texts over devices.
+        striped: whether a mesh splits texts over devices.
         branches: whether any number of texts share a context, as completions of a prompt do.
-        compares: whether a reference computes the passes, too, which knows no virtual tokens.
+        compares: whether each pass is also computed with a reference that has no virtual tokens.
     """
     asked = args.batch_layout
     if asked == "padded":
         return "padded", ""
     if not backend.takes_packed:
-        return "padded", "this model reads whole rows, not texts laid end to end"
+        return "padded", "this model does not support several texts in one row"
     if compares and backend.virtual.count:
-        return "padded", "the reference reads the texts of a row without the virtual tokens before them"
+        return "padded", "the reference model does not see the virtual tokens before each text"
     if backend.drops_out and not args.disable_dropout:
-        return "padded", "attention along packed rows knows no dropout, which the model or its adapter has"
+        return "padded", "packed attention does not support dropout, which the model or its adapter uses"
     if args.neftune_noise_alpha:
-        return "padded", "with neftune_noise_alpha each text gets noise of its own, also where two begin alike"
+        return "padded", "with neftune_noise_alpha each text gets its own noise, even if two have the same beginning"
     if asked == "auto" and args.device.type == "cuda" and striped:
-        reason = "texts that are divided over GPUs have no kernel along packed rows; batch_layout='shared' uses XLA"
+        reason = "there is no GPU kernel for packed rows split over devices; batch_layout='shared' uses XLA's"
         return "padded", reason
     if not backend.causal:
-        reason = "the tokens of this model see what comes after them, so answers do not begin alike"
+        reason = "this model's attention is bidirectional, so a shared prompt depends on what follows it"
         return "packed", reason if asked == "shared" else ""
     by_text = by_rows(args, striped=striped, branches=branches)
     if asked == "auto" and args.device.type == "tpu" and not by_text and windowed(args, backend):
@@ -60,13 +60,13 @@ def exact_layout(
             "the TPU kernel does not support windows with shared prompts; batch_layout='shared' shares them",
         )
     if backend.draws_experts:
-        reason = "routers of this model draw experts for each text, also where two begin alike"
+        reason = "this model's routers sample experts for each text, even if two have the same beginning"
         return "packed", reason if asked == "shared" else ""
     return ("shared" if asked == "auto" else asked), ""
 
 
 def windowed(args: BaseConfig, backend: Backend) -> bool:
-    """Whether the model has an attention window shorter than the longest text may be."""
+    """Whether the model has an attention window that is shorter than the longest possible text."""
     longest = longest_text(args)
     if backend.window is None or longest is None:
         return backend.window is not None
@@ -74,8 +74,8 @@ def windowed(args: BaseConfig, backend: Backend) -> bool:
 
 
 def longest_text(args: BaseConfig) -> int | None:
-    """The most tokens of a text, without virtual ones; None if there is no limit. With `max_new_tokens`, completions of
-    a dataset's rows may be replaced by longer ones."""
+    """Maximum tokens in a text, without virtual tokens; None without a limit. Includes `max_new_tokens`, because
+    generated completions may replace those of the dataset."""
     return None if args.max_length is None else args.max_length + _new_tokens(args)
 
 
@@ -84,22 +84,22 @@ def _new_tokens(args: BaseConfig) -> int:
 
 
 def by_rows(args: BaseConfig, *, striped: bool, branches: bool = False) -> bool:
-    """Whether attention gets the texts of packed rows as rows: on GPUs, whose kernel reads rows, and of branches on
-    TPUs, whose kernel takes one range of keys a query."""
+    """Whether attention gets packed texts as separate rows: on GPUs, whose kernel reads rows, and on TPUs for branches,
+    because the TPU kernel takes a single range of keys per query."""
     return not striped and (args.device.type == "cuda" or (args.device.type == "tpu" and branches))
 
 
 def unplanned(
     args: BaseConfig, backend: Backend, *, striped: bool, branches: bool = False, compares: bool = False
 ) -> LayoutPlan:
-    """The layout of a dataset whose lengths are not surveyed: evaluation sets, streams and, with branches, rollouts."""
+    """The layout without a survey of lengths: for evaluation sets, streams and, with branches, rollouts."""
     options = {"striped": striped, "branches": branches}
     layout, _ = exact_layout(args, backend, **options, compares=compares)
     return LayoutPlan(layout, views=ViewBuckets() if by_rows(args, **options) else None)
 
 
 def check_layout(args: BaseConfig, backend: Backend, *, compares: bool = False) -> None:
-    """Warn where the layout that was asked for by name is not exact and another is used."""
+    """Warn if a layout that was requested by name is not exact, so that another is used."""
     layout, reason = exact_layout(args, backend, compares=compares)
     if args.batch_layout not in ("auto", layout):
         logger.warning("batch_layout=%r is not exact here, so rows are %s: %s.", args.batch_layout, layout, reason)
@@ -122,15 +122,15 @@ def plan(
     lengths: np.ndarray | None = None,
     tell: Callable[[str], None] = logger.info,
 ) -> LayoutPlan:
-    """The layout of a run's training `steps`; logged in one line, with the reason and what it saves.
+    """The layout of a run's training `steps`. Logs a line with the layout, the reason and the savings.
 
     Args:
-        columns: the token columns of the dataset, a text each.
-        documents: the column of the lengths of the documents of a text.
-        by_micro_batch: whether each micro-batch has a packed row to itself.
-        compares: whether a reference computes the passes, too, which knows no virtual tokens.
-        lengths: by which rows are grouped, `[rows]`; None where they are not grouped.
-        tell: says that line.
+        columns: the dataset's token columns, one for each text of an example.
+        documents: the column with the lengths of a text's documents.
+        by_micro_batch: whether each micro-batch has a packed row of its own.
+        compares: whether each pass is also computed with a reference that has no virtual tokens.
+        lengths: by which rows are grouped, `[rows]`; None if they are not grouped.
+        tell: logs the line.
     """
     layout, reason = exact_layout(args, backend, striped=striped, compares=compares)
     if layout == "padded":
@@ -155,7 +155,7 @@ def plan(
         lambda epoch: order(epoch=epoch),
         layout,
         batch_size=batch_size,
-        accumulation=args.gradient_accumulation_steps * shards,  # as many packed rows
+        accumulation=args.gradient_accumulation_steps * shards,  # packed rows in a step
         bucket_cost=int(compilation / (6 * max(parameters, 1) * args.gradient_accumulation_steps)),
         run_steps=steps,
         by_micro_batch=by_micro_batch,
@@ -169,7 +169,7 @@ def plan(
 
 
 def line(plan: LayoutPlan) -> str:
-    """The line of the log: the layout, tokens computed, padded and real in a step, and the lengths of packed rows."""
+    """The log line: layout, tokens of a step (computed, padded and real), and lengths of packed rows."""
     computed, padded, real = (_thousands(tokens) for tokens in (plan.computed, plan.padded, plan.real))
     lengths = plan.buckets.lengths if plan.views is None else sorted({row for row, _ in plan.views.shapes})
     rows = "" if plan.views is None else f", rows of {_listed(sorted({row for _, row in plan.views.shapes}))}"

@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def show_lines(level: int, *, asked: bool) -> None:
-    """Show the lines of this module at a log level that a script has `asked` for or, without, that is the usual one."""
+    """Show this module's INFO lines, unless the user set the log level (`asked`) or it is above WARNING."""
     logger.setLevel(logging.INFO if not asked and level <= logging.WARNING else logging.NOTSET)
 
 
 def tell(told: set[str], about: str, text: str) -> None:
-    """Print a line on the first process, unless the run has `told` one about this already."""
+    """Print a line on the first process, unless the run has already `told` one about this topic."""
     if about not in told:
         told.add(about)
         _say(text)
@@ -39,12 +39,12 @@ def tell(told: set[str], about: str, text: str) -> None:
 
 def _say(text: str) -> None:
     if is_first():
-        with tqdm.external_write_mode(file=sys.stderr):  # not behind a bar, on its line
+        with tqdm.external_write_mode(file=sys.stderr):  # not on the line of a progress bar
             logger.info("%s", text)
 
 
 def tell_model(told: set[str], args: BaseConfig, model: PreTrainedModel, plan: ShardingPlan | None) -> None:
-    """Print which device trains what."""
+    """Print which devices train which model."""
     devices = run_devices(args)[:1] if plan is None else list(plan.mesh.devices.flat)
     kind = "CPU" if devices[0].platform == "cpu" else devices[0].device_kind
     every, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
@@ -61,18 +61,18 @@ _LAYOUTS = {
 
 
 def tell_layout(told: set[str], layout: str, reason: str, *, own_loss: bool) -> None:
-    """Print the layout of the steps where no survey of a dataset has: with a script's own loss, and online.
+    """Print the layout of the steps if no dataset survey has done so: online, and with a user-defined loss.
 
     Args:
-        reason: why it is not the layout that was asked for; "" if it is.
+        reason: why it is not the requested layout; "" if it is.
         own_loss: whether the script overrides the loss.
     """
-    why = "the script's own loss gets whole rows" if own_loss else reason
+    why = "a user-defined loss receives whole rows" if own_loss else reason
     tell(told, "layout", f"Layout {layout}: {why or _LAYOUTS[layout]}.")
 
 
 def tell_compilation(told: set[str], steps: Any, shape: tuple[int, ...]) -> None:
-    """Print that the first step waits for the compiler, and where the program is kept.
+    """Print that the first step is being compiled, and where compiled programs are cached.
 
     Args:
         steps: the source of the loop's steps.
@@ -87,20 +87,20 @@ def tell_compilation(told: set[str], steps: Any, shape: tuple[int, ...]) -> None
 
 
 def tell_first(told: set[str], what: str) -> None:
-    """Print that the first evaluation, or the first generation, waits for the compiler."""
-    tell(told, what, f"Compiling the {what}; the first one takes longer than the others.")
+    """Print that the first evaluation or generation is being compiled."""
+    tell(told, what, f"Compiling the {what}: the first one takes longer than the others.")
 
 
 def _from_home(folder: str) -> str:
-    """The folder, as `~/...` inside the user's home."""
+    """The folder as `~/...` if it is in the user's home."""
     home = Path("~").expanduser()
     return f"~/{Path(folder).relative_to(home)}" if Path(folder).is_relative_to(home) else folder
 
 
 def tell_trained(output_dir: str, last_step: int, steps: int, seconds: float) -> None:
-    """Print what a call of train() left, and what to call next."""
+    """Print where train() left the model, and what to call next."""
     folder = Path(output_dir) / f"checkpoint-{last_step}"
-    left = f"its last checkpoint is {scrubbed(str(folder))}" if folder.is_dir() else "the model is in memory alone"
+    left = f"its last checkpoint is {scrubbed(str(folder))}" if folder.is_dir() else "the model is only in memory"
     _say(f"Trained {steps:,} step{'' if steps == 1 else 's'} in {seconds:,.1f} s; {left}. Next: trainer.save_model().")
 
 
@@ -108,12 +108,12 @@ def tell_saved(folder: Path, head: str, *, causal: bool) -> None:
     """Print where the model is, and a command that uses it."""
     place = scrubbed(str(folder))
     command = f"trl-jax score {place} answers.jsonl" if head == "score" else f"trl-jax chat {place}"
-    usable = head == "score" or causal  # exported programs do not generate
+    usable = head == "score" or causal  # exported programs cannot generate
     _say(f"The model is in {place}." + (f" Next: {command}" if usable else ""))
 
 
 def _shapes(steps: Any) -> int | None:
-    """The number of shapes that the steps have; None if that is not known beforehand."""
+    """The number of distinct step shapes; None if it is unknown."""
     if not isinstance(steps, ExampleLoader) or steps.step_layout.layout == "padded":
         return None
     layout = steps.step_layout
@@ -129,12 +129,11 @@ def _count(number: int) -> str:
 
 # The progress bar of the steps.
 
-_SECONDS = 0.1  # between two updates of the bar
+_SECONDS = 0.1  # minimum time between two frequent updates of the bar
 
 
 class ProgressLine:
-    """Sets the words before the bar of transformers' ProgressCallback. Only on terminals: a log file would get a new
-    line for each of them."""
+    """Sets the description of transformers' progress bar, on terminals only: in a log file, each would add a line."""
 
     def __init__(self, events: Events):
         self._events, self._told_at = events, float("-inf")
@@ -143,7 +142,7 @@ class ProgressLine:
         """Show the text.
 
         Args:
-            often: whether it changes often, so that it may be skipped now and then.
+            often: whether it changes so often that some updates may be skipped.
         """
         now = time.monotonic()
         if not sys.stderr.isatty() or (often and now - self._told_at < _SECONDS):
@@ -154,13 +153,13 @@ class ProgressLine:
 
 
 class CompilationUntimed:
-    """Keeps the time of the compiler out of the bar's estimate of the time left."""
+    """Excludes compilation from the progress bar's estimate of the remaining time."""
 
     def __init__(self, events: Events):
         self._events, self._shapes = events, set()
 
     def done(self, shape: tuple[int, ...]) -> None:
-        """Note that a step with tokens of this shape was started. The first one of each shape was compiled before."""
+        """Note that a step with tokens of this shape was started; if it is the first, it has just been compiled."""
         if shape in self._shapes:
             return
         self._shapes.add(shape)
@@ -169,7 +168,7 @@ class CompilationUntimed:
 
 
 def _bars(events: Events) -> list[Any]:
-    """The bars of the steps, from transformers' callbacks."""
+    """The training bars of transformers' progress callbacks."""
     callbacks = [one for one in events.handler.callbacks if isinstance(one, ProgressCallback)]
     return [one.training_bar for one in callbacks if one.training_bar is not None]
 

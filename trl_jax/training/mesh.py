@@ -1,4 +1,4 @@
-"""The devices of a run, and how its arguments divide it over them."""
+"""The devices of a run, and how its arrays are sharded over them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceArguments(Protocol):
-    """The part of a configuration that says which devices a run has."""
+    """The part of a configuration that determines a run's devices."""
 
     use_cpu: bool
     per_device_train_batch_size: int
@@ -36,17 +36,17 @@ class DeviceArguments(Protocol):
     def jax_devices(self) -> list[jax.Device]: ...
 
 
-PROGRAMS_AT_ONCE = 4  # compiled at the same time, while steps run
+PROGRAMS_AT_ONCE = 4  # compiled in parallel while steps run
 
 
 def compiles_ahead(device: str) -> bool:
-    """Whether programs are compiled while steps run. Only on TPUs: a CPU is busy with the steps, and XLA for GPUs times
-    kernels on the device."""
+    """Whether programs are compiled while steps run. Only on TPUs: a CPU is busy with the steps, and on GPUs XLA's
+    autotuning times kernels on the device."""
     return device == "tpu"
 
 
 def run_devices(args: DeviceArguments) -> list[jax.Device]:
-    """All devices that the run may use, of every process."""
+    """All devices that the run may use, in all processes."""
     return args.jax_devices()
 
 
@@ -58,15 +58,15 @@ def run_device(args: DeviceArguments) -> jax.Device:
 
 @contextlib.contextmanager
 def on_device(args: DeviceArguments) -> Iterator[None]:
-    """Compute on the run's device, with float32 products as exact as torch's unless tf32 was asked for."""
+    """Compute on the run's device. float32 matrix products are as exact as torch's, unless tf32 is set."""
     precision = "tensorfloat32" if args.tf32 and args.device.type == "cuda" else "float32"
     with jax.default_device(run_device(args)), jax.default_matmul_precision(precision):
         yield
 
 
 def check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, overridden: frozenset[str]) -> None:
-    """Raise ValueError where the tensor axis does not divide the model's heads, or the sequence axis cannot divide
-    texts because of the model or of methods that the script has `overridden`."""
+    """Raise ValueError if the tensor axis does not divide the model's heads, or if the sequence axis cannot be used
+    because of the model or of methods that the script has `overridden`."""
     if sharding_plan is None:
         return
     _check_sequence(sharding_plan.size(SEQUENCE), model, overridden)
@@ -89,8 +89,8 @@ def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str
 
 
 def check_offloading(args: DeviceArguments, backend: Backend) -> None:
-    """Raise ValueError where activation_offloading is set for a model without scanned layers; warn on a CPU, where it
-    has no effect."""
+    """Raise ValueError if activation_offloading is set for a model without scanned layers; warn on a CPU, where it has
+    no effect."""
     if not args.activation_offloading:
         return
     if backend.heads is None:
@@ -103,7 +103,7 @@ def check_offloading(args: DeviceArguments, backend: Backend) -> None:
 
 
 def describe(sharding_plan: ShardingPlan, params: dict, state: Any) -> str:
-    """One line on the mesh, and on the share of the weights and the optimizer's state on each device."""
+    """One line about the mesh, and each device's share of the weights and of the optimizer state."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in sharding_plan.mesh.shape.items() if size > 1)
     parts = []
     for name, tree in (("weights", params), ("optimizer's state", state)):
@@ -120,7 +120,7 @@ def _bytes(count: int) -> str:
 
 
 def sharding_plan_of(args: DeviceArguments) -> ShardingPlan | None:
-    """The plan by which the run is divided over devices; None for a single one."""
+    """How the run is sharded over devices; None for a single device."""
     sizes = devices.mesh_sizes(args)
     count = prod(sizes.values())
     if count == 1:

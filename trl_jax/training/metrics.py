@@ -37,14 +37,14 @@ from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import masked
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
-from trl_jax.mesh.processes import is_first, several
+from trl_jax.mesh.processes import from_first, is_first, several
 from trl_jax.rollout.completions_log import write_picture
 from trl_jax.rollout.rollout import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.training.events import Events
 from trl_jax.training.mesh import run_device
 from trl_jax.training.resume import arguments_text, write_model
-from trl_jax.training.script_metrics import OWN_METRIC, evened, own_metrics
+from trl_jax.training.script_metrics import OWN_METRIC, own_metrics, with_same_names
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 def events_of(
     args: BaseConfig, model: PreTrainedModel, processing_class: Any, callbacks: list[TrainerCallback] | None
 ) -> Events:
-    """The events of a run: the default callbacks, those of `report_to` and the given ones, with a fresh state."""
+    """The events of a run, with a fresh state: the default callbacks, those of `report_to`, and the given ones."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     reporters = get_reporting_integration_callbacks(args.report_to)
@@ -65,38 +65,59 @@ def events_of(
     return Events(handler, args, TrainerState(stateful_callbacks=[]), TrainerControl())
 
 
+_BETWEEN_LOOKS = 10.0  # seconds between two exchanges of the clock among processes
+
+
 class Clock(TrainerCallback):
-    """Asks for a checkpoint every `save_minutes`, and stops the run after `max_minutes`."""
+    """Requests a checkpoint every `save_minutes`, and stops the run after `max_minutes`.
+
+    With several processes, the clock of the first one decides for all. They do not exchange it after every step,
+    because that waits for the device to finish the step.
+    """
 
     def __init__(self, max_minutes: float | None, save_minutes: float | None):
         self._most, self._every = max_minutes, save_minutes
+        shortest = min(60 * minutes for minutes in (max_minutes, save_minutes) if minutes is not None)
+        self._between_looks = min(_BETWEEN_LOOKS, shortest / 10)
         self._began = self._saved = 0.0
+        self._looked, self._next_look = (0.0, 0), 0  # time and step of the last look; step of the next
         self._ending = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if several():
-            raise ValueError(
-                "max_minutes and save_minutes do not work on several hosts, whose clocks differ. Use save_steps, and "
-                "have the scheduler send SIGTERM before its limit."
-            )
         self._began = self._saved = time.monotonic()
+        self._looked, self._next_look = (self._began, state.global_step), 0
         self._ending = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        now = time.monotonic()
-        self._ending = self._most is not None and now - self._began >= 60 * self._most
-        if self._ending or self._every is not None and now - self._saved >= 60 * self._every:
+        if state.global_step < self._next_look:
+            return
+        self._ending, due = self._look(state.global_step)
+        if self._ending or due:
             control.should_save = True
+
+    def _look(self, step: int) -> tuple[bool, bool]:
+        """Whether the run ends, and whether a checkpoint is due."""
+        now = time.monotonic()
+        ending = self._most is not None and now - self._began >= 60 * self._most
+        due = self._every is not None and now - self._saved >= 60 * self._every
+        if several():
+            (time_before, step_before), self._looked = self._looked, (now, step)
+            seconds = max(now - time_before, 1e-3) / max(step - step_before, 1)  # per step
+            number = step + max(1, int(self._between_looks / seconds))
+            ending, due, self._next_look = np.frombuffer(
+                from_first(np.asarray([ending, due, number], np.int64).tobytes()), np.int64
+            ).tolist()
+        return bool(ending), bool(due)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._saved = time.monotonic()
-        if self._ending:  # only now, so that the checkpoint does not say that the run was over
+        if self._ending:  # after the save, so that the checkpoint does not record the run as finished
             logger.warning("Stopping at step %d: max_minutes=%g have passed.", state.global_step, self._most)
             control.should_training_stop = True
 
 
 class JsonLines(TrainerCallback):
-    """Appends each log to a file, a JSON object a line. A NaN or an infinity becomes null."""
+    """Appends each log to a file as a line of JSON. NaN and infinite values become null."""
 
     def __init__(self, path: str):
         self._path = Path(path)
@@ -114,8 +135,8 @@ class JsonLines(TrainerCallback):
 
 
 def progress_callback() -> type[TrainerCallback]:
-    """What transformers' Trainer shows progress with: a table of losses in a notebook, a bar elsewhere."""
-    trainer = sys.modules.get("transformers.trainer")  # a script may have set another one; importing it imports torch
+    """transformers' default progress callback: a table of losses in a notebook, a progress bar elsewhere."""
+    trainer = sys.modules.get("transformers.trainer")  # may have a custom default; importing it would import torch
     if trainer is not None:
         return trainer.DEFAULT_PROGRESS_CALLBACK
     if not is_in_notebook():
@@ -126,7 +147,7 @@ def progress_callback() -> type[TrainerCallback]:
 
 
 class Callbacks(CallbackHandler):
-    """transformers' handler, whose trackers need no torch."""
+    """transformers' handler, with trackers that do not need torch."""
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         if isinstance(callback, type):
@@ -134,12 +155,12 @@ class Callbacks(CallbackHandler):
             return
         kind = without_torch(type(callback))
         if kind is not type(callback):
-            callback.__class__ = kind  # the same object, which the script may ask for or remove
+            callback.__class__ = kind  # in place, because the script may look up or remove this object
         super().add_callback(callback)
 
 
 class WandbWithoutTorch:
-    """WandbCallback: WANDB_LOG_MODEL saves the model that trains; WANDB_WATCH, whose hooks are torch's, is left out."""
+    """WandbCallback. WANDB_LOG_MODEL saves the trained model; WANDB_WATCH, which needs torch's hooks, is ignored."""
 
     def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
         watched = os.environ.pop("WANDB_WATCH", None)
@@ -161,7 +182,7 @@ class WandbWithoutTorch:
         if self._wandb is None or not (self._log_model.is_enabled and self._initialized):
             return
         with tempfile.TemporaryDirectory() as folder:
-            write_model(Path(folder), model, processing_class, arguments_text(args))  # by all processes together
+            write_model(Path(folder), model, processing_class, arguments_text(args))  # a collective operation
             if not state.is_world_process_zero:
                 return
             run, config = self._wandb.run, self._wandb.config
@@ -184,7 +205,7 @@ class WandbWithoutTorch:
 
 
 class DvcLiveWithoutTorch:
-    """DVCLiveCallback: log_model=True saves the model that trains."""
+    """DVCLiveCallback. log_model=True saves the trained model."""
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
@@ -194,7 +215,7 @@ class DvcLiveWithoutTorch:
         if self._log_model is True:
             name = "best" if args.load_best_model_at_end else "last"
             folder = Path(args.output_dir) / name
-            write_model(folder, model, processing_class, arguments_text(args))  # by all processes together
+            write_model(folder, model, processing_class, arguments_text(args))  # a collective operation
             if state.is_world_process_zero:
                 self.live.log_artifact(str(folder), name=name, type="model", copy=True)
         if state.is_world_process_zero:
@@ -202,8 +223,8 @@ class DvcLiveWithoutTorch:
 
 
 class MlflowWithoutTorch:
-    """MLflowCallback, and DagsHub's: on_log asks of a value that is no number, as the mean of nothing, whether it is
-    a torch tensor."""
+    """MLflowCallback, and DagsHub's. For values that are not numbers (None for the mean of nothing), the original
+    on_log checks whether they are torch tensors, so they are left out."""
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any], model: Any = None, **kwargs: Any
@@ -213,7 +234,7 @@ class MlflowWithoutTorch:
 
 
 class TensorBoardWithoutTorch:
-    """TensorBoardCallback, which takes its writer from torch or tensorboardX."""
+    """TensorBoardCallback, whose writer comes from torch or tensorboardX."""
 
     def __init__(self, tb_writer: Any = None):
         try:
@@ -228,7 +249,7 @@ class TensorBoardWithoutTorch:
 
 
 class CodeCarbonWithoutTorch:
-    """CodeCarbonCallback, which asks torch's build for a device that codecarbon did not know."""
+    """CodeCarbonCallback. The original constructor uses torch to describe a device that codecarbon does not know."""
 
     def __init__(self):
         import codecarbon
@@ -247,9 +268,9 @@ _WITHOUT_TORCH = {
 
 @functools.cache
 def without_torch(kind: type[TrainerCallback]) -> type[TrainerCallback]:
-    """The class of a callback, with these methods in the place of transformers' where it is one of its trackers.
+    """The callback's class, or a version without torch if it is one of transformers' trackers.
 
-    A script's subclass keeps its own methods, whose super() is then the class here.
+    A user's subclass of a tracker keeps its own methods; its super() is then the version without torch.
     """
     from transformers.integrations import integration_utils
 
@@ -263,7 +284,7 @@ def without_torch(kind: type[TrainerCallback]) -> type[TrainerCallback]:
 
 
 def begin_state(events: Events, train_batch_size: int) -> None:
-    """Give callbacks a fresh TrainerState: nothing has been trained yet."""
+    """Give callbacks a fresh TrainerState of a run that has not trained yet."""
     first = is_first()
     stateful = [c for c in [*events.handler.callbacks, events.control] if isinstance(c, ExportableState)]
     events.state = TrainerState(stateful_callbacks=stateful, is_local_process_zero=first, is_world_process_zero=first)
@@ -271,12 +292,12 @@ def begin_state(events: Events, train_batch_size: int) -> None:
 
 
 def finish_trackers(handler: CallbackHandler) -> None:
-    """End the runs that trackers such as wandb have open."""
+    """End the open runs of trackers such as wandb."""
     for callback in handler.callbacks:
-        for tracker in ("_wandb", "_trackio"):  # modules, where transformers' callbacks have imported them
+        for tracker in ("_wandb", "_trackio"):  # modules, set if transformers' callbacks have imported them
             if vars(callback).get(tracker) is not None and callback._initialized:
                 vars(callback)[tracker].finish()
-                callback._initialized = False  # the next log then begins a new run
+                callback._initialized = False  # so that the next log starts a new run
 
 
 def log(
@@ -288,14 +309,15 @@ def log(
     tokens_before: int = 0,
     online: bool = False,
 ) -> None:
-    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks. What is added, also
-    by callbacks, is put into `logs`, as in transformers' Trainer: evaluate() and train() return it.
+    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks. As in transformers'
+    Trainer, entries that are added here or by callbacks are added to `logs` in place, because evaluate() and train()
+    return it.
 
     Args:
-        start_time: of the training, by time.time(). The tokens per second since then are logged, too, if
+        start_time: time.time() at the start of training. Tokens per second since then are logged, too, if
             `include_num_input_tokens_seen` counts tokens.
         tokens_before: `state.num_input_tokens_seen` at that time.
-        online: whether a picture of the log history is drawn.
+        online: whether to draw a plot of the log history.
     """
     state = events.state
     if state.epoch is not None:
@@ -317,12 +339,12 @@ def log(
 
 try:
     import resource
-except ImportError:  # Windows has no such count
+except ImportError:  # Windows
     resource = None
 
 
 def memory(stage: str, args: BaseConfig) -> dict[str, int]:
-    """Peak memory in bytes of this process on the host and on its device, as far as the system and JAX count them."""
+    """Peak memory in bytes of this process on the host and on its device, where the system and JAX report it."""
     if args.skip_memory_metrics:
         return {}
     metrics = {}
@@ -335,26 +357,26 @@ def memory(stage: str, args: BaseConfig) -> dict[str, int]:
     return metrics
 
 
-# Out-of-memory errors: explain what takes how much and how to need less, or retry with smaller batches.
+# Out-of-memory errors: explain what needs how much memory and how to need less, or retry with smaller batches.
 
 T = TypeVar("T")
 
 
 class StepTooLarge(MemoryError):
-    """A training step did not fit; one of fewer examples may."""
+    """A training step did not fit in memory; one with fewer examples may."""
 
 
 def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int], None]) -> T:
-    """Return `run()`, retried with fewer examples while a step does not fit into memory.
+    """Return `run()`, retried with fewer examples while a step does not fit in memory.
 
-    Each time with 0.9 times the examples, rounded down, as accelerate's `find_executable_batch_size`.
+    Each attempt has 0.9 times the examples, rounded down, as in accelerate's `find_executable_batch_size`.
 
     Args:
-        size: returns the examples of a micro-batch now.
-        again: resets the run to begin with this many.
+        size: returns the current number of examples in a micro-batch.
+        again: resets the run to start with this number.
 
     Raises:
-        StepTooLarge: not even one example fits.
+        StepTooLarge: not even a single example fits.
     """
     while True:
         try:
@@ -371,7 +393,7 @@ def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int]
 
 @contextlib.contextmanager
 def explain_memory(explanation: Callable[[], str]) -> Iterator[None]:
-    """Turn a failed allocation into a StepTooLarge with this `explanation` (see `step_memory`)."""
+    """Convert an out-of-memory error to a StepTooLarge with this `explanation` (see `step_memory`)."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -382,8 +404,8 @@ def explain_memory(explanation: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_evaluation_memory(args: BaseConfig, step: int, params: dict[str, jax.Array]) -> Iterator[None]:
-    """Turn a failed allocation of an evaluation during training into a MemoryError: smaller steps would not help."""
-    jax.block_until_ready(params)  # a step that did not fit may say so only now
+    """Convert an evaluation's out-of-memory error during training to a MemoryError: smaller steps would not help."""
+    jax.block_until_ready(params)  # steps run asynchronously: one that did not fit may only fail here
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -406,12 +428,12 @@ def step_memory(
     size: int,
     texts: int,
 ) -> str:
-    """What a step that does not fit holds in memory, and the ways to need less.
+    """Explain what takes the memory of a step that does not fit, and how to need less.
 
     Args:
         arrays: all arrays that the step computes with.
-        size: examples of a micro-batch on each device.
-        texts: of an example.
+        size: examples in a micro-batch on each device.
+        texts: texts in an example.
     """
     weights, gradients = _on_device(model, arrays, plan)
     settings = [
@@ -436,17 +458,21 @@ def _on_device(model: PreTrainedModel, arrays: dict, plan: ShardingPlan | None) 
     if plan is None:
         return sum(array.nbytes for array in arrays.values()), 4 * model.num_parameters(only_trainable=True)
 
-    def on_device(arrays: dict, places: dict) -> int:
-        return sum(array.dtype.itemsize * prod(places[path].shard_shape(array.shape)) for path, array in arrays.items())
+    def on_device(array: jax.Array, sharding: Any) -> int:
+        return array.dtype.itemsize * prod(sharding.shard_shape(array.shape))
 
-    return on_device(model.arrays, plan.params(model.arrays)), on_device(model.params, plan.gradients(model.params))
+    gradients = plan.gradients(model.params)
+    return (
+        sum(on_device(array, array.sharding) for array in arrays.values()),
+        sum(on_device(array, gradients[path]) for path, array in model.params.items()),
+    )
 
 
 def _bytes(count: int) -> str:
     return f"{count / 1e9:,.2f} GB"
 
 
-# Metrics for people and for files, as transformers' Trainer prints and writes them.
+# Metrics as transformers' Trainer prints them and writes them to files.
 
 
 def task_metrics(
@@ -459,13 +485,13 @@ def task_metrics(
     rollout: RolloutSteps | None,
     step: int,
 ) -> dict[str, float]:
-    """The metrics of the objective, and `num_tokens` where TRL logs it: the real tokens of all steps so far.
+    """The metrics of the objective, with `num_tokens`, the real tokens of all steps so far, where TRL logs it.
 
     Args:
-        objective: the task, or a script's own loss in its place.
+        objective: the task, or the user-defined loss that replaces it.
     """
-    sums = evened(sums) if any(OWN_METRIC in step for step in sums) else sums
-    sums = [step for step in sums if step.keys() == sums[-1].keys()]  # before a resume, other arguments had others
+    sums = with_same_names(sums) if any(OWN_METRIC in step for step in sums) else sums
+    sums = [step for step in sums if step.keys() == sums[-1].keys()]  # steps before a resume may have other sums
     if rollout is not None:
         return rollout.logged(objective.metrics(sums, split), step)
     own = objective is task and sums and OWN_METRIC in sums[-1]
@@ -479,12 +505,12 @@ def task_metrics(
 
 
 def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Times as h:mm:ss, bytes as MB, operations as GF, other numbers with four digits."""
+    """Format times as h:mm:ss, bytes as MB, FLOPs as GF, and other numbers with four decimals."""
     return {name: _readable(name, value) for name, value in metrics.items()}
 
 
 def log_metrics(split: str, metrics: dict[str, Any]) -> None:
-    """Print the metrics of "train", "eval" or "test" in columns, by name."""
+    """Print the metrics of "train", "eval" or "test" in columns, sorted by name."""
     shown = metrics_format(metrics)
     names, values = (max(map(len, map(str, entries)), default=0) for entries in (shown, shown.values()))
     print(f"***** {split} metrics *****")
@@ -493,7 +519,7 @@ def log_metrics(split: str, metrics: dict[str, Any]) -> None:
 
 
 def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-    """Write `<split>_results.json` into the folder, and add to all_results.json there where `combined`."""
+    """Write `<split>_results.json` into the folder, and with `combined` also update all_results.json there."""
     _write(folder / f"{split}_results.json", metrics)
     if combined:
         path = folder / "all_results.json"
@@ -502,7 +528,7 @@ def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bo
 
 
 def speed_metrics(prefix: str, start: float, num_samples: float, num_steps: float) -> dict[str, float]:
-    """transformers' metrics of speed, since `start` of time.monotonic: the computer's clock may be set back."""
+    """transformers' speed metrics since `start`, from time.monotonic(), as the system clock may be set back."""
     seconds = time.monotonic() - start
     metrics = {f"{prefix}_runtime": round(seconds, 4)}
     if seconds > 0:

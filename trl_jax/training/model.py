@@ -1,4 +1,4 @@
-"""Load the model that trains from the argument `model` of a trainer."""
+"""Load the model to train from a trainer's argument `model`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 
 from trl_jax.data.chat import align
 from trl_jax.hub.auto import Checkpoint, find_checkpoint, rows_on_disk, with_adapter
-from trl_jax.hub.config import NativeConfig, told_of
+from trl_jax.hub.config import NativeConfig, naming_argument
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import AdaptedBackend, LoraBackend
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def quantization_of(quantization_config: Any, args: BaseConfig) -> BitsAndBytesConfig | None:
-    """The quantization of the trainer's argument or of `model_init_kwargs`.
+    """The quantization config, from the trainer's argument or from `model_init_kwargs`.
 
     Raises:
         ValueError: both are given.
@@ -60,7 +60,7 @@ def quantization_of(quantization_config: Any, args: BaseConfig) -> BitsAndBytesC
 
 
 def tokenizer_folder(checkpoint: Checkpoint | PreTrainedModel) -> Path:
-    """The folder of the tokenizer: an adapter's, if it has one, since tokens may have been added to it."""
+    """The folder of the tokenizer: the adapter's, if it has one, because tokens may have been added to it."""
     adapter = None if isinstance(checkpoint, PreTrainedModel) else checkpoint.adapter
     return adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else checkpoint.folder
 
@@ -73,11 +73,11 @@ def find(
     dtype: str = "float32",
     init_kwargs: Mapping[str, Any] | None = None,
 ) -> Checkpoint | PreTrainedModel:
-    """Find the checkpoint of that name or folder, without reading its weights; a model is returned as it is.
+    """Find a checkpoint by name or folder, without reading its weights. A loaded model is returned unchanged.
 
     Args:
-        dtype: unless `init_kwargs` says another.
-        init_kwargs: of from_pretrained; None: the arguments' `model_init_kwargs`.
+        dtype: the default, if `init_kwargs` has none.
+        init_kwargs: for from_pretrained; None uses the arguments' `model_init_kwargs`.
     """
     if isinstance(model, PreTrainedModel):
         _check_head(model, head)
@@ -92,11 +92,11 @@ def find(
 
 
 def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint | PreTrainedModel:
-    """The same checkpoint with its vision tower, for rows with images; a loaded model must have it.
+    """The checkpoint with its vision tower, for rows with images. A loaded model must already have it.
 
     Raises:
-        TypeError: the model has been loaded without its tower.
-        ValueError: it has none, or one that is not supported.
+        TypeError: the model was loaded without its tower.
+        ValueError: the model has no tower, or an unsupported one.
     """
     if isinstance(checkpoint, PreTrainedModel) and "vision_config" in checkpoint.config.to_dict():
         native = native_of(checkpoint)
@@ -143,11 +143,12 @@ def from_torch(
     images: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load the weights of a torch model; `options` of `Checkpoint.load`.
+    """Load the weights of a torch model.
 
     Args:
-        trains: whether it is the model that trains.
-        images: with its vision tower.
+        trains: whether this is the model that is trained.
+        images: load the vision tower, too.
+        options: for `Checkpoint.load`.
     """
     if args.model_init_kwargs is not None:
         logger.warning("model_init_kwargs has no effect: the model is loaded already.")
@@ -163,7 +164,7 @@ def from_torch(
     if isinstance(model.backend, NativeBackend) and rows not in (None, model.vocab_size):
         model.backend.source = replace(model.source, resized=True)
     if isinstance(model.backend, NativeBackend | AdaptedBackend) and not few:
-        model.config = torch_model.config  # one object: what a script writes there is saved, as in TRL
+        model.config = torch_model.config  # shared, so that a script's changes to it are saved, as in TRL
         if head == "lm":
             model.generation_config = torch_model.generation_config
     if frozen := frozen_names(torch_model):
@@ -231,8 +232,8 @@ def _freeze(model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _computed(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Drop the names of parameters that trl_jax does not compute, such as an unused vision tower's: training does not
-    change them."""
+    """Drop the names of parameters that trl_jax does not compute, such as those of an unused vision tower: training
+    does not change them."""
     if not isinstance(model.backend, NativeBackend):
         return names
     known, towers = set(model.names()), re.compile(model.backend.source.config.family.carried or "(?!)")
@@ -247,12 +248,12 @@ def _loaded(
     **options: Any,
 ) -> PreTrainedModel:
     sharding_plan = sharding_plan_of(args)
-    place = None if sharding_plan is None else sharding_plan.place
+    sharding_of = None if sharding_plan is None else sharding_plan.sharding_of
     with jax.default_device(run_device(args)):
         if adapter is None:
-            model = checkpoint.load(args.seed, quantization, place, **options)
+            model = checkpoint.load(args.seed, quantization, sharding_of, **options)
         else:
-            model = checkpoint.load_adapted(adapter, args.seed, quantization=quantization, place=place)
+            model = checkpoint.load_adapted(adapter, args.seed, quantization=quantization, sharding_of=sharding_of)
         if several():
             model.read = Fetched
         model = check_weights(model)
@@ -267,14 +268,14 @@ def load_policy(
     quantization: BitsAndBytesConfig | None,
     rows: int,
 ) -> PreTrainedModel:
-    """The model that trains: a checkpoint's or a loaded one, with an adapter where one is configured.
+    """The model to train, loaded if necessary, with an adapter if one is configured.
 
     Args:
-        rows: how many tokens a model embeds that gets an adapter: it belongs to a table of one size.
+        rows: number of token embeddings for a model that gets an adapter; the adapter fits only tables of this size.
     """
     loaded = isinstance(checkpoint, PreTrainedModel)
     if loaded and adapter is not None and _has_this_adapter(checkpoint, adapter):
-        logger.warning("peft_config says what the model's adapter is already, which is trained. Leave peft_config out.")
+        logger.warning("peft_config has no effect: the model already has this adapter, which is trained. Leave it out.")
         adapter = None
     if loaded and quantization is not None:
         logger.warning("quantization_config has no effect: the model is loaded already.")
@@ -304,7 +305,7 @@ def load_policy(
 
 
 def _check_trains(model: PreTrainedModel) -> None:
-    """Raise ValueError for virtual tokens that were made by a network which is not there."""
+    """Raise ValueError for virtual tokens of P-tuning whose encoder network was not saved."""
     if isinstance(model.backend, VirtualBackend) and not model.backend.trains:
         raise ValueError(
             "Cannot set a prompt learning adapter to trainable when loading pretrained adapter: of P-tuning, PEFT "
@@ -314,7 +315,7 @@ def _check_trains(model: PreTrainedModel) -> None:
 
 
 def _check_floats(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that trains whole and is held in few bits."""
+    """Raise ValueError for a quantized model without an adapter."""
     backend = model.backend
     if isinstance(backend, NativeBackend) and any(form.kind not in HALVES for form in backend.formats.values()):
         raise ValueError(
@@ -326,12 +327,12 @@ def _check_floats(model: PreTrainedModel) -> None:
 def load_reference(
     model: Any, args: BaseConfig, argument: str = "ref_model", *, images: bool = False
 ) -> PreTrainedModel:
-    """A language model that is computed along with the policy, from an `argument` like `model`; its weights keep their
+    """Load a language model that runs alongside the policy, from an `argument` like `model`. Its weights keep their
     dtypes. With `images`, it has its vision tower."""
     name_or_ours, torch_model = split_model(model)
     if torch_model is not None:
         return from_torch(torch_model, args, "lm", trains=False, images=images, as_stored=True)
-    with told_of(argument):
+    with naming_argument(argument):
         found = find(name_or_ours, args, "lm", dtype="auto")
         if images:
             found = with_images(found)
@@ -346,10 +347,10 @@ def load_teacher(
     *,
     images: bool = False,
 ) -> PreTrainedModel:
-    """The same of the argument `teacher_model`, with arguments of from_pretrained of its own.
+    """Load the argument `teacher_model`, which has its own arguments of from_pretrained.
 
     Raises:
-        ValueError: there are some, and the model is loaded already.
+        ValueError: such arguments are given, but the model is already loaded.
     """
     if init_kwargs is not None and not isinstance(model, str | os.PathLike):
         raise ValueError(
@@ -359,7 +360,7 @@ def load_teacher(
         return load_reference(model, args, "teacher_model", images=images)
     given = {"revision": revision, **(init_kwargs or {})}
     kwargs = {name: value for name, value in given.items() if value is not None}
-    with told_of("teacher_model"):
+    with naming_argument("teacher_model"):
         found = find(os.fspath(model), args, "lm", dtype="auto", init_kwargs=kwargs)
         if "quantization_config" in kwargs:
             found = replace(found, quantization=as_quantization(kwargs["quantization_config"]))
@@ -369,7 +370,7 @@ def load_teacher(
 
 
 def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, method: str) -> None:
-    """Raise ValueError if the teacher's distributions cannot be compared with the student's; `method` for the error."""
+    """Raise ValueError if the teacher's distributions cannot be compared to the student's; errors name `method`."""
     own, found = (model.config.get_text_config().vocab_size for model in (student, teacher))
     if own != found:
         raise ValueError(
@@ -387,14 +388,14 @@ def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, method: st
 def outlined(
     checkpoint: Checkpoint, args: BaseConfig, adapter: AdapterConfig | None, quantization: BitsAndBytesConfig | None
 ) -> PreTrainedModel:
-    """The same without weights: shapes in the place of arrays."""
+    """The model to train without weights: shapes instead of arrays."""
     if adapter is not None:
         _check_one_adapter(checkpoint.adapter is not None)
     return checkpoint.outline(adapter, quantization, parts=sharding_plan_of(args) is not None)
 
 
 def _has_this_adapter(model: PreTrainedModel, adapter: AdapterConfig) -> bool:
-    """Whether a model was given an adapter of the same config before, as scripts of early TRL do by hand."""
+    """Whether the model already has an adapter of the same config, as in scripts for early TRL that add it by hand."""
     if not isinstance(model.backend, AdaptedBackend):
         return False
     told = {"base_model_name_or_path": None, "inference_mode": False, "revision": None, "auto_mapping": None}
@@ -415,14 +416,14 @@ def _log_adapter(model: PreTrainedModel) -> None:
 
 
 def short_name(model: Any) -> str:
-    """The last part of the model's name, by which a run is named."""
+    """The last part of the model's name, which names a run."""
     ours, torch_model = split_model(model)
     name = name_of(torch_model) if ours is None else ours if isinstance(ours, str) else ours.name_or_path
     return name.rstrip("/").split("/")[-1]
 
 
 def split_model(model: Any) -> tuple[str | PreTrainedModel | None, Any]:
-    """The argument `model` as (a name, a folder or our model; torch's model), one of which is None.
+    """Split the argument `model` into (a name, a folder or our model; a torch model), one of which is None.
 
     Raises:
         TypeError: it is none of these.
@@ -440,8 +441,8 @@ def split_model(model: Any) -> tuple[str | PreTrainedModel | None, Any]:
 
 
 def align_special_tokens(model: PreTrainedModel, torch_model: Any, tokenizer: Any, *, head: str) -> None:
-    """Write the tokenizer's special tokens into the configs of a model that is about to train, and of the torch model
-    that was passed, if any."""
+    """Write the tokenizer's special tokens into the configs of the model to train and of the torch model that was
+    passed, if any."""
     updated = {}
     for one in (model, torch_model):
         if one is not None:

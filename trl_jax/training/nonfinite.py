@@ -17,18 +17,20 @@ from trl_jax.mesh.mesh import fetched
 if TYPE_CHECKING:
     from trl_jax.hub.pretrained import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 
 # Find NaN and infinite values: in loaded weights, or where in the model a step computes the first one.
 
 
 def explain(params: dict, frozen: dict, loss: Callable, batch: Any, *, sharded: bool) -> str:
-    """A sentence on where the first NaN or infinite value arises, in the loss or in its gradient.
+    """Describe where the first NaN or infinite value arises, in the loss or in its gradient.
 
     Args:
-        params, frozen: the arrays that train, and the others of the step.
+        params, frozen: the trained arrays, and the other arrays of the step.
         loss: `(params, one pass of a batch, key) -> (loss, sums)`.
         batch: the step's `StepBatch`.
-        sharded: whether the arrays are divided over several devices.
+        sharded: whether the arrays are sharded over several devices.
     """
     arrays = batch.arrays
     if sharded:
@@ -56,7 +58,7 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model, unless a tensor of its checkpoint has NaN or infinite values.
 
     Raises:
-        ValueError: some tensors have; their names on disk are listed.
+        ValueError: lists the names of such tensors.
     """
     readable, bad = model.readable, []
     if not all(map(_finite, readable.values())):
@@ -72,15 +74,15 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _finite(values: Any) -> bool:
-    """Whether all are; where the host has them, without a program that would be compiled for their shape."""
+    """Whether all values are finite. Checks host memory with NumPy, so that no program is compiled for each shape."""
     there = not isinstance(values, jax.Array) or [device.platform for device in values.devices()] == ["cpu"]
     return bool(np.isfinite(np.asarray(values)).all() if there else jnp.isfinite(values).all())
 
 
-# Finds the operation of a computation that makes the first value that is not finite.
+# Find the first operation of a computation that produces a non-finite value.
 
 
-# Operations that contain a program, and the parameter with it; `_scan` runs a loop over layers.
+# Primitives that contain a jaxpr -> the parameter that holds it. Loops over layers are run by `_scan`.
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr",
           "custom_vjp_call": "call_jaxpr", "closed_call": "call_jaxpr"}  # fmt: skip
 
@@ -90,10 +92,10 @@ class _Found(Exception):
 
 
 def nan_trace(function: Callable, *arguments: Any) -> str | None:
-    """Names the first operation of `function(*arguments)` that makes a NaN or +inf of other numbers; None if none does.
+    """Name the first operation of `function(*arguments)` that makes NaN or +inf from inputs without them, if any.
 
-    Operations run one by one. -inf does not count: attention masks contain it. The text names the iteration of the loop
-    (the layer, where layers are scanned), the operation, and its line in the source.
+    Runs the operations one by one. -inf does not count, because attention masks contain it. The text names the loop
+    iteration (the layer, if layers are scanned), the operation, and its line in the source.
     """
     closed = jax.make_jaxpr(function)(*arguments)
     try:
@@ -135,13 +137,13 @@ def _opened(inner: Any) -> tuple[Any, list]:
 def _scan(equation: Any, inputs: list, where: str) -> list:
     length, reverse = equation.params["length"], equation.params["reverse"]
     body, constants = _opened(equation.params["jaxpr"])
-    # JAX's releases name the numbers of constants, carried values and slices differently. In all of them, the body's
-    # slices lack the axis of the loop, so ranks show which they are.
+    # JAX releases name the numbers of constants, carry and scanned inputs differently. In all of them, the body's
+    # slices lack the axis of the loop, so they can be recognized by their ranks.
     carried = sum(map(_same_rank, equation.outvars, body.outvars))
     whole = sum(map(_same_rank, equation.invars, body.invars))
     consts, carry, slices, rows = inputs[: whole - carried], inputs[whole - carried : whole], inputs[whole:], []
     for turn in reversed(range(length)) if reverse else range(length):
-        inner = f"{where}in turn {turn} (of {length}, layers are scanned) "
+        inner = f"{where}in iteration {turn} of {length} of a scan (over layers or blocks) "
         outputs = _run(body, constants, [*consts, *carry, *(part[turn] for part in slices)], inner)
         carry = outputs[:carried]
         rows.append(outputs[carried:])
@@ -164,11 +166,10 @@ def _line(equation: Any) -> str:
     return f"{equation.primitive.name} ({source_info_util.summarize(equation.source_info)})"
 
 
-# Report steps that were left out because a number in them was not finite, and end a run with too many of them.
+# Report skipped steps (those with non-finite numbers), and end a run with too many of them in a row.
 
-logger = logging.getLogger(__name__)
 
-PATIENCE = 3  # such steps in a row that end a run
+PATIENCE = 3  # skipped steps in a row that end a run
 _OF_FINITE_GRADIENTS = (
     "The gradient is finite, but the optimizer's update is not: learning_rate is too high, or adam_epsilon lets it "
     "divide by zero."
@@ -176,13 +177,13 @@ _OF_FINITE_GRADIENTS = (
 
 
 class NonFiniteGuard:
-    """Looks at the metrics of each step while the device computes the next one; after a bad step it waits for each.
+    """Checks each step's metrics while the device computes the next step; after a bad step, it waits for each step.
 
-    A bad step left weights and moments as they were (`update.make_step`), so `explain` can still find the cause.
+    A bad step does not change weights and moments (`update.make_step`), so `explain` can still find the cause.
 
     Args:
-        first_step: number of the first step that will be checked.
-        explain: a bad step's batch -> a sentence on where the first value arises that is not finite.
+        first_step: number of the first step to check.
+        explain: batch of a bad step -> a sentence on where the first non-finite value arises.
         patience: number of bad steps in a row that end the run.
     """
 
@@ -192,10 +193,10 @@ class NonFiniteGuard:
         self._bad_steps: list[int] = []
 
     def check(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Check the step before this one, which has been handed to the device; `batch.rows` are its rows.
+        """Check the previous step; this one was just dispatched to the device. `batch.rows` are its rows.
 
         Raises:
-            FloatingPointError: this step, or the one before, was the last of `patience` bad ones in a row.
+            FloatingPointError: there were `patience` bad steps in a row, up to this one or the previous one.
         """
         self.settle()
         self._pending = (batch, metrics)
@@ -203,7 +204,7 @@ class NonFiniteGuard:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the step that has not been checked, and check it."""
+        """Wait for the pending step, if any, and check it."""
         if self._pending is None:
             return
         (batch, metrics), self._pending = self._pending, None
@@ -217,13 +218,15 @@ class NonFiniteGuard:
         values = f"loss {float(loss)}, grad_norm {float(norm)}{', update not finite' if finite else ''}"
         what = f"Step {self._step}: {values}, on rows {_some(batch.rows)} of train_dataset."
         if len(self._bad_steps) < self._patience:
-            logger.warning("%s Its update was left out; %d such steps in a row end the run.", what, self._patience)
+            logger.warning(
+                "%s The update was skipped. After %d such steps in a row the run ends.", what, self._patience
+            )
             return
         raise FloatingPointError(
             f"{what} Steps {_some(self._bad_steps)} in a row were not finite. "
-            f"{_OF_FINITE_GRADIENTS if finite else self._explain(batch)} The weights are those from before step "
-            f"{self._bad_steps[0]}, and every checkpoint is good: lower learning_rate or max_grad_norm, or look at "
-            "these rows, and resume."
+            f"{_OF_FINITE_GRADIENTS if finite else self._explain(batch)} Their updates were skipped, so the "
+            "weights and all checkpoints are finite. Lower learning_rate or max_grad_norm, or inspect these rows, and "
+            "resume."
         )
 
 

@@ -15,11 +15,11 @@ from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.training.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
 from trl_jax.training.schedules import ADAPTIVE, Plateau, learning_rates
 
-# The optimizer as callbacks see it: with torch's `param_groups`, whose rate a script may read and set.
+# The optimizer as callbacks see it: with torch's `param_groups`, whose `lr` a script may read and set.
 
 
 class ShownOptimizer(Optimizer):
-    """An optimizer whose `param_groups` are a list of two mappings, as transformers makes them."""
+    """An optimizer with `param_groups`: a list of two mappings, as in transformers."""
 
     param_groups: list[ParamGroup]
 
@@ -27,7 +27,7 @@ class ShownOptimizer(Optimizer):
     def of(cls, tx: Optimizer, choice: OptimizerChoice, rates: LearningRate) -> ShownOptimizer:
         """
         Args:
-            rates: what the groups read their `lr` from, and set it in.
+            rates: where the groups read and set their `lr`.
         """
         shown, hyper = cls(*tx), choice.hyperparameters or Hyperparameters()
         facts = {"initial_lr": choice.peak, "betas": (hyper.b1, hyper.b2), "eps": hyper.eps}
@@ -39,11 +39,11 @@ class ShownOptimizer(Optimizer):
 
 
 class ParamGroup(MutableMapping):
-    """A group of torch's: `lr` is the rate of the next step. One that is set counts for that step alone, as with
-    torch, whose schedule sets the next.
+    """One of torch's parameter groups. `lr` is the rate of the next step. Setting it affects that step only, as in
+    torch, where the scheduler then sets it again.
 
     Raises:
-        ValueError: anything else is set.
+        ValueError: any other key is set.
     """
 
     def __init__(self, rates: LearningRate, number: int, facts: dict[str, Any]):
@@ -71,25 +71,28 @@ class ParamGroup(MutableMapping):
         return 1 + len(self._facts)
 
 
-# Choose the optimizer: one named by the arguments, an optax transformation, or the counterpart of a torch class.
+# Choose the optimizer: one named by the arguments, an optax transformation, or the equivalent of a torch class.
 
 
-# Classes of torch, transformers and bitsandbytes -> the name of the rule.
+# Class names of torch, transformers and bitsandbytes -> name of the optimizer in `optim`.
 _CLASSES = {
     "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad", "RMSprop": "rmsprop",
     "Adafactor": "adafactor", "Lion": "lion_32bit",
 }  # fmt: skip
 _KERNELS = ("fused", "foreach", "capturable", "differentiable", "maximize", "is_paged", "optim_bits")
-GROUPS = 2  # of parameters in transformers' optimizers: those whose weights decay, and the others
+GROUPS = 2  # parameter groups in transformers: with and without weight decay
 _SHOW = "optimizers=(optax.adamw(1e-4), None)"
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """The optimizer and the schedule of a run.
+    """The optimizer and the schedule of a run. Either name and hyperparameters are set, or tx.
 
-    peak: the highest learning rate. name, hyperparameters: of one of our rules. tx: an optax transformation instead.
-    schedule: a function of the step instead of the arguments' schedule.
+    peak: the highest learning rate.
+    name: of a built-in optimizer, as in `optim`.
+    hyperparameters: of the built-in optimizer.
+    tx: an optax transformation.
+    schedule: step -> learning rate; None uses the schedule of the arguments.
     """
 
     peak: float
@@ -101,14 +104,14 @@ class OptimizerChoice:
     def make(
         self, decayed: dict[str, bool], layout: TorchParamLayout, max_grad_norm: float | None, warmup_steps: int
     ) -> Optimizer | optax.GradientTransformation:
-        """Build the optimizer; `decayed` says of each parameter's path whether it has weight decay."""
+        """Build the optimizer. `decayed` maps parameter paths to whether they have weight decay."""
         if self.tx is not None:
             return from_optax(self.tx, peak=self.peak, max_grad_norm=max_grad_norm)
         hyperparameters = replace(self.hyperparameters, warmup_steps=warmup_steps, layout=layout)
         return make_optimizer(self.name, hyperparameters, decayed=decayed, max_grad_norm=max_grad_norm)
 
     def rates(self, args: BaseConfig, max_steps: int) -> Callable[[int], float]:
-        """The schedule: number of finished steps -> learning rate of the next; one with `observe` follows a metric."""
+        """The schedule: number of finished steps -> rate of the next step. A `Plateau` also observes a metric."""
         if self.schedule is not None:
             return lambda step: float(self.schedule(step))
         name, kwargs = plain(args.lr_scheduler_type), as_dict("lr_scheduler_kwargs", args.lr_scheduler_kwargs)
@@ -119,10 +122,10 @@ class OptimizerChoice:
 
 
 def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> OptimizerChoice:
-    """Choose by the constructor's arguments `optimizers` and `optimizer_cls_and_kwargs`, else by `args.optim`.
+    """Choose from the constructor's `optimizers` or `optimizer_cls_and_kwargs`, or else from `args.optim`.
 
     Raises:
-        TypeError, ValueError: an optimizer or schedule is torch's, or a class does not take its arguments.
+        TypeError, ValueError: an optimizer or schedule is torch's, or a class does not accept its arguments.
     """
     tx, schedule = optimizers
     if tx is None and schedule is not None:
@@ -144,7 +147,7 @@ def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> OptimizerC
 
 
 def check_optax(tx: Any) -> None:
-    """Raise TypeError for anything but an optax transformation."""
+    """Raise TypeError unless `tx` is an optax transformation."""
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"optimizers: a {_full_name(type(tx))} cannot update JAX arrays; pass an optax transformation, as in "
@@ -198,11 +201,12 @@ def _full_name(kind: Any) -> str:
 
 
 class LearningRate:
-    """The run's schedule in the form of torch's `lr_scheduler`; `finished` returns the number of finished steps."""
+    """The run's schedule, like torch's `lr_scheduler`. `finished` returns the number of finished steps."""
 
     def __init__(self, rate: Callable[[int], float], finished: Callable[[], int]):
         self._rate, self._finished, self._first = rate, finished, 0
-        self._taken, self._set_for, self._set = -1, -1, {}  # the number of finished steps at the last step; when set
+        # Numbers of finished steps: when the last step was taken, and when a script set rates for the next step.
+        self._taken, self._set_for, self._set = -1, -1, {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -213,27 +217,27 @@ class LearningRate:
         super().__setattr__(name, value)
 
     def __call__(self, step: int) -> float:
-        """The rate of the step after `step` finished ones."""
+        """The learning rate of the step after `step` finished ones."""
         return self._rate(max(step - self._first, 0))
 
     def begin_at(self, step: int) -> None:
-        """Let the schedule begin after this many steps of the run, whose optimizer began again there."""
+        """Restart the schedule after this many steps of the run, because the optimizer was restarted there."""
         self._first = step
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of the next step, of each group, as that of transformers' Trainer after a step."""
+        """The learning rate of the next step for each group, as in transformers' Trainer after a step."""
         return [self(self._finished())] * GROUPS
 
     def of_group(self, number: int) -> float:
-        """The rate of a group of parameters in the next step."""
+        """The learning rate of a parameter group in the next step."""
         step = self._finished()
         return self._set.get(number, self(step)) if self._set_for == step else self(step)
 
     def set_for_group(self, number: int, rate: float) -> None:
-        """Let a group of parameters take its next step, and that alone, at another rate than the schedule's.
+        """Override the schedule's rate for a parameter group in the next step only.
 
         Raises:
-            ValueError: the step is taken already, or the schedule follows a metric.
+            ValueError: the step was already taken, or the schedule follows a metric.
         """
         step = self._finished()
         if self._taken == step or isinstance(self._rate, Plateau):
@@ -245,11 +249,14 @@ class LearningRate:
             self._set_for, self._set = step, {}
         self._set[number] = rate
 
-    def taken(self, groups: int) -> float:
-        """The rate at which the next step is taken, of this many groups.
+    def take_next(self, groups: int) -> float:
+        """Return the learning rate of the next step, and mark that step as taken.
+
+        Args:
+            groups: number of parameter groups.
 
         Raises:
-            ValueError: they were set to different ones.
+            ValueError: the groups have different rates.
         """
         rates = {self.of_group(number) for number in range(groups)}
         self._taken = self._finished()
@@ -261,20 +268,20 @@ class LearningRate:
         return rates.pop()
 
     def after_evaluation(self, metrics: dict[str, float], wanted: str | None) -> None:
-        """Pass the metric `wanted` to a schedule that follows one.
+        """Pass the metric named `wanted` to a schedule that follows one.
 
         Raises:
-            KeyError: the evaluation has no such metric.
+            KeyError: the evaluation did not report this metric.
         """
         if not isinstance(self._rate, Plateau):
             return
         name = f"eval_{str(wanted).removeprefix('eval_')}"
         if name not in metrics:
-            raise KeyError(f"metric_for_best_model: {name!r} is none of {', '.join(metrics)}.")
+            raise KeyError(f"metric_for_best_model: {name!r} is not one of {', '.join(metrics)}.")
         self._rate.observe(float("nan") if metrics[name] is None else metrics[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, ready for JSON; empty for a function of the run's step."""
+        """The state as JSON values; empty unless the schedule was restarted or follows a metric."""
         own = self._rate.state() if isinstance(self._rate, Plateau) else {}
         return own | ({"first": self._first} if self._first else {})
 

@@ -1,4 +1,4 @@
-"""Build the optimizer from optax, with torch's conventions."""
+"""Optimizers built from optax, following torch's conventions where the two differ."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ import optax
 
 from trl_jax.config.optimizers import OPTIMIZERS
 from trl_jax.core.torch_random import TorchParamLayout
+from trl_jax.mesh.mesh import platform
 
-# Builds the optimizer that the arguments name from optax, with torch's conventions where the two differ.
-
-
-# transformers' Trainer.get_decay_parameter_names: neither biases nor any kind of norm decay.
+# As in transformers' Trainer.get_decay_parameter_names, biases and all kinds of norms have no weight decay.
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -29,7 +27,7 @@ def decays(tensor: str) -> bool:
     return not _UNDECAYED.search(tensor.lower())
 
 
-def _where_they_are(params: Any, state: Any) -> Any:
+def _identity(params: Any, state: Any) -> Any:
     del state
     return params
 
@@ -45,18 +43,18 @@ class Optimizer(NamedTuple):
 
     init: Callable
     update: Callable
-    point: Callable[[Any, Any], Any] = _where_they_are
+    point: Callable[[Any, Any], Any] = _identity
     safe_rate: float | None = None
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The arguments of an optimizer; rules take those they know.
+    """The hyperparameters of an optimizer; each rule uses those it knows.
 
     Attributes:
-        optim_args: the argument of this name, parsed.
-        warmup_steps: for rules that warm up by themselves.
-        layout: of the tensors that torch's rules see, for those that look at whole tensors.
+        optim_args: the parsed `optim_args` argument.
+        warmup_steps: for rules that warm up inside the optimizer.
+        layout: how arrays map to torch's tensors, for rules that use whole tensors (Adafactor).
     """
 
     b1: float = 0.9
@@ -111,7 +109,7 @@ _RULES = {
     "lion": _lion,
     "ademamix": _ademamix,
 }
-# Schedule-free rules: the decay of the average, the transformation of gradients, the factor of the rate.
+# Schedule-free rules: b1, the transformation of gradients, the factor of the learning rate.
 _SCHEDULE_FREE = {
     "schedule_free_adamw": lambda hyper: (
         hyper.b1, over_root_mean_square(hyper.b2, hyper.eps), warm(hyper.warmup_steps)),
@@ -124,10 +122,10 @@ _COUPLED = {"sgd", "adagrad", "rmsprop"}  # torch adds their weight decay to the
 def make_optimizer(
     name: str, hyper: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
 ) -> Optimizer:
-    """Build the optimizer that `optim` names: clipping where `max_grad_norm` > 0, its rule, weight decay, the rate.
+    """Build the optimizer named by `optim`: clipping if `max_grad_norm` > 0, update rule, weight decay, learning rate.
 
     Args:
-        decayed: for each parameter, whether it decays.
+        decayed: parameter path -> whether it has weight decay.
     """
     named = OPTIMIZERS[name]
     hyper = replace(hyper, optim_args=named.fixed | hyper.optim_args)
@@ -141,8 +139,9 @@ def make_optimizer(
 
 
 def _safe_rate_of_adam(hyper: Hyperparameters) -> float | None:
-    """With these betas and epsilon, |mean / (root of square + epsilon)| is at most |gradient| / epsilon. A gradient
-    with a finite norm is below 2e19, so that the update is finite in float32 up to this rate."""
+    """A learning rate up to which every update is finite in float32. |mean / (sqrt(square) + eps)| is at most
+    |gradient| / eps, and the elements of a gradient with a finite norm are below 2e19. None if the betas or eps are out
+    of range."""
     return 1e3 if max(hyper.b1, hyper.b2) < 1 and hyper.eps >= 1e-16 else None
 
 
@@ -150,7 +149,7 @@ def _schedule_free(
     kind: str, hyper: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
 ) -> Optimizer:
     b1, direction, factor = _SCHEDULE_FREE[kind](hyper)
-    if hyper.weight_decay:  # of the point where the gradient is taken, behind the gradient's transformation
+    if hyper.weight_decay:  # of y, added after the gradient's transformation
         direction = optax.chain(direction, optax.add_decayed_weights(hyper.weight_decay, mask=decayed))
     r, power = hyper.optim_args.get("r", 0.0), hyper.optim_args.get("weight_lr_power", 2.0)
     clip = clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
@@ -159,9 +158,8 @@ def _schedule_free(
 
 
 def from_optax(tx: optax.GradientTransformation, *, peak: float, max_grad_norm: float | None) -> Optimizer:
-    """A user's transformation, which contains its rate: its updates are scaled by the schedule's rate over `peak`.
-
-    torch's LambdaLR scales the rate with which an optimizer was made in the same way.
+    """Wrap a user's optax transformation that includes its learning rate: its updates are scaled by the schedule's rate
+    divided by `peak`, as torch's LambdaLR scales the rate that an optimizer was created with.
     """
     unscaled = optax.chain(tx, optax.scale(-1.0 / peak))
     return _chained([unscaled], max_grad_norm)
@@ -176,7 +174,7 @@ def _chained(
 
 
 def _scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:
-    """Multiplies by minus the `learning_rate` handed to `update`."""
+    """Multiply by minus the `learning_rate` that is passed to `update`."""
 
     def update(updates, state, params=None, *, learning_rate, **extra):
         del params, extra
@@ -186,10 +184,10 @@ def _scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:
 
 
 def with_adam_moments(state: Any, count: int, mu: dict[str, jax.Array], nu: dict[str, jax.Array]) -> Any:
-    """AdamW's state with these moments in it, as after `count` steps.
+    """AdamW's state with these moments, as after `count` steps.
 
     Raises:
-        ValueError: `state` is another optimizer's.
+        ValueError: `state` belongs to another optimizer.
     """
     replaced = []
 
@@ -208,16 +206,16 @@ def with_adam_moments(state: Any, count: int, mu: dict[str, jax.Array], nu: dict
 # Schedule-free optimizers (Defazio et al. 2024, arXiv:2405.15682), with the paper's three sequences x, y and z.
 
 
-_TABLE = 4096  # steps whose rectification is computed in double precision
+_TABLE = 4096  # steps whose rectification is computed in float64
 
 
 class ScheduleFreeState(NamedTuple):
     """The state, without the parameters x.
 
     Attributes:
-        count: steps taken.
-        weights: sum of the weights that the average has given to steps.
-        highest: the highest rate of any step.
+        count: number of steps.
+        weights: sum of the averaging weights so far.
+        highest: highest learning rate so far.
         fast: z.
         direction: state of the transformation of gradients.
     """
@@ -230,23 +228,23 @@ class ScheduleFreeState(NamedTuple):
 
 
 def point(b1: float, params: dict[str, jax.Array], state: ScheduleFreeState) -> dict[str, jax.Array]:
-    """y, where the next gradient is taken."""
+    """y, the point at which the next gradient is taken."""
     return jax.tree.map(lambda x, z: b1 * x + (1 - b1) * z, params, state.fast)
 
 
 def schedule_free(
     direction: optax.GradientTransformation, factor: Callable[[jax.Array], Any], *, b1: float, r: float, power: float
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps of z against `direction`, averaged into x with weights `(t + 1)**r * highest_rate**power`.
+    """Move z by `-rate * direction`, and average z into x with the weights `(t + 1)**r * highest_rate**power`.
 
     Args:
-        direction: transforms gradients before the rate is applied; its parameters are y.
-        factor: finished steps -> factor of the rate.
+        direction: transforms the gradients before the learning rate is applied; gets y as the parameters.
+        factor: number of finished steps -> factor of the learning rate.
     """
 
     def init(params):
         zero = jnp.zeros(())
-        fast = jax.tree.map(jnp.copy, params)  # a copy: a step is donated both
+        fast = jax.tree.map(jnp.copy, params)  # params and state are both donated, so they cannot share buffers
         return ScheduleFreeState(jnp.zeros((), jnp.int32), zero, jnp.copy(zero), fast, direction.init(params))
 
     def update(updates, state, params, *, learning_rate, **extra):
@@ -265,7 +263,7 @@ def schedule_free(
 
 
 def over_root_mean_square(b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam without its first moment, which the average x replaces."""
+    """Adam without the first moment, which is replaced by the average x."""
 
     def init(params):
         return RunningState(jnp.zeros((), jnp.int32), {"squares": jax.tree.map(jnp.zeros_like, params)})
@@ -282,12 +280,12 @@ def over_root_mean_square(b2: float, eps: float) -> optax.GradientTransformation
 
 
 def warm(steps: int) -> Callable[[jax.Array], Any]:
-    """A factor that rises from 1 / steps to 1, for a warmup within the optimizer."""
+    """A factor that rises from 1 / steps to 1: a warmup inside the optimizer."""
     return lambda count: jnp.minimum((count + 1) / steps, 1.0) if steps else 1.0
 
 
 def rectified(b2: float) -> Callable[[jax.Array], Any]:
-    """RAdam's factor (Liu et al. 2020, arXiv:1908.03265): 0 while the variance of the second moment is unknown."""
+    """RAdam's factor (Liu et al. 2020, arXiv:1908.03265): 0 in the first steps, whose variance is intractable."""
     longest = 2 / (1 - b2) - 1
 
     def shares(steps, decayed, numbers):
@@ -298,7 +296,7 @@ def rectified(b2: float) -> Callable[[jax.Array], Any]:
         return numbers.where(known, numbers.sqrt(squared), 0.0)
 
     steps = np.arange(1, _TABLE + 1, dtype=np.float64)
-    table = shares(steps, b2**steps, np).astype(np.float32)  # in the beginning, differences of nearly equal numbers
+    table = shares(steps, b2**steps, np).astype(np.float32)  # the first steps subtract nearly equal numbers
 
     def share(count):
         later = shares(count + 1.0, 1 - bias(b2, count + 1), jnp)
@@ -307,19 +305,19 @@ def rectified(b2: float) -> Callable[[jax.Array], Any]:
     return share
 
 
-# transformers' Adafactor: of a matrix it keeps the average squares of rows and of columns.
+# transformers' Adafactor. For a matrix, it stores only the mean squares of rows and of columns.
 
 
 _EPS = 1e-30  # added to squares
-_DECAY = 0.8  # the average of t steps forgets t**-0.8 of itself
-_LARGEST = 1.0  # bound of an update's root mean square
+_DECAY = 0.8  # step t has the weight t**-0.8 in the running averages
+_LARGEST = 1.0  # maximum root mean square of an update
 
 
 class FactoredState(NamedTuple):
     """Attributes:
-    count: steps taken.
-    rows: for each of torch's tensors, average squares of its rows `[..., out]`; of a vector, of each number.
-    columns: for each matrix, average squares of its columns `[..., in]`.
+    count: number of steps.
+    rows: for each of torch's tensors, mean squares of its rows `[..., out]`; for a vector, of each element.
+    columns: for each matrix, mean squares of its columns `[..., in]`.
     """
 
     count: jax.Array
@@ -328,10 +326,10 @@ class FactoredState(NamedTuple):
 
 
 def scale_by_adafactor(layout: TorchParamLayout) -> optax.GradientTransformation:
-    """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), neither with a relative step nor scaled by parameters.
+    """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), without relative steps and parameter scaling.
 
-    Averages and bounds are those of torch's tensors, which `layout` finds in the arrays; optax's rule takes each array
-    for a tensor.
+    As in torch, averages and bounds are per tensor; `layout` says which arrays form a tensor. optax's rule works per
+    array instead.
     """
 
     def init(params):
@@ -349,12 +347,12 @@ def scale_by_adafactor(layout: TorchParamLayout) -> optax.GradientTransformation
         for name, g in _joined(updates, layout).items():
             square = jnp.square(g) + _EPS
             if name in state.columns:
-                rows[name] = _towards(state.rows[name], jnp.mean(square, axis=-1), share)
-                columns[name] = _towards(state.columns[name], jnp.mean(square, axis=-2), share)
+                rows[name] = _moving_average(state.rows[name], jnp.mean(square, axis=-1), 1 - share, share)
+                columns[name] = _moving_average(state.columns[name], jnp.mean(square, axis=-2), 1 - share, share)
                 of_row = rows[name] / jnp.mean(rows[name], axis=-1, keepdims=True)
                 step = g * jax.lax.rsqrt(of_row)[..., None] * jax.lax.rsqrt(columns[name])[..., None, :]
             else:
-                rows[name] = _towards(state.rows[name], square, share)
+                rows[name] = _moving_average(state.rows[name], square, 1 - share, share)
                 step = g * jax.lax.rsqrt(rows[name])
             steps[name] = _bounded(step, first=name in layout.stacked)
         return _split(steps, updates, layout), FactoredState(count, rows, columns)
@@ -362,12 +360,8 @@ def scale_by_adafactor(layout: TorchParamLayout) -> optax.GradientTransformation
     return optax.GradientTransformation(init, update)
 
 
-def _towards(average: jax.Array, values: jax.Array, share: jax.Array) -> jax.Array:
-    return (1 - share) * average + share * values
-
-
 def _bounded(step: jax.Array, first: int) -> jax.Array:
-    """Scale to a root mean square, over the axes from `first` on, of at most _LARGEST."""
+    """Scale to a root mean square of at most _LARGEST over the axes from `first` on."""
     size = jnp.sqrt(jnp.mean(jnp.square(step), axis=tuple(range(first, step.ndim)), keepdims=True))
     return step / jnp.maximum(size / _LARGEST, 1)
 
@@ -377,12 +371,12 @@ def _is_matrix(path: str, array: jax.Array, layout: TorchParamLayout) -> bool:
 
 
 def _axis(path: str, array: jax.Array, layout: TorchParamLayout) -> int:
-    """The axis of outputs, along which arrays are joined to a tensor."""
+    """The output axis, along which arrays are concatenated to a torch tensor."""
     return -2 if _is_matrix(path, array, layout) else -1
 
 
 def _members(paths: Iterable[str], layout: TorchParamLayout) -> dict[str, list[str]]:
-    """First path -> all paths, for each of torch's tensors."""
+    """For each of torch's tensors: its first path -> all of its paths."""
     groups: dict[str, list[str]] = {}
     for path in paths:
         groups.setdefault(layout.joined.get(path, path), []).append(path)
@@ -399,7 +393,7 @@ def _joined(arrays: Mapping[str, jax.Array], layout: TorchParamLayout) -> dict[s
 def _split(
     tensors: Mapping[str, jax.Array], arrays: Mapping[str, jax.Array], layout: TorchParamLayout
 ) -> dict[str, jax.Array]:
-    """Split the tensors into arrays of these shapes."""
+    """Split torch's tensors into arrays of the shapes of `arrays`."""
     found = {}
     for name, paths in _members(arrays, layout).items():
         axis = _axis(name, arrays[name], layout)
@@ -408,49 +402,49 @@ def _split(
     return found
 
 
-# Update rules as optax transformations, with torch's conventions where optax has others.
+# Update rules as optax transformations, following torch where optax differs.
 
 
-_CHUNK = 4096  # elements that fit into the first cache
+_CHUNK = 4096  # elements that fit into the L1 cache
 
 
 class RunningState(NamedTuple):
-    """Steps taken, and averages by name, each a tree like the parameters."""
+    """The number of steps, and running averages by name, each a pytree like the parameters."""
 
     count: jax.Array
     averages: dict[str, Any]
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """The global norm of arrays on one device. On CPUs it takes a tenth of the time of optax's, has a digit more and
-    keeps no squares in memory: XLA sums an array element by element, and here rows are added to rows."""
-    return jax.lax.platform_dependent(tree, cpu=_norm_by_rows, default=optax.global_norm)
+    """The global norm of arrays on one device. On CPUs, this takes a tenth of the time of optax's, is a digit more
+    precise, and does not store the squares: it adds rows to rows, while XLA would sum an array element by element."""
+    return _norm_by_rows(tree) if platform() == "cpu" else optax.global_norm(tree)
 
 
 def _norm_by_rows(tree: Any) -> jax.Array:
     leaves = jax.tree.leaves(tree)
-    return jnp.sqrt(sum(map(_sum_of_squares, leaves))).astype(jnp.result_type(*leaves))  # as optax has it
+    return jnp.sqrt(sum(map(_sum_of_squares, leaves))).astype(jnp.result_type(*leaves))  # optax's result dtype
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     rows, dtype = x.reshape(-1, x.shape[-1] if x.ndim else 1), jnp.promote_types(x.dtype, jnp.float32)
     many = min(len(rows), max(1, _CHUNK // rows.shape[1]))
-    turns = len(rows) // many
+    steps = len(rows) // many
 
     def squares(some):
         return jnp.square(some.astype(dtype))
 
-    def add(turn, sums):
-        return sums + squares(jax.lax.dynamic_slice_in_dim(rows, turn * many, many))
+    def add(step, sums):
+        return sums + squares(jax.lax.dynamic_slice_in_dim(rows, step * many, many))
 
-    sums = jax.lax.fori_loop(0, turns, add, jnp.zeros((many, rows.shape[1]), dtype))
-    return jnp.sum(sums) + jnp.sum(squares(rows[turns * many :]))
+    sums = jax.lax.fori_loop(0, steps, add, jnp.zeros((many, rows.shape[1]), dtype))
+    return jnp.sum(sums) + jnp.sum(squares(rows[steps * many :]))
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """torch's clip_grad_norm_: scale by `max_norm / (norm + 1e-6)` where that is below 1.
+    """torch's clip_grad_norm_: scale by `max_norm / (norm + 1e-6)` if that is below 1.
 
-    optax's own divides by the norm alone, which differs in the seventh digit. `grad_norm` saves computing the norm.
+    optax's version lacks the 1e-6, which changes the seventh digit. Passing `grad_norm` saves computing the norm again.
     """
 
     def update(updates, state, params=None, *, grad_norm=None, **extra):
@@ -463,14 +457,14 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 
 
 def bias(decay: float, count: jax.Array) -> jax.Array:
-    """`1 - decay**count` with all its digits: from float32's 0.999, the first steps would lose four of seven."""
+    """`1 - decay**count` in full precision: computed directly in float32, it loses four of seven digits at first."""
     return -jnp.expm1(count * math.log(decay)) if decay > 0 else jnp.ones(())
 
 
 def scale_by_adam(
     b1: float, b2: float, eps: float, mu_dtype: str = "float32", nu_dtype: str = "float32"
 ) -> optax.GradientTransformation:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980), eps outside the root; moments have dtypes of their own."""
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) with eps outside the square root and separate dtypes for moments."""
 
     def init(params):
         mu, nu = (
@@ -492,7 +486,7 @@ def scale_by_adam(
 
 
 def with_momentum(momentum: float, dampening: float = 0.0, nesterov: bool = False) -> optax.GradientTransformation:
-    """torch's momentum: `1 - dampening` scales the gradients of all steps but the first."""
+    """torch's momentum: gradients are scaled by `1 - dampening` in all steps but the first."""
 
     def init(params):
         return RunningState(jnp.zeros((), jnp.int32), {"momentum": jax.tree.map(jnp.zeros_like, params)})
@@ -508,7 +502,8 @@ def with_momentum(momentum: float, dampening: float = 0.0, nesterov: bool = Fals
 
 
 def scale_by_adagrad(lr_decay: float = 0.0, eps: float = 1e-10) -> optax.GradientTransformation:
-    """torch's Adagrad: the squares' sum starts at 0, eps is outside the root, the rate falls as 1 / (1 + t decay)."""
+    """torch's Adagrad: squares are summed from 0, eps is outside the square root, and `1 + t * lr_decay` divides the
+    learning rate."""
 
     def init(params):
         return RunningState(jnp.zeros((), jnp.int32), {"squares": jax.tree.map(jnp.zeros_like, params)})
@@ -524,7 +519,7 @@ def scale_by_adagrad(lr_decay: float = 0.0, eps: float = 1e-10) -> optax.Gradien
 
 
 def scale_by_rms(alpha: float = 0.99, eps: float = 1e-8, centered: bool = False) -> optax.GradientTransformation:
-    """torch's RMSprop: eps outside the root; `centered` takes the squared mean off the mean square."""
+    """torch's RMSprop: eps is outside the square root; `centered` subtracts the squared mean from the mean square."""
 
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -533,10 +528,10 @@ def scale_by_rms(alpha: float = 0.99, eps: float = 1e-8, centered: bool = False)
 
     def update(updates, state, params=None):
         del params
-        kept = {"squares": _moved_towards(state.averages["squares"], jax.tree.map(jnp.square, updates), alpha)}
+        kept = {"squares": _moving_average(state.averages["squares"], jax.tree.map(jnp.square, updates), alpha)}
         squares = kept["squares"]
         if centered:
-            kept["mean"] = _moved_towards(state.averages["mean"], updates, alpha)
+            kept["mean"] = _moving_average(state.averages["mean"], updates, alpha)
             squares = jax.tree.map(lambda s, m: jnp.maximum(s - jnp.square(m), 0.0), squares, kept["mean"])
         updates = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, squares)
         return updates, RunningState(optax.safe_increment(state.count), kept)
@@ -549,7 +544,7 @@ def scale_by_ademamix(
 ) -> optax.GradientTransformation:
     """AdEMAMix (Pagliardini et al. 2024, arXiv:2409.03137): Adam with a second, slow momentum of weight `alpha`.
 
-    Over the first `t_alpha` and `t_beta3` steps alpha rises from 0, and b3 from b1, as the paper's appendix has it.
+    Over the first `t_alpha` and `t_beta3` steps, alpha rises from 0 and b3 from b1, as in the paper's appendix.
     """
 
     def init(params):
@@ -560,9 +555,9 @@ def scale_by_ademamix(
         del params
         count, old = optax.safe_increment(state.count), state.averages
         kept = {
-            "fast": _moved_towards(old["fast"], updates, b1),
-            "slow": _moved_towards(old["slow"], updates, _slow_decay(b1, b3, count, t_beta3)),
-            "squares": _moved_towards(old["squares"], jax.tree.map(jnp.square, updates), b2),
+            "fast": _moving_average(old["fast"], updates, b1),
+            "slow": _moving_average(old["slow"], updates, _slow_decay(b1, b3, count, t_beta3)),
+            "squares": _moving_average(old["squares"], jax.tree.map(jnp.square, updates), b2),
         }
         mix = alpha if t_alpha is None else jnp.minimum(alpha, alpha * count / t_alpha)
         first, second = bias(b1, count), bias(b2, count)
@@ -578,7 +573,7 @@ def scale_by_ademamix(
 
 
 def _slow_decay(b1: float, b3: float, count: jax.Array, steps: int | None) -> jax.Array | float:
-    """The decay on its way from b1 to b3, with which the average's half-life grows linearly."""
+    """The slow momentum's decay on its way from b1 to b3, such that the half-life of the average grows linearly."""
     if steps is None:
         return b3
     share = jnp.minimum(count / steps, 1.0)
@@ -586,5 +581,7 @@ def _slow_decay(b1: float, b3: float, count: jax.Array, steps: int | None) -> ja
     return jnp.exp(start * end / ((1 - share) * end + share * start))
 
 
-def _moved_towards(average: Any, values: Any, decay: Any) -> Any:
-    return jax.tree.map(lambda a, v: decay * a + (1 - decay) * v, average, values)
+def _moving_average(average: Any, values: Any, decay: Any, weight: Any = None) -> Any:
+    """The exponential moving average after `values`, whose weight is 1 - decay unless it is known more exactly."""
+    weight = 1 - decay if weight is None else weight
+    return jax.tree.map(lambda a, v: decay * a + weight * v, average, values)

@@ -1,4 +1,4 @@
-"""A script's own `training_step` and `_prepare_inputs`, and the rows of a batch as scripts get them."""
+"""User-defined `training_step` and `_prepare_inputs`, and a batch's rows as scripts see them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trl_jax.core.text import brief
 from trl_jax.data.batch import IGNORED
 from trl_jax.hub import torch_objects
 from trl_jax.training.data import seen_by_scripts
-from trl_jax.training.reference import Comparing
+from trl_jax.training.reference import ReferenceInputs
 from trl_jax.training.state import Setup
 
 
 class CutRows:
-    """The rows of a batch up to its longest text, as TRL pads them; the step's are as long as a compiled shape.
+    """A batch's rows, cut to the longest text as TRL pads them. (The step's rows are padded to a compiled shape.)
 
     shown: the arrays with their rows cut.
     """
@@ -32,8 +32,8 @@ class CutRows:
         fillers = {"input_ids": setup.processing_class.pad_token_id, "attention_mask": 0, "completion_mask": 0}
         self._fillers = fillers | {"labels": IGNORED}
 
-    def whole(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Such rows as long as the step's; others, and rows without an attention mask, as they are."""
+    def padded(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Pad cut rows to the step's length again. Rows of another length or without attention mask are unchanged."""
         if "attention_mask" not in arrays or arrays["input_ids"].shape[1] != self._cut:
             return arrays
         missing = (0, 0), (0, self._length - self._cut)
@@ -48,24 +48,24 @@ class CutRows:
 
 
 class OwnStep:
-    """Calls a script's own `training_step` and `_prepare_inputs` around the computation of a micro-batch, with the
-    inputs of TRL's collator: tensors where torch is installed and the script does not use JAX, else NumPy arrays."""
+    """Calls a user-defined `training_step` and `_prepare_inputs` around the computation of a micro-batch. They get the
+    inputs of TRL's collator: tensors if torch is installed and the script does not use JAX, else NumPy arrays."""
 
     def __init__(self, setup: Callable[[], Setup], call: Callable, prepare: Callable, tensors: bool):
         """
         Args:
-            call: `(compute, inputs, num_items_in_batch, last) -> loss`, the trainer's `training_step`, within which
-                `super()` calls `compute(inputs) -> loss`; `last` is whether the step ends with this micro-batch.
+            call: `(compute, inputs, num_items_in_batch, last) -> loss`, the trainer's `training_step`, in which
+                `super()` calls `compute(inputs) -> loss`. `last`: whether this is the step's last micro-batch.
             prepare: the trainer's `_prepare_inputs`.
-            tensors: whether the script's methods get tensors.
+            tensors: whether to pass torch tensors to the script's methods.
         """
         self._setup, self._call, self._prepare, self._tensors = setup, call, prepare, tensors
 
     def __call__(self, computed: Callable, inputs: dict[str, Any], num_items: Any, *, last: bool) -> tuple[tuple, Any]:
-        """As `UserLoss.stepped`.
+        """Run one micro-batch; see `UserLoss.stepped`.
 
         Raises:
-            RuntimeError: the script's method did not call `super()` once.
+            RuntimeError: the script's method did not call `super()` exactly once.
         """
         made, rows = [], self._rows(inputs)
 
@@ -91,17 +91,17 @@ class OwnStep:
         return torch_objects.batch_tensors(arrays) if self._tensors else dict(arrays)
 
     def _rows(self, inputs: dict[str, Any]) -> CutRows:
-        """The batch under TRL's names; for DPO and KTO without the reference log-probabilities of the step."""
+        """The batch under TRL's names; for DPO and KTO without the reference log-probabilities."""
         arrays, setup = seen_by_scripts(inputs), self._setup()
         if setup.script_loss is not None:
-            arrays = Comparing(setup.task, None, None).inputs(arrays, {})
+            arrays = ReferenceInputs(setup.task, None, None).inputs(arrays, {})
         return CutRows(arrays, setup)
 
     def _taken(self, inputs: dict[str, Any], rows: CutRows, given: Any) -> dict[str, Any]:
-        """The step's inputs with what the script has changed, left out or added.
+        """The step's inputs with the script's changes: arrays replaced, left out or added.
 
         Raises:
-            TypeError: something that is no array, or any change to a loss that compares with a reference.
+            TypeError: a value is not numeric, or the loss uses a reference and anything was changed.
         """
         shown = rows.shown
         found = {name: np.asarray(value) for name, value in torch_objects.as_arrays(dict(given)).items()}
@@ -113,7 +113,7 @@ class OwnStep:
             raise TypeError(f"inputs are without {', '.join(missing)}, which the loss reads.")
         found = {name: value.astype(shown[name].dtype) if name in shown else value for name, value in found.items()}
         if self._setup().script_loss is None:
-            return rows.whole(found) | {name: inputs[name] for name in inputs.keys() - seen_by_scripts(inputs).keys()}
+            return rows.padded(found) | {name: inputs[name] for name in inputs.keys() - seen_by_scripts(inputs).keys()}
         if found.keys() != shown.keys() or any(not np.array_equal(found[name], shown[name]) for name in shown):
             raise TypeError(
                 "training_step changed inputs whose reference log-probabilities the step computes itself. Pass them to "

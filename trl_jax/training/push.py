@@ -25,34 +25,33 @@ _STAGE = ".push"
 _NOT_ON_CARD = ("output_dir", "hub_model_id", "run_name", "accelerator_config", "use_cpu", "disable_tqdm", "report_to")
 _STEP_ONLY = ("loss", "grad_norm", "learning_rate", "step", "total_flos", "num_input_tokens_seen")
 _CLOCK = ("_runtime", "_per_second")
-_NOT_PUSHED = ("_*", "checkpoint-*")  # of a run's folder, as TRL: checkpoints have places of their own
-_NOT_THE_MODEL = ("training_state", "trainer_state.json", MANIFEST)  # of a checkpoint
+_NOT_PUSHED = ("_*", "checkpoint-*")  # in a run's folder, as in TRL: checkpoints have their own folders on the Hub
+_NOT_THE_MODEL = ("training_state", "trainer_state.json", MANIFEST)  # in a checkpoint
 
 
 class HubPublisher:
-    """Pushes as `push_to_hub` and `hub_strategy` of the arguments say. Its methods take the arguments as they are then:
-    a script may change them.
+    """Pushes as `push_to_hub` and `hub_strategy` say. Methods take the current arguments: a script may change them.
 
-    repo_id: the repository's full name, None before `open`.
+    repo_id: the repository's full name; None before `open`.
     """
 
     def __init__(self, tags: list[str], paper: tuple[str, str] | None = None):
         """
         Args:
-            tags: of the model's card.
-            paper: title and arXiv number of the method's paper, for the card.
+            tags: for the model card.
+            paper: title and arXiv number of the method's paper, for the model card.
         """
         self._tags, self._paper, self.repo_id = tags, paper, None
         self._publisher: Publisher | None = None
         self._unpushed: Path | None = None  # the newest checkpoint whose push failed
 
     def open(self, args: BaseConfig, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository `args.hub_model_id`, named after output_dir if None, unless it exists.
+        """Create the repository `args.hub_model_id` (default: named after output_dir), unless it exists.
 
         Raises:
-            TypeError, ValueError: the token cannot be one.
-            PermissionError, ConnectionError: that failed. With `hub_strategy="end"`, a Hub that cannot be reached only
-                gets a warning: it is not needed yet.
+            TypeError, ValueError: the token is malformed.
+            PermissionError, ConnectionError: creating it failed. With `hub_strategy="end"`, an unreachable Hub only
+            leads to a warning, because it is not needed yet.
         """
         if not is_first():
             return
@@ -79,10 +78,10 @@ class HubPublisher:
         return self._publisher is not None
 
     def push(self, folder: Path, message: str, *, blocking: bool, revision: str | None) -> Any:
-        """Upload the run's folder without checkpoints. Returns the commit; if not `blocking`, a Future of it.
+        """Upload the run's folder without its checkpoints. Returns the commit, or a Future of it if not `blocking`.
 
         Raises:
-            PermissionError, ConnectionError: the last try failed, too; everything is in the folder.
+            PermissionError, ConnectionError: the last retry failed; everything is still in the folder.
         """
         uploads = [Upload(folder, message, list(files_below(folder, _is_pushed)))]
         if not blocking:
@@ -106,11 +105,11 @@ class HubPublisher:
         tags: Any,
         facts: dict[str, Any],
     ) -> None:
-        """Write README.md into `args.output_dir`, unless there is one that trl_jax did not write.
+        """Write README.md into `args.output_dir`, unless one exists that trl_jax did not write.
 
         Args:
             head: the model's.
-            history: the logs of the training.
+            history: the logs of training.
         """
         folder, began = Path(args.output_dir), model.name_or_path
         write_card(
@@ -127,7 +126,7 @@ class HubPublisher:
         )
 
     def push_saved(self, args: BaseConfig, events: Events, folder: Path) -> None:
-        """Push a checkpoint that was just written, unless hub_strategy says otherwise or an upload is running."""
+        """Push a checkpoint that was just written, unless hub_strategy excludes it or an upload is running."""
         if is_first() and pushes_checkpoints(args) and (args.hub_always_push or not self._publisher.running):
             self._push_checkpoint(args, events, folder)
 
@@ -161,7 +160,7 @@ class HubPublisher:
         self._tell_failures(args.output_dir)
 
     def tell_unfinished(self, output_dir: str) -> None:
-        """Log which uploads did not arrive, and cut off the running one without waiting for it."""
+        """Log which uploads did not arrive, and abort a running one instead of waiting for it."""
         if self._publisher is None:
             return
         if self._publisher.running:
@@ -194,7 +193,7 @@ def pushes_checkpoints(args: BaseConfig) -> bool:
 
 
 def _staged(output_dir: Path, folder: Path, step: int) -> Path:
-    """Link the files to push into a folder of their own, because the checkpoint may be removed during the upload."""
+    """Link the files to push into a staging folder, because the checkpoint may be deleted during the upload."""
     stage = output_dir / f"{_STAGE}-{step}"
     discard(stage)
     _copy(folder, stage / "checkpoint", files_below(folder))
@@ -208,7 +207,7 @@ def _local(folder: str) -> str:
 
 
 def card_run(args: BaseConfig, history: list[dict[str, float]]) -> Run | None:
-    """The facts of the training for the card; None before the first log."""
+    """The facts about the training for the model card; None before the first log."""
     if not history:
         return None
     defaults = type(args)("unused", use_cpu=args.use_cpu).to_dict()
@@ -239,8 +238,8 @@ def _whole(folder: Path, message: str, path_in_repo: str = "") -> Upload:
 
 
 def _copy(source: Path, target: Path, files: Iterable[str], *, changes: bool = False) -> None:
-    """Link files of one folder into another. With `changes`, everything except weights is copied, because it may still
-    be written to."""
+    """Hard-link files of one folder into another. With `changes`, everything except weights is copied, because it may
+    still be modified."""
     target.mkdir(parents=True, exist_ok=True)
     for name in files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +250,7 @@ def _copy(source: Path, target: Path, files: Iterable[str], *, changes: bool = F
 
 
 def _link(source: Path, target: Path) -> None:
-    """Hard-link a file that no longer changes; copy it if the file system has no links."""
+    """Hard-link a file that no longer changes; copy it if the file system has no hard links."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

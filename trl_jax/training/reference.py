@@ -28,10 +28,10 @@ PREFIX = "reference."
 
 
 class Sync(NamedTuple):
-    """How a reference follows the policy.
+    """How a reference follows the policy (sync_ref_model).
 
-    mixup_alpha: of the policy, its part in the new reference.
-    steps: between two moves.
+    mixup_alpha: weight of the policy in the new reference.
+    steps: number of steps between two updates.
     """
 
     mixup_alpha: float
@@ -40,14 +40,16 @@ class Sync(NamedTuple):
 
 @dataclass
 class ReferenceModel:
-    """A model whose arrays are its own, or those of the policy that do not train. Only its arrays change.
+    """A reference model, computed from its own arrays and from arrays of the policy that are not trained.
 
-    backend: computes it.
-    config: transformers' object, of its checkpoint.
-    arrays: its own, by path with `PREFIX`, as they are passed to the step along with the policy's frozen arrays.
-    shared: paths of the policy's frozen arrays that it is computed with, too.
-    sync: how its own arrays follow the policy's; None leaves them as they are.
-    dtype: "bfloat16" or "float16", which it is computed in where the policy is in float32; None: as the policy.
+    Only `arrays` ever changes.
+
+    backend: computes the model.
+    config: transformers' config of its checkpoint.
+    arrays: its own, by path with `PREFIX`, as passed to the step together with the policy's frozen arrays.
+    shared: paths of the policy's frozen arrays that it also uses.
+    sync: how its own arrays follow the policy's; None keeps them fixed.
+    dtype: "bfloat16" or "float16", its compute dtype if the policy computes in float32; None uses the policy's.
     """
 
     backend: Backend
@@ -58,11 +60,11 @@ class ReferenceModel:
     dtype: str | None = None
 
     def moves_after(self, step: int) -> bool:
-        """Whether it follows the policy after this step, counted from 1."""
+        """Whether the reference is updated after this step, counted from 1."""
         return self.sync is not None and step % self.sync.steps == 0
 
     def follow(self, policy: dict[str, jax.Array]) -> None:
-        """Follow the policy; the arrays before are given away.
+        """Move towards the policy. The previous arrays are donated.
 
         Args:
             policy: the policy's arrays by path, after the step.
@@ -71,10 +73,10 @@ class ReferenceModel:
         self.arrays = _mixed(self.arrays, policy, self.sync.mixup_alpha)
 
     def following(self, sync: Sync, policy: dict[str, Any]) -> ReferenceModel:
-        """The same, which follows the policy.
+        """The same reference, but following the policy.
 
         Raises:
-            ValueError: its parameters are not the policy's.
+            ValueError: its parameters do not match the policy's.
         """
         own = {path.removeprefix(PREFIX): array.shape for path, array in self.arrays.items()}
         other = [path for path, shape in own.items() if path not in policy or policy[path].shape != shape]
@@ -86,14 +88,14 @@ class ReferenceModel:
         return replace(self, sync=sync)
 
     def split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The policy's arrays and the reference's, by their paths in either."""
+        """Split arrays into the policy's and the reference's, each by its own paths."""
         policy = {path: array for path, array in arrays.items() if not path.startswith(PREFIX)}
         own = {path.removeprefix(PREFIX): array for path, array in arrays.items() if path.startswith(PREFIX)}
         return policy, {path: policy[path] for path in self.shared} | own
 
     def as_model(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """The reference as a model, with the policy's tokenizer. Its arrays are these, not copies: where
-        the reference moves, they are given away."""
+        """The reference as a model, with the policy's tokenizer. It shares the arrays: if the reference is updated,
+        they are donated."""
         own, backend = {path.removeprefix(PREFIX): array for path, array in self.arrays.items()}, self.backend
         if isinstance(backend, NativeBackend) and not self.shared:
             own, backend = backend.without_bits(own)
@@ -101,10 +103,10 @@ class ReferenceModel:
         return PreTrainedModel(own, backend, self.config, policy.folder, policy.name_or_path, shared)
 
     def outputs(self, arrays: dict[str, Any], batch: Batch, **options: Any) -> Any:
-        """The outputs of the reference's head, without gradient.
+        """The outputs of the reference's head, without gradients.
 
         Args:
-            arrays: its own, of `split`.
+            arrays: its own, from `split`.
             options: of the model's call.
         """
         if self.dtype is not None and options["dtype"] == jnp.float32:
@@ -115,9 +117,9 @@ class ReferenceModel:
 
 
 def _mixed(reference: dict[str, jax.Array], policy: dict[str, jax.Array], mixup_alpha: float) -> dict[str, jax.Array]:
-    """Of each array `(1 - mixup_alpha) * reference + mixup_alpha * policy`, in float32, in the reference's type.
+    """`(1 - mixup_alpha) * reference + mixup_alpha * policy`, computed in float32, in the reference's dtypes.
 
-    Where the two are equal, the reference stays as it is, which rounding would change.
+    Where the two are equal, the reference is unchanged: rounding could change it.
     """
     return _weighted(reference, policy, np.float32(1 - mixup_alpha), np.float32(mixup_alpha))
 
@@ -134,7 +136,7 @@ def _weighted(
 
 
 def initial_policy(model: PreTrainedModel, *, fresh_adapter: bool) -> ReferenceModel:
-    """The policy as it is now: a copy of what trains. Under an adapter that was just made, the model without it.
+    """A reference equal to the current policy: a copy of what is trained or, under a fresh adapter, the base model.
 
     Args:
         fresh_adapter: whether the model's adapter was made for this run.
@@ -149,14 +151,14 @@ def initial_policy(model: PreTrainedModel, *, fresh_adapter: bool) -> ReferenceM
 
 
 def given(model: PreTrainedModel, vocab_size: int, *, as_bits: bool) -> ReferenceModel:
-    """A model of the user's, in the dtype that it has.
+    """A reference that the user passed, in its own dtype.
 
     Args:
-        vocab_size: how many tokens the policy embeds.
-        as_bits: hold matrices of sixteen bits as whole numbers (`nn.quantized`).
+        vocab_size: number of tokens that the policy embeds.
+        as_bits: store 16-bit matrices as integers (`nn.quantized`).
 
     Raises:
-        ValueError: it embeds fewer tokens than the policy's tokenizer has.
+        ValueError: it embeds fewer tokens than the policy.
     """
     if model.vocab_size < vocab_size:
         raise ValueError(
@@ -173,11 +175,11 @@ def given(model: PreTrainedModel, vocab_size: int, *, as_bits: bool) -> Referenc
 
 
 def create_reference_model(model: Any, num_shared_layers: int | None = None, pattern: str | None = None) -> Any:
-    """A copy of a model as it is now, for `ref_model`. Where that is not passed, a trainer makes one itself.
+    """Copy a model, for use as `ref_model`. A trainer does this itself if `ref_model` is not passed.
 
     Args:
-        model: what `trl_jax.AutoModelForCausalLM` loaded, or a torch model of transformers.
-        num_shared_layers, pattern: refused: all layers are copied.
+        model: loaded by `trl_jax.AutoModelForCausalLM`, or a torch model of transformers.
+        num_shared_layers, pattern: not supported, because all layers are copied.
     """
     for name, value in {"num_shared_layers": num_shared_layers, "pattern": pattern}.items():
         if value is not None:
@@ -190,7 +192,7 @@ def create_reference_model(model: Any, num_shared_layers: int | None = None, pat
 
 
 def _own(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Copies of arrays, by a reference's paths: those of the policy are given away at each step."""
+    """Copies of arrays, by a reference's paths. The policy's own arrays are donated at each step."""
     return {PREFIX + path: _copied(array) for path, array in arrays.items()}
 
 
@@ -199,49 +201,49 @@ def _copied(array: Any) -> Any:
 
 
 def check_sync(model: Any) -> None:
-    """Raise NotImplementedError, as TRL does, where a reference has no weights of its own to move."""
+    """Raise NotImplementedError, as in TRL, if the reference has no weights of its own to update."""
     if isinstance(model.backend, AdaptedBackend):
         raise NotImplementedError(
             "You passed `sync_ref_model=True` while using a PEFT model, which is currently not supported: the "
-            "reference is the base model, which an adapter leaves as it is. Leave sync_ref_model out, or train all "
-            "weights."
+            "reference is the base model, which training an adapter does not change. Leave sync_ref_model out, or "
+            "train all weights."
         )
 
 
-# The rows of a micro-batch in a script's own loss, which compares their log-probabilities with the reference's.
+# The rows of a micro-batch in a user-defined loss that compares their log-probabilities to the reference's.
 
 
 def label_reads(labels: Any) -> tuple[jax.Array, jax.Array]:
-    """The flat positions `[N]` that predict all but the first of the labels `[rows, T]`, and their targets; -1 where
-    the label is -100."""
+    """The flat positions `[N]` that predict the labels `[rows, T]`, without each row's first one, and their targets; -1
+    for labels of -100."""
     rows, length = labels.shape
     reads = jnp.arange(rows, dtype=jnp.int32)[:, None] * length + jnp.arange(length - 1, dtype=jnp.int32)
     return reads.reshape(-1), jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
 
 
-class Comparing:
-    """The rows of a micro-batch with the reference's log-probabilities, as a script's own loss gets them.
+class ReferenceInputs:
+    """The rows of a micro-batch with the reference's log-probabilities, as a user-defined loss gets them.
 
-    rows: the model's inputs: `input_ids`, `attention_mask` and `labels` `[X, T]`, first texts of all examples first,
-        and where these have images, `pixel_values` `[P, C]`.
+    rows: the model's inputs: `input_ids`, `attention_mask` and `labels` `[X, T]`, the first texts of all examples
+        first, and `pixel_values` `[P, C]` if they have images.
     """
 
     def __init__(self, task: Any, reference: ReferenceModel | None, arrays: dict[str, Any]):
         """
         Args:
-            arrays: the reference's, of `split`; None, where the inputs have its log-probabilities.
+            arrays: the reference's, from `split`; None if the inputs already contain its log-probabilities.
         """
         self._task, self._reference, self._arrays = task, reference, arrays
 
     def inputs(
         self, inputs: dict[str, jax.Array], options: dict[str, Any], images: tuple[Images, Any] | None = None
     ) -> dict[str, jax.Array]:
-        """TRL's inputs: a pair's texts one below the other; KTO's own texts, and the others as `KL_...`.
+        """TRL's inputs: for DPO, both texts of the pairs as rows; for KTO, the texts, and mismatched ones as `KL_...`.
 
         Args:
-            inputs: `rows`, and numbers of examples by name.
+            inputs: `rows`, and values per example, by name.
             options: of the reference's call.
-            images: the images of the rows and the positions of their tokens; None where they have none.
+            images: the images of the rows, and the positions of their tokens; None without images.
         """
         self.rows = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
         pixels = {name: inputs[name] for name in ("pixel_values",) if name in inputs}
@@ -260,7 +262,7 @@ class Comparing:
         return shown | dict(zip(ours, jnp.split(self._reference_sums["ref_logps"], texts), strict=True))
 
     def loss(self, outputs: TokenOutputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The task's loss, a mean over the examples, and its sums.
+        """The task's loss, a mean over examples, and its sums.
 
         Args:
             outputs: the policy's, at the reads of `rows`.
@@ -295,7 +297,7 @@ class Comparing:
         return {f"ref_{name}": found[name] for name in self._task.compared}
 
     def _sums(self, outputs: TokenOutputs) -> dict[str, jax.Array]:
-        """The task's numbers of each text, `[X]`."""
+        """The task's values for each text, `[X]`."""
         rows, length = self.rows["labels"].shape
         targets = label_reads(self.rows["labels"])[1]
         text = jnp.where(targets < 0, rows, jnp.repeat(jnp.arange(rows), length - 1))

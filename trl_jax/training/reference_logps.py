@@ -1,4 +1,4 @@
-"""Log-probabilities of the reference, precomputed and cached on disk."""
+"""Log-probabilities under the reference, precomputed and cached on disk."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from trl_jax.training.forward import Forward
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.state import Setup
 
+logger = logging.getLogger(__name__)
+
 # The reference's log-probabilities of a whole dataset, computed before training and added as columns.
 
 
@@ -49,15 +51,14 @@ def precomputed(
 ) -> Dataset:
     """The dataset with a float32 column for each text: its log-probability under the run's reference.
 
-    What an earlier run computed with the same reference and rows is read from the disk. Columns that the dataset
-    already has are replaced, because they may come from another model. For a model without weights, in a plan, they are
-    zeros.
+    Results of an earlier run with the same reference and rows are read from disk. Existing columns are replaced,
+    because they may come from another model. For a model without weights (planning), the columns are zeros.
 
     Args:
-        columns: their names, in the order of the texts.
-        batch_size: examples of a batch on each device; by another one the numbers differ in rounding alone.
-        name: the dataset's, for the progress bar.
-        facts: by name, what the numbers depend on besides the reference, the rows and what every run has.
+        columns: names of the columns, in the order of the texts.
+        batch_size: examples in a batch on each device; another size changes the results only by rounding.
+        name: the dataset's name, for the progress bar.
+        facts: by name, what the results depend on besides the reference, the rows and what is common to all runs.
 
     Raises:
         ValueError: the dataset is a stream.
@@ -85,10 +86,10 @@ def precomputed(
 
 
 def _compute(setup: Setup, dataset: Dataset, cache: LogpsCache, batch_size: int, progress: tqdm) -> None:
-    """Compute what is missing in the cache. If this raises, what was computed so far is kept.
+    """Compute what is missing in the cache. If this raises, finished results are kept.
 
-    A chunk with a missing row is computed whole, in the shapes that it has when nothing is known, so that the result is
-    bit for bit that of an uninterrupted run.
+    A chunk with a missing row is recomputed as a whole, in the same shapes as without a cache, so that the results are
+    bitwise those of an uninterrupted run.
     """
     virtual = setup.reference.backend.virtual
     compute, loader = (
@@ -112,7 +113,7 @@ def _compute(setup: Setup, dataset: Dataset, cache: LogpsCache, batch_size: int,
 def _by_batch(
     compute: Callable[[Batch], jax.Array], chunk: EvalChunk, columns: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """The rows of each batch in order, and the log-probabilities of their texts, `[columns, rows]`."""
+    """Yield the rows of each batch in order, with the log-probabilities of their texts, `[columns, rows]`."""
     outputs = [compute(arrays) for arrays, _ in chunk.passes]
     batches = zip(chunk.restored(jax.device_get(outputs)), chunk.batches, chunk.rows, strict=True)
     for logps, batch, rows in batches:
@@ -126,7 +127,7 @@ def _with_columns(dataset: Dataset, columns: tuple[str, ...], found: np.ndarray)
 
 
 def _compiled(setup: Setup) -> Callable[[Batch], jax.Array]:
-    """A pass's arrays -> the reference's log-probabilities of its texts, `[X]` or `[shards, X]`."""
+    """A function: arrays of a pass -> the reference's log-probabilities of its texts, `[X]` or `[shards, X]`."""
     forward = Forward(setup)
 
     def of_pass(arrays: dict, batch: Batch) -> jax.Array:
@@ -142,32 +143,31 @@ def _placing(compute: Callable[[Batch], jax.Array], plan: ShardingPlan | None) -
     return compute if plan is None else lambda batch: compute(distributed(batch, plan.rows))
 
 
-# Log-probabilities of a reference on the disk, in parts, found by a digest of everything that they depend on.
+# An on-disk cache of a reference's log-probabilities, in parts, with a digest of everything they depend on as its key.
 
-logger = logging.getLogger(__name__)
 
-SECONDS = 60  # between two parts: what a run that is killed loses
-_NO_PART = ("_name_or_path", "use_cache")  # of a config in the numbers
-_FORMAT = 3  # raised when this package computes other numbers of the same model and rows
-_PIECE = 1 << 28  # bytes of weights that come to the host at a time
+SECONDS = 60  # between writing two parts: what a killed run loses
+_NO_PART = ("_name_or_path", "use_cache")  # entries of a config that do not affect the results
+_FORMAT = 3  # increased when this package computes other results for the same model and rows
+_PIECE = 1 << 28  # bytes of weights that are copied to the host at a time
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class LogpsCache:
-    """The log-probabilities of a dataset's texts, those that are known already and those that are put.
+    """The log-probabilities of a dataset's texts: those found on disk, and those that were put.
 
-    Each part on the disk is an array of NumPy's, `[columns, rows]` of consecutive rows, and has the first row and the
-    digest of its bytes in its name. The first process reads and writes.
+    Each part on disk is a NumPy array `[columns, rows]` of consecutive rows. Its file name contains the first row and a
+    digest of its content. Only the first process reads and writes.
 
     Attributes:
         values: float32 `[columns, rows]`.
-        known: which of them are there, `[rows]`.
+        known: bool `[rows]`, whether a row's values are known.
     """
 
     def __init__(self, folder: Path | None, columns: int, rows: int):
         """
         Args:
-            folder: where the parts are; None keeps nothing.
+            folder: of the parts; None disables reading and writing.
         """
         self._folder = folder if is_first() else None
         self.values, self.known = np.zeros((columns, rows), np.float32), np.zeros(rows, bool)
@@ -178,7 +178,7 @@ class LogpsCache:
         self.known = np.frombuffer(from_first(self.known.tobytes()), bool).copy()
 
     def put(self, start: int, values: np.ndarray) -> None:
-        """Add those of the rows from `start`, `[columns, rows]`, and write a part when it is time."""
+        """Add the values `[columns, rows]` of the rows from `start`; write a part every SECONDS seconds."""
         if start != self._stop:
             self.flush()
             self._start = start
@@ -188,7 +188,7 @@ class LogpsCache:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is not written yet. A disk that takes nothing costs a warning, and the run goes on."""
+        """Write the pending rows. If the disk fails, log a warning and continue without writing."""
         part, start = self.values[:, self._start : self._stop], self._start
         self._start, self._written = self._stop, time.monotonic()
         if self._folder is None or not part.size:
@@ -196,7 +196,7 @@ class LogpsCache:
         try:
             _write(self._folder, start, part)
         except OSError as error:
-            logger.warning(f"The reference's log-probabilities are not kept for the next run: {error}.")
+            logger.warning("The reference's log-probabilities are not kept for the next run: %s.", error)
             self._folder = None
 
     def _read(self) -> None:
@@ -209,12 +209,15 @@ class LogpsCache:
             except (OSError, ValueError):
                 damaged.append(path)
         for path in damaged:
-            with contextlib.suppress(OSError):  # then the next run says so again
+            with contextlib.suppress(OSError):  # the next run then warns again
                 path.unlink()
         if damaged:
             logger.warning(
-                f"{len(damaged)} of the files of log-probabilities in {self._folder} cannot be read or are damaged "
-                f"({damaged[0].name}): what they had is computed again."
+                "%d of the files of log-probabilities in %s cannot be read or are damaged (%s): what they had is "
+                "computed again.",
+                len(damaged),
+                self._folder,
+                damaged[0].name,
             )
 
 
@@ -231,7 +234,7 @@ def _part(path: Path) -> tuple[int, np.ndarray]:
     """The first row of a part, and its values.
 
     Raises:
-        ValueError: it is not what was written under this name.
+        ValueError: the content does not match the digest in the name.
     """
     content = path.read_bytes()
     start, _, digest = path.stem.partition("-")
@@ -241,11 +244,11 @@ def _part(path: Path) -> tuple[int, np.ndarray]:
 
 
 def folder_of(dataset: Dataset, facts: dict[str, Any], arrays: dict[str, Any]) -> Path:
-    """The folder of a reference's log-probabilities: next to the cache files of the dataset, or in the cache of all
-    datasets for one in memory.
+    """The cache folder of a reference's log-probabilities: next to the dataset's cache files, or in the cache of all
+    datasets if the dataset is in memory.
 
     Args:
-        facts: by name, what the numbers depend on besides the weights.
+        facts: by name, what the results depend on besides the weights.
         arrays: the reference's weights.
     """
     files = dataset.cache_files
@@ -256,8 +259,8 @@ def folder_of(dataset: Dataset, facts: dict[str, Any], arrays: dict[str, Any]) -
 def _facts(
     args: BaseConfig, task: Task, reference: ReferenceModel, dataset: Dataset, batch_size: int
 ) -> dict[str, Any]:
-    """What the log-probabilities of any reference depend on, besides its weights; the ropes of some models depend on
-    the batch size."""
+    """What the log-probabilities of any reference depend on, besides its weights. The batch size is included only for
+    models whose position embeddings depend on it."""
     settings = {key: value for key, value in reference.config.to_dict().items() if key not in _NO_PART}
     return {
         "computed by": [_FORMAT, version("jax")],

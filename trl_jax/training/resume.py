@@ -30,8 +30,7 @@ from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.peft_config import CONFIG as ADAPTER
 from trl_jax.hub.peft_config import PISSA
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_state import OPTIMIZER as OPTIMIZER_torch_state
-from trl_jax.hub.torch_state import random_state, write_adamw_moments
+from trl_jax.hub.torch_state import OPTIMIZER, random_state, write_adamw_moments
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import barrier, is_first, several
 from trl_jax.rollout.rollout import RolloutSteps
@@ -66,18 +65,18 @@ from trl_jax.training.optimizers import decays, with_adam_moments
 from trl_jax.training.reference import PREFIX, ReferenceModel
 from trl_jax.training.state import Hooks, Setup
 
+logger = logging.getLogger(__name__)
+
 # Resume from a checkpoint: all errors are raised before anything in the run changes.
 
 _FACTS = {"order": dict, "schedule": dict, "tokens_seen": int, "shards": int, "step_examples": int, "fills": bool}
 
-logger = logging.getLogger(__name__)
-
 
 def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length: RunLength, tx: Any) -> LoopProgress:
-    """Restore the run to the state in which it wrote this checkpoint; returns its progress.
+    """Restore the run to the state in which this checkpoint was written; returns its progress.
 
     Raises:
-        ValueError: the checkpoint is of another model, dataset, batch or release.
+        ValueError: the checkpoint belongs to another model, dataset, batch size or release.
     """
     folder, args = point.folder, setup.args
     saved = None if point.manifest is None or point.model_only else SavedProgress(folder)
@@ -105,11 +104,11 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
     if point.manifest is not None:
         _log_libraries(folder, point.manifest["libraries"])
     progress.micro_batches = math.ceil(progress.examples / setup.micro_batch_examples)
-    # A run that a callback stopped goes on, as in TRL, unless it was interrupted before it could end.
+    # As in TRL, a run that a callback stopped continues, unless it was interrupted before it could end.
     stopped, same_length = progress.stop_training, point.state.max_steps == length.max_steps
     progress.stop_training = reached or (stopped and progress.evaluation_due and same_length)
     if stopped and not progress.stop_training and progress.micro_batches < length.micro_batches_per_epoch:
-        progress.epoch_over = False  # it was cut short
+        progress.epoch_over = False  # the epoch was cut short
     if args.restarts_epoch and not progress.stop_training:
         _restart_epoch(progress, length, setup.rollout)
     restore_callbacks = args.restore_callback_states_from_checkpoint
@@ -124,7 +123,7 @@ def weights_of(model: PreTrainedModel, folder: Path, seed: int, plan: ShardingPl
     Raises:
         ValueError: they belong to another model.
     """
-    params = model.backend.load(folder, seed, None if plan is None else plan.place)
+    params = model.backend.load(folder, seed, None if plan is None else plan.sharding_of)
     shapes = {path: array.shape for path, array in params.items()}
     if shapes != {path: array.shape for path, array in model.params.items()}:
         raise ValueError(
@@ -135,7 +134,7 @@ def weights_of(model: PreTrainedModel, folder: Path, seed: int, plan: ShardingPl
 
 
 def _restart_epoch(progress: LoopProgress, length: RunLength, rollout: RolloutSteps | None) -> None:
-    """Restart the current epoch from its first row, unless none of its rows are left."""
+    """Restart the current epoch from its first row, unless all of its rows have been used."""
     if progress.micro_batches >= length.micro_batches_per_epoch:
         return
     progress.examples, progress.micro_batches, progress.rows_digest = 0, 0, None
@@ -163,9 +162,9 @@ def _of_transformers(setup: Setup, point: ResumePoint, params: dict, tx: Any) ->
     setup.progress.tokens_seen = tokens_seen(point.state)
     if setup.rollout is not None:
         steps, only = setup.rollout, point.model_only
-        return params, state, rollout_place(point.folder, point.state, steps, setup.step_examples, model_only=only)
+        return params, state, rollout_progress(point.folder, point.state, steps, setup.step_examples, model_only=only)
     steps = len(loader(setup, setup.train_dataset, training=True)) if isinstance(setup.train_dataset, Dataset) else None
-    return params, state, place(point.state, steps, setup.step_examples)
+    return params, state, loop_progress(point.state, steps, setup.step_examples)
 
 
 def _of_ours(
@@ -205,12 +204,12 @@ def _resume_reference(reference: ReferenceModel, plan: ShardingPlan | None, save
 
 
 def _resume_tables(model: PreTrainedModel, reference: ReferenceModel | None, folder: Path) -> None:
-    """Restore the tables of a resized vocabulary: a script that resizes it again may draw other rows."""
+    """Restore the embeddings of a resized vocabulary: a script that resizes it again may get other random rows."""
     backend = model.backend
     if not isinstance(backend, LoraBackend):
         return
     model.frozen = model.frozen | backend.restore_tables(folder, model.frozen)
-    if reference is not None and reference.backend is backend.base:  # with its own copies of tables that train
+    if reference is not None and reference.backend is backend.base:  # it has its own copies of tables that are trained
         own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
         changed = {path: backend.base.replaced(own, path, backend.tables[path]) for path in backend.tables.keys() & own}
         reference.arrays = reference.arrays | {PREFIX + path: arrays[path] for path, arrays in changed.items()}
@@ -228,10 +227,10 @@ def _restore_state(events: Events, point: ResumePoint, train_batch_size: int, *,
 
 
 def _check_step(saved: SavedProgress, args: BaseConfig, *, shards: int, micro_batch: int) -> None:
-    """Raise ValueError where other devices would change the number of examples in a step.
+    """Raise ValueError if another number of devices would change the number of examples in a step.
 
     Args:
-        micro_batch: examples of a micro-batch, on all devices together.
+        micro_batch: examples in a micro-batch, over all devices.
     """
     then, now = saved.facts["step_examples"], micro_batch * args.gradient_accumulation_steps
     if saved.facts["shards"] == shards or then == now:
@@ -249,7 +248,7 @@ def _check_step(saved: SavedProgress, args: BaseConfig, *, shards: int, micro_ba
 def _check_steps_left(
     saved: SavedProgress, args: BaseConfig, source: RolloutSteps, dataset: Dataset, step: int, length: RunLength
 ) -> None:
-    """Raise ValueError where a run of whole epochs, with other sizes than before, would end with prompts left."""
+    """Raise ValueError if a run of whole epochs, with other sizes than before, would end with prompts left over."""
     progress = saved.progress
     if args.max_steps > 0 or args.restarts_epoch or progress.stop_epoch or source.cycle.wraps:
         return
@@ -270,14 +269,14 @@ def _check_dataset(point: ResumePoint, now: str | None) -> None:
     then = point.manifest["dataset"]
     if then != now:
         raise ValueError(
-            f"train_dataset is not the one {point.folder} was trained on (fingerprint {now}, then {then}): its "
-            "place in the data would mean nothing. Pass the same rows, tokenizer and max_length, or "
+            f"train_dataset is not the one {point.folder} was trained on (fingerprint {now}, was {then}), so the saved "
+            "data position does not apply. Pass the same rows, tokenizer and max_length, or "
             "ignore_data_skip=True to restart the epoch with these rows."
         )
 
 
 def _check_facts(saved: SavedProgress) -> None:
-    """Raises BrokenCheckpoint for a fact whose type is not the one that `Checkpointer` writes."""
+    """Raise BrokenCheckpoint if a fact does not have the type that `Checkpointer` writes."""
     for name, kind in _FACTS.items():
         if type(saved.facts.get(name)) is not kind:
             raise BrokenCheckpoint(
@@ -287,41 +286,41 @@ def _check_facts(saved: SavedProgress) -> None:
 
 
 def _check_place(saved: SavedProgress, rows: Dataset | IterableDataset, step: int, *, counts_rows: bool) -> None:
-    """Raises BrokenCheckpoint for a place that no run of so many steps on these rows can have reached.
+    """Raise BrokenCheckpoint for a position that no run of this many steps on these rows can have reached.
 
     Args:
-        counts_rows: whether the place counts rows of this dataset.
+        counts_rows: whether the position counts rows of this dataset.
     """
     progress, path = saved.progress, saved.folder / FACTS
     if progress.epoch > step:
         raise BrokenCheckpoint(f"{path}: epoch is {progress.epoch}, which a run of {step} steps has not reached.")
     most = len(rows) + saved.facts["step_examples"] if isinstance(rows, Dataset) else progress.examples
-    if counts_rows and progress.examples > most:  # the last step of an epoch may be filled up
+    if counts_rows and progress.examples > most:  # the last step of an epoch may be padded with examples
         raise BrokenCheckpoint(f"{path}: examples is {progress.examples}, and train_dataset has {len(rows)} rows.")
 
 
 def _check_frozen(saved: SavedProgress, now: dict[str, int]) -> None:
     """Raise ValueError if the base model under an adapter has changed."""
-    then = saved.facts.get("frozen", {})  # which earlier checkpoints lack
+    then = saved.facts.get("frozen", {})  # older checkpoints lack it
     changed = sorted(path for path in then.keys() & now if then[path] != now[path])
     if changed:
         raise ValueError(
-            f"{saved.folder} was trained on other frozen weights than this model has: {listed(changed, 4)}. An adapter "
-            "belongs to the weights that it was trained on. Pass the model that the run began with; one that a script "
-            "has changed is in no file until save_pretrained() writes it."
+            f"{saved.folder} was trained with other frozen weights than this model has: {listed(changed, 4)}. An "
+            "adapter only fits the weights that it was trained with. Pass the model that the run started from; if the "
+            "script modified it in memory, save it with save_pretrained() first."
         )
 
 
 def _check_order(saved: SavedProgress, now: dict[str, Any]) -> None:
-    """Raises ValueError where the rest of an epoch would come in another order than its beginning."""
+    """Raise ValueError if the rest of an epoch would be in another order than its beginning."""
     then, progress = saved.facts["order"], saved.progress
     if then == now or progress.epoch_over or not progress.examples:
         return
     told, found = (", ".join(f"{name}={brief(value)}" for name, value in order.items()) for order in (then, now))
     raise ValueError(
-        f"{saved.folder} is in the middle of an epoch in the order of {told}. {found} of this run give another order, "
-        "in which some rows would be repeated and others skipped. Pass the same values (data_seed=None means seed's), "
-        "or ignore_data_skip=True to restart the epoch in the new order."
+        f"{saved.folder} was saved in the middle of an epoch whose row order came from {told}. With {found}, this run "
+        "has another order, which would repeat some rows and skip others. Pass the same values (data_seed=None uses "
+        "seed), or ignore_data_skip=True to restart the epoch in the new order."
     )
 
 
@@ -330,8 +329,8 @@ def _log_libraries(folder: Path, then: dict[str, str]) -> None:
     changes = [f"{name}: {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
     if changes:
         logger.warning(
-            "Resuming with other versions than %s was written with: %s. The numbers may differ in their last digits "
-            "from those of an uninterrupted run.",
+            "Resuming with other library versions than %s was saved with: %s. The last digits may differ from an "
+            "uninterrupted run.",
             folder,
             "; ".join(changes),
         )
@@ -345,17 +344,17 @@ def log_changes(folder: Path, arguments: str) -> None:
         logger.warning("Resuming with other arguments than %s was saved with: %s.", folder, "; ".join(changes))
 
 
-# Checkpoints of a run: weights and optimizer state bit for bit, and the position in the data.
+# Write checkpoints: weights and optimizer state bit for bit, and the position in the data.
 
 _PER_PROCESS = ("process_id", "local_rank")  # arguments that differ between the processes of a run
 
 
 class Checkpointer:
-    """Writes checkpoints, in a thread while training goes on where nothing depends on them being complete.
+    """Writes checkpoints, in a background thread if nothing depends on them being complete.
 
-    lr_scheduler: the run's schedule, whose state is saved; set at the beginning of train().
-    run_id: of the run, in the manifest of each checkpoint; set there, too.
-    lock: of output_dir, while train() has it.
+    lr_scheduler: the run's schedule, whose state is saved; set at the start of train().
+    run_id: id of the run, for the manifest of each checkpoint; also set at the start of train().
+    lock: of output_dir, during train().
     """
 
     def __init__(self, setup: Setup, arguments: str, hooks: Hooks):
@@ -375,10 +374,10 @@ class Checkpointer:
         """Write the checkpoint of this step; returns its folder.
 
         Args:
-            background: write in a thread while training goes on, where nothing prevents it.
+            background: write in a thread while training continues, unless something prevents it.
 
         Raises:
-            FloatingPointError: weights are NaN or infinite.
+            FloatingPointError: the weights contain NaN or infinite values.
         """
         setup = self._setup
         self._check_weights()
@@ -387,7 +386,7 @@ class Checkpointer:
         self.saver.settle()  # before the copy, so that no two copies exist at once
         background = background and self._may_write_in_background()
         needed, write = self._least_bytes(), self._writer(progress, background=background)
-        if not is_first():  # gathers what the first process writes
+        if not is_first():  # takes part in gathering the arrays that the first process writes
             write(Path(setup.args.output_dir))
             barrier("checkpoint")
             return await_checkpoint(setup.args.output_dir, setup.state, self.run_id)
@@ -403,7 +402,7 @@ class Checkpointer:
         return folder
 
     def begin(self, found: ResumePoint | None, new_id: str) -> None:
-        """Take the id of the run that is resumed, or the new one."""
+        """Use the id of the resumed run, or the new one, and record it in output_dir."""
         args, resumed = self._setup.args, found is not None and found.manifest is not None
         self.run_id = (resumed and found.manifest.get("run")) or new_id
         if is_first() and args.save_strategy != SaveStrategy.NO:
@@ -412,18 +411,18 @@ class Checkpointer:
 
     def _may_write_in_background(self) -> bool:
         """Whether no callback or override needs the complete checkpoint, no other process writes a part of it, and the
-        host has memory for the copy that is written."""
+        host has enough memory for a copy of the arrays."""
         setup, own = self._setup, self._setup.overridden.union(self._hooks.set_by_script())
         if own & {"save_model", "_save_checkpoint"} or not setup.model.backend.saves_in_background or several():
             return False
         if any(type(c).on_save is not TrainerCallback.on_save for c in setup.events.handler.callbacks):
             return False
-        spare = devices.available()
+        spare = devices.available_host_memory()
         return spare is None or self._copied_bytes() < spare / 2
 
     def _writer(self, progress: LoopProgress, *, background: bool) -> Callable[[Path], None]:
-        """The function that writes a checkpoint's folder; with `background`, from a copy of all that the next step
-        changes."""
+        """Return a function that writes a checkpoint's folder. With `background`, it writes from a copy of everything
+        that the next step changes."""
         setup = self._setup
         trees = {"params": setup.model.params}
         if not setup.args.save_only_model:
@@ -446,7 +445,7 @@ class Checkpointer:
                 self._hooks.save_model(folder, _internal_call=True)
             if setup.args.save_only_model:
                 return
-            rounded = set(setup.model.backend.dtypes.values()) != {"float32"}  # in the model's own files
+            rounded = set(setup.model.backend.dtypes.values()) != {"float32"}  # when saved in the model's own files
             saved = {name: tree for name, tree in trees.items() if rounded or name != "params"}
             write_progress(folder, steps, saved, text, writes=is_first())
 
@@ -462,7 +461,7 @@ class Checkpointer:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(copied))
 
     def _least_bytes(self) -> int:
-        """Least size of the checkpoint: weights and moments, without small files."""
+        """The minimum size of the checkpoint in bytes: weights and moments, without small files."""
         setup = self._setup
         width = 4 if "float32" in setup.model.backend.dtypes.values() else 2
         weights = width * setup.model.num_parameters(only_trainable=True)
@@ -479,11 +478,11 @@ class Checkpointer:
             )
 
     def forget_dataset(self) -> None:
-        """Forget the fingerprint: the dataset may have been replaced since the last run."""
+        """Discard the fingerprint: the dataset may have been replaced since the last run."""
         self._fingerprint = None
 
     def dataset_fingerprint(self) -> str | None:
-        """The digest of a table, computed once a run; None for a stream, whose rows are known only as they arrive."""
+        """The fingerprint of a table, computed once per run; None for a stream, whose rows are not known in advance."""
         setup = self._setup
         if self._fingerprint is None and isinstance(setup.train_dataset, Dataset):
             rows = setup.train_dataset
@@ -492,10 +491,10 @@ class Checkpointer:
         return self._fingerprint
 
     def frozen_digests(self) -> dict[str, int]:
-        """Digests of the base model's arrays under an adapter, by path, computed once: they are in no file of the run.
+        """Digests of the base model's arrays under an adapter, by path, computed once: the run's files lack them.
 
-        Those in an adapter's file are left out, and those that are computed when the model is made, by PiSSA or in few
-        bits, as their last digits may depend on the machine.
+        Arrays in the adapter's file are left out, as are those that are computed when the model is created (by PiSSA or
+        quantization), because their last digits may depend on the machine.
         """
         model = self._setup.model
         if self._frozen is None:
@@ -507,7 +506,7 @@ class Checkpointer:
         return self._frozen
 
     def digests(self) -> dict[str, int]:
-        """Digests of the facts that all processes of a run must share, by name."""
+        """Digests of the facts that must be the same in all processes of a run, by name."""
         arguments = {name: value for name, value in json.loads(self.arguments).items() if name not in _PER_PROCESS}
         facts = {
             "arguments": json.dumps(arguments),
@@ -519,7 +518,7 @@ class Checkpointer:
 
 @jax.jit
 def _digest(array: jax.Array) -> jax.Array:
-    """A digest of the numbers of an array, the same for every dtype that has them and however it is divided."""
+    """A digest of an array's values as float32; it does not depend on the dtype or the sharding."""
     bits, place = jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32), jnp.uint32(0)
     for axis, size in enumerate(array.shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
@@ -533,12 +532,10 @@ def _finite(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 # Find the checkpoint from which a run resumes, and restore callbacks.
 
-OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
-
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to resume from. `manifest` is None where another program wrote it, such as TRL."""
+    """A checkpoint to resume from. `manifest` is None if another program wrote it, such as TRL."""
 
     folder: Path
     state: TrainerState
@@ -553,13 +550,13 @@ class ResumePoint:
 
 
 def find(wanted: str | Path | bool, output_dir: str) -> ResumePoint:
-    """Find the checkpoint at a path, or for True the newest complete one of the run that was last at `output_dir`.
+    """Find the checkpoint at a path or, for True, the newest complete one of the run that used `output_dir` last.
 
-    Without a checkpoint of this package's there, True takes one of transformers' Trainer.
+    If this package wrote none there, True also accepts a checkpoint of transformers' Trainer.
 
     Raises:
-        ValueError: there is none, nothing tells which of several runs is meant, or the one at the path is not complete;
-            the text names the file, and a checkpoint that is complete.
+        ValueError: there is none, it is unknown which of several runs is meant, or the one at the path is incomplete;
+            the message names the damaged file, and another checkpoint that is complete.
     """
     if wanted is True:
         return _newest(Path(output_dir))
@@ -576,10 +573,10 @@ def find(wanted: str | Path | bool, output_dir: str) -> ResumePoint:
 
 
 def check(folder: Path) -> ResumePoint:
-    """Check every byte of a checkpoint; without a manifest, that it can be read at all.
+    """Verify every byte of a checkpoint; without a manifest, check that it can be read at all.
 
     Raises:
-        BrokenCheckpoint: it is not complete.
+        BrokenCheckpoint: the checkpoint is incomplete or damaged.
     """
     manifest = verify(folder) if (folder / MANIFEST).exists() or not _is_transformers(folder) else None
     path = folder / STATE_FILE
@@ -592,7 +589,7 @@ def check(folder: Path) -> ResumePoint:
 
 
 def _check_numbers(state: TrainerState, manifest: dict[str, Any] | None) -> None:
-    """Raises ValueError for a state that no run can have written."""
+    """Raise ValueError for a state that no run can have written."""
     step, epoch = state.global_step, state.epoch
     if type(step) is not int or step < 0 or not isinstance(state.log_history, list):
         raise ValueError(f"global_step must be a whole number of at least 0, got {brief(step)}, and log_history a list")
@@ -604,7 +601,7 @@ def _check_numbers(state: TrainerState, manifest: dict[str, Any] | None) -> None
 
 
 def _is_transformers(folder: Path) -> bool:
-    """Whether transformers' Trainer may have written it, whose optimizer and arguments are pickles."""
+    """Whether transformers' Trainer may have written this folder: it pickles the optimizer and the arguments."""
     pickles = [folder / OPTIMIZER, folder / "training_args.bin"]
     return (folder / STATE_FILE).is_file() and any(path.is_file() for path in pickles)
 
@@ -631,7 +628,7 @@ def _newest(run_dir: Path) -> ResumePoint:
 
 
 def _wanted_run(run_dir: Path, runs: dict[Path, str | None]) -> str | None:
-    """The run that was last at the folder, by its record; without one, the only run there is."""
+    """The run that used the folder last, by its record; without a record, the only run in it."""
     wanted, known = recorded(run_dir), {run for run in runs.values() if run is not None}
     if wanted is None and len(known) > 1:
         listed = ", ".join(f"{path.name} (run {run[:8]})" for path, run in runs.items() if run is not None)
@@ -643,7 +640,7 @@ def _wanted_run(run_dir: Path, runs: dict[Path, str | None]) -> str | None:
 
 
 def _another(folder: Path) -> str:
-    """A sentence that names the newest complete checkpoint next to a broken one, of the same run if that is known."""
+    """A sentence that names the newest complete checkpoint next to a broken one, of the same run if it is known."""
     run = run_of(folder)
     for candidate in reversed(checkpoints(folder.absolute().parent)):
         if candidate != folder.absolute() and (run is None or run_of(candidate) == run):
@@ -655,9 +652,9 @@ def _another(folder: Path) -> str:
 
 
 def restore_callbacks(events: Events, *, wholly: bool) -> None:
-    """Restore the counts of callbacks from `events.state`, such as the evaluations without an improvement.
+    """Restore counters of callbacks from `events.state`, such as the number of evaluations without an improvement.
 
-    Their settings stay as the script has them now, unless `wholly`.
+    Their settings stay those of the current script, unless `wholly`.
     """
     left = {
         name: list(states) if isinstance(states, list) else [states]
@@ -668,7 +665,7 @@ def restore_callbacks(events: Events, *, wholly: bool) -> None:
         if isinstance(callback, ExportableState) and left.get(name):
             saved = left[name].pop(0)
             for attribute, value in ((saved["args"] if wholly else {}) | saved["attributes"]).items():
-                if value != masked(vars(callback).get(attribute), attribute):  # else it is as saved, or was a secret
+                if value != masked(vars(callback).get(attribute), attribute):  # otherwise unchanged, or a masked secret
                     setattr(callback, attribute, value)
     missing = [name for name, states in left.items() if states and name != type(events.control).__name__]
     if missing:
@@ -690,30 +687,30 @@ _ENTROPY = "entropy_ctrl_state.json"  # of TRL's GRPOTrainer with use_adaptive_e
 def optimizer_state(
     folder: Path, fresh: Any, model: PreTrainedModel, load: Callable[[Path], dict[str, jax.Array]]
 ) -> Any:
-    """`fresh` with AdamW's moments from optimizer.pt; unchanged, with a warning, where they cannot be read without
-    torch, or those of an adapter without peft.
+    """`fresh` with AdamW's moments from optimizer.pt. Unchanged, with a warning, if torch is not installed to read
+    them, or peft for those of an adapter.
 
     Args:
-        model: that trains.
-        load: reads a folder of weights.
+        model: the trained model.
+        load: reads weights from a folder.
     """
-    logger.warning("%s has no manifest: nothing tells whether its files are as they were written.", folder)
+    logger.warning("%s has no manifest, so its files cannot be verified.", folder)
     for name in ("torch", "peft") if (folder / ADAPTER).is_file() else ("torch",):
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # the stand-in of `python -m trl_jax` has no file
-            logger.warning("%s takes %s to read, which is not installed: AdamW's moments restart from zero.",
-                           folder / OPTIMIZER_torch_state, name)  # fmt: skip
+        if spec is None or spec.origin is None:  # the stub of `python -m trl_jax` has no file
+            logger.warning("Reading %s requires %s, which is not installed: AdamW's moments restart from zero.",
+                           folder / OPTIMIZER, name)  # fmt: skip
             return fresh
     with tempfile.TemporaryDirectory() as aside:
         count = write_adamw_moments(folder, Path(aside), model.config, model.backend.head, decays)
         return with_adam_moments(fresh, count, *(load(Path(aside, part)) for part in ("mu", "nu")))
 
 
-def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int) -> LoopProgress:
-    """The progress of a run of transformers, which counts steps only.
+def loop_progress(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int) -> LoopProgress:
+    """The progress of a run of transformers, from its number of steps.
 
     Args:
-        steps_an_epoch: None for a stream, which is then read from its beginning.
+        steps_an_epoch: None for a stream, which is then read from its start.
     """
     epoch, step = divmod(state.global_step, steps_an_epoch) if steps_an_epoch else (0, state.global_step)
     over = step == 0 and epoch > 0
@@ -722,11 +719,11 @@ def place(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int)
     )
 
 
-def rollout_place(
+def rollout_progress(
     folder: Path, state: TrainerState, steps: RolloutSteps, examples_a_step: int, *, model_only: bool
 ) -> LoopProgress:
-    """The same in online training, where transformers keeps no completions; also restores the place in the streams of
-    random numbers, and the coefficient of the entropy bonus, unless the checkpoint has the model alone."""
+    """Like `loop_progress`, for online training, where transformers saves no completions. Also restores the random
+    streams, unless `model_only`, and the coefficient of the entropy bonus, if it was saved."""
     of_epoch = steps.pass_over(state.global_step)
     for rank, stream in enumerate(() if model_only else steps.streams):
         known = None
@@ -749,12 +746,12 @@ def rollout_place(
 
 
 def tokens_seen(state: TrainerState) -> int:
-    """The number of tokens in the last log, 0 where there is none."""
+    """The number of tokens in the logs; 0 without any."""
     return int(max((log["num_tokens"] for log in state.log_history if "num_tokens" in log), default=0))
 
 
 def _loss_sum(logs: list[dict[str, float]]) -> float:
-    """The sum of the losses of all logged steps; each log has the mean since the one before."""
+    """The sum of the losses of all logged steps; each log has the mean since the previous one."""
     total, before = 0.0, 0
     for log in logs:
         if "loss" in log:
@@ -768,22 +765,22 @@ ARGUMENTS = "training_args.json"
 
 
 def arguments_text(args: BaseConfig) -> str:
-    """The arguments as JSON, without secrets, dtypes by name."""
-    values = args.to_dict()  # hides every name that ends in _token, but two of them are no secrets
+    """The arguments as JSON, with secrets masked and dtypes by name."""
+    values = args.to_dict()  # masks every name that ends in _token, but these two are not secrets
     values |= {name: vars(args)[name] for name in ("eos_token", "pad_token") if name in values}
     for name, value in values.items():
         if isinstance(value, dict):
             values[name] = {key: str(entry) if "dtype" in key else entry for key, entry in value.items()}
-    return json.dumps(masked(values), indent=2, default=str)  # a script's own to_dict may add secrets
+    return json.dumps(masked(values), indent=2, default=str)  # a user-defined to_dict may add secrets
 
 
 def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arguments: str) -> None:
-    """Write a folder that transformers loads: config, weights, tokenizer, what prepares images, and
+    """Write a folder that transformers can load: config, weights, tokenizer, image processor files and
     training_args.json.
 
     Args:
         model: the trainer's, or a copy of it.
-        arguments: the text that `arguments_text` made.
+        arguments: the text from `arguments_text`.
     """
     model.save_pretrained(folder)
     if is_first():

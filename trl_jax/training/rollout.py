@@ -1,4 +1,4 @@
-"""The online part of a run: completions by the policy, log-probabilities, and training steps."""
+"""Online training: completions from the policy, their log-probabilities, and training steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ from trl_jax.rollout.rollout import (
     BASE_SEED_WORDS,
     TRL_LOGPS,
     Completed,
-    EntropyBonus,
     Experience,
     Ids,
     Judge,
@@ -55,9 +54,9 @@ from trl_jax.rollout.rollout import (
 from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.server import data_url
 from trl_jax.rollout.tools import Tools, written_by
-from trl_jax.tasks.policy import Cycle, RolloutTask
+from trl_jax.tasks.policy import Cycle, EntropyBonus, RolloutTask
 from trl_jax.training import data
-from trl_jax.training.devices import ShardedStep, own_room_of, room_of
+from trl_jax.training.devices import ShardedStep, device_memory_limit, local_memory_limit
 from trl_jax.training.events import Events
 from trl_jax.training.forward import Forward, PolicyEqualsReference
 from trl_jax.training.logging import GenerationProgress, ProgressLine, tell_first
@@ -76,16 +75,16 @@ from trl_jax.training.rollout_processes import (
 from trl_jax.training.server import ServerParts, ServerPolicy
 from trl_jax.training.state import Setup
 
-# The source of the steps of online training, and the arrays of a step.
+# The steps of online training: their source, and their arrays.
 
 
 def rollout_steps(
     setup: Setup, parts: RolloutParts, forward: Forward, sharded_step: ShardedStep | None
 ) -> RolloutSteps:
-    """The source of the steps of online training."""
+    """Assemble the source of steps for online training."""
     cycle, args = setup.task.cycle, setup.args
     streams, line = [TorchGenerator(args.seed + rank) for rank in range(setup.shards)], ProgressLine(setup.events)
-    tools = parts.sampling.tools  # which are called a different number of times in each process
+    tools = parts.sampling.tools  # called a different number of times in each process
     # A server completes the prompts of all processes together.
     alone = parts.server is None and (tools is not None or exact_draws(args.compute_dtype))
     alone = several() and (alone or parts.rollout_func is not None)
@@ -124,13 +123,13 @@ def rollout_steps(
 
 
 def _judge(task: RolloutTask, rewards: Rewards, logps: CompletionLogps, line: ProgressLine) -> Judge:
-    if several():  # processes compute together, in one order
-        return Judge(task, RankRewards(rewards), logps, at_once, line)
-    return Judge(task, rewards, logps, in_a_thread, line)
+    if several():  # processes compute together, so their calls must have the same order
+        return Judge(task, RankRewards(rewards), logps, call_now, line)
+    return Judge(task, rewards, logps, call_in_thread, line)
 
 
 def readable(setup: Setup, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
-    """A table as it is; a stream with its rows checked as they are read."""
+    """The dataset; rows of a stream are checked as they are read."""
     if not isinstance(dataset, IterableDataset):
         return dataset
     return rows.checked_stream(dataset, name, setup.processing_class, images=setup.encoder is not None)
@@ -143,26 +142,26 @@ def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, shuffl
     return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, wraps=cycle.wraps, **sizes)
 
 
-def in_a_thread(do: Callable[[], Any]) -> Callable[[], Any]:
-    """Begin a call in a thread of its own; the function that is returned waits for it, and raises what it raised."""
+def call_in_thread(do: Callable[[], Any]) -> Callable[[], Any]:
+    """Start a call in a thread. The returned function waits for it, and returns its result or raises its exception."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="trl_jax-logps")
     future = pool.submit(do)
     pool.shutdown(wait=False)
     return future.result
 
 
-def at_once(do: Callable[[], Any]) -> Callable[[], Any]:
-    """Do the call, and return a function that gives what it gave."""
+def call_now(do: Callable[[], Any]) -> Callable[[], Any]:
+    """Make a call now, and return a function that returns its result; the interface of `call_in_thread`."""
     found = do()
     return lambda: found
 
 
 class RowReader:
-    """Reads rows with all columns that completions are judged by, or only their prompts and images.
+    """Reads rows, with all columns or only their prompts and images (see `args.keeps_columns`).
 
     Args:
         name: of the dataset in errors, "train" or "eval".
-        dataset: None reads the training set as it is at the time, because a script may set another.
+        dataset: None reads the current training set, because a script may replace it.
     """
 
     def __init__(self, setup: Setup, name: str, dataset: Dataset | IterableDataset | None = None):
@@ -173,10 +172,10 @@ class RowReader:
         """Read a row.
 
         Args:
-            index: of the row; of a stream, the row itself.
+            index: index of the row; for a stream, the row itself.
 
         Raises:
-            KeyError, ValueError: a transform made a row that cannot be completed.
+            KeyError, ValueError: a transform returned a row that cannot be completed.
         """
         row = self._read(index)
         if self._setup.args.keeps_columns:
@@ -194,7 +193,7 @@ class RowReader:
             return row
         if setup.encoder is None:
             return dataset[int(index)]
-        if self._last[0] != (id(dataset), index):  # a group of completions decodes its images once
+        if self._last[0] != (id(dataset), index):  # the completions of a prompt decode its images only once
             self._last = (id(dataset), index), dataset[int(index)]
         return dict(self._last[1])
 
@@ -211,7 +210,7 @@ class CommonNumbers:
         self._task, self._equals_reference = task, equals_reference
 
     def __call__(self, coef: float | None) -> dict[str, float]:
-        """`coef` is the coefficient of the entropy bonus; None without one."""
+        """`coef`: the coefficient of the entropy bonus; None without one."""
         numbers = {} if coef is None else {"entropy_coef": coef}
         if self._task.diverges_in_loss:
             numbers["at_reference"] = float(self._equals_reference())
@@ -219,7 +218,7 @@ class CommonNumbers:
 
 
 class StepMaker:
-    """Micro-batches of completions -> the arrays of a step."""
+    """Converts micro-batches of completions to the arrays of a step."""
 
     def __init__(self, setup: Setup):
         self._setup, self._layout = setup, data.step_layout(setup, training=True)
@@ -238,7 +237,7 @@ class StepMaker:
         return step._replace(arrays=rows_of_script(self._setup, step.arrays, parts, generations))
 
     def _seen(self, rows: list[Completed]) -> list[Completed]:
-        """The same with the features of their images, which checkpoints lack."""
+        """Add the features of their images to completions: checkpoints lack them."""
         images = _with_features(self._setup, [row.images for row in rows])
         return [row._replace(images=own) for row, own in zip(rows, images, strict=True)]
 
@@ -246,7 +245,7 @@ class StepMaker:
 def rows_of_script(
     setup: Setup, arrays: Batch, parts: Sequence[Sequence[Completed]], generations: Sequence[Experience]
 ) -> Batch:
-    """The arrays of a step with the rows that a script's own loss gets; arguments as of `with_rows`."""
+    """Add the rows that a user-defined loss gets to the arrays of a step; arguments as in `with_rows`."""
     state = setup.state
     return with_rows(
         arrays, parts, generations, shards=setup.shards, longest=setup.args.max_completion_length,
@@ -257,7 +256,7 @@ def rows_of_script(
 
 
 def _with_features(setup: Setup, images: Sequence[TextImages | None]) -> Sequence[TextImages | None]:
-    """The images of texts with their features, where these are kept."""
+    """The images of texts with their features, if features are cached."""
     known = all(image.features for text in images if text is not None for image in text.images)
     if known or setup.features is None:
         return images
@@ -268,12 +267,13 @@ def _with_features(setup: Setup, images: Sequence[TextImages | None]) -> Sequenc
 
 
 class PolicyWriter:
-    """Completes prompts with the run's current model and the random numbers of `stream`, or with a script's own
-    `rollout_func`.
+    """Completes prompts with the run's current model and the random numbers of `stream`, with servers, or with a
+    user-defined `rollout_func`.
 
     Args:
-        alone: whether this process completes its own prompts on one device, instead of all prompts with the others.
-        seeds: gives servers the seeds of prompts; None without servers.
+        alone: whether this process completes only its own prompts, on one device, instead of all prompts together with
+            the other processes.
+        seeds: stream of the seeds that servers get for prompts; None without servers.
     """
 
     def __init__(
@@ -289,14 +289,14 @@ class PolicyWriter:
         self._alone, self._copy = alone, None
         self._rollout_func, self._rewards, self._own = parts.rollout_func, parts.rewards, parts.own
         self._server = None if parts.server is None else ServerPolicy(setup, parts.server, seeds)
-        self._further: Further | None = None  # completes texts in rounds, within a `rollout_func`
+        self._further: Further | None = None  # inside a `rollout_func`: completes texts in rounds
 
     def prompts(self, found: Sequence[dict[str, Any]]) -> list:
         return [row["prompt"] for row in found] if self._setup.encoder is None else rows.prompts_with_images(found)
 
     @contextlib.contextmanager
     def prepared(self, prompts: list) -> Iterator[None]:
-        """As in LocalWriter: the model is copied to this process's device, or a `rollout_func`'s servers get it."""
+        """As in LocalWriter: copies the model to this process's device, or sends it to a `rollout_func`'s servers."""
         setup = self._setup
         if self._rollout_func is None:
             with setup.on_device():
@@ -309,12 +309,14 @@ class PolicyWriter:
             self._copy = None
 
     def write(self, prompts: list, group: int) -> Written | None:
-        """One completion per prompt; None without prompts, where other processes may have some."""
+        """One completion per prompt; None without prompts, if other processes have some."""
         if not prompts:
-            return None if self._server is None else in_rounds(self._turns, lambda further: None)
+            return None if self._server is None else in_rounds(self._complete_round, lambda further: None)
         self._check(prompts[::group])
+        return self.checked(self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts))
+
+    def checked(self, made: Written) -> Written:
         encoder = self._setup.encoder
-        made = self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts)
         if encoder is not None and has_stray_images(made, encoder.image_token_id):
             raise ValueError(
                 f"A completion has the image token {encoder.image_token!r}, but no image belongs to it. Leave "
@@ -341,7 +343,7 @@ class PolicyWriter:
             with raised_by("rollout_func", prompts):
                 return written_by(self._rollout_func, prompts, setup.vocab_size)
 
-        made = in_rounds(self._turns, run) if self._alone and self._server is not None else run(None)
+        made = in_rounds(self._complete_round, run) if self._alone and self._server is not None else run(None)
         if made.sampling_logps is None and "sampling_logps" in setup.task.logps:
             raise ValueError(
                 "rollout_func returned logprobs=None, but use_vllm=True with vllm_importance_sampling_correction, and "
@@ -396,7 +398,7 @@ class PolicyWriter:
             def further(texts: Ids, of_texts: None, rooms: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
                 del of_texts
                 tokens, logps = [np.zeros(0, np.int32)] * len(texts), [np.zeros(0, np.float32)] * len(texts)
-                asked = [place for place, room in enumerate(rooms) if room]  # the others end with an answer
+                asked = [place for place, room in enumerate(rooms) if room]  # the others end with a tool's answer
                 if not asked:
                     return tokens, logps
                 most = [rooms[place] for place in asked]
@@ -415,7 +417,7 @@ class PolicyWriter:
         return written
 
     def begin(self, prompts: list, group: int) -> Callable[[], Written]:
-        """As `write`, but returns while the servers generate; the function that it returns waits for them."""
+        """Like `write`, but returns while the servers generate: the returned function waits for them."""
         self._check(prompts[::group])
         return self._by_servers(prompts, group)
 
@@ -432,7 +434,7 @@ class PolicyWriter:
         return ids, images
 
     def encoded(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
-        """The ids of prompts, and their images if the run has any."""
+        """The token ids of prompts, and their images if the run has any."""
         sampling = self._sampling
         own = None if sampling.tools is None else sampling.tools.of_each
         if own is None:
@@ -466,8 +468,8 @@ class PolicyWriter:
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
 
     def _limit(self, model: PreTrainedModel) -> Limit:
-        """How many completions of a model to generate at once. In auto mode, it only depends on what the run holds, so
-        that a repeated run generates as many."""
+        """How many completions of a model to generate at once. In auto mode, this depends only on the arrays that the
+        run holds, so it is reproducible."""
         setup = self._setup
         scorers = None if self._rewards is None else self._rewards.arrays
         own = (model.params, model.frozen) if self._alone else None
@@ -476,13 +478,13 @@ class PolicyWriter:
 
     @cached_property
     def _room(self) -> int:
-        """Bytes of a device that generation may take, with all arrays of the run; 0 if unknown."""
+        """Bytes of a device that generation may use, together with all arrays of the run; 0 if unknown."""
         device = run_device(self._setup.args)
-        return own_room_of(device) if self._alone else room_of(device)
+        return local_memory_limit(device) if self._alone else device_memory_limit(device)
 
-    def turn(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        """One completion of each text, of which `group` in a row may be equal, and the servers' log-probabilities of
-        its tokens; None if this process generates."""
+    def complete_once(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """Complete each text once. Up to `group` consecutive texts may be equal. Also returns the servers'
+        log-probabilities of the new tokens; None if this process generates."""
         texts = [token_ids(own, self._setup.vocab_size, f"prompt_ids[{place}]") for place, own in enumerate(ids)]
         texts = [own.tolist() for own in texts]
         if self._further is not None:
@@ -493,8 +495,10 @@ class PolicyWriter:
         made = self._server.begin(texts[::group], group, GenerationProgress(self._line, len(texts)))()
         return made.completions, made.logps
 
-    def _turns(self, texts: Ids, images: None, groups: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Complete each text of all processes once. Runs of equal texts, as long as `groups` says, are one request."""
+    def _complete_round(
+        self, texts: Ids, images: None, groups: Sequence[int]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Complete each text of all processes once. Runs of equal texts (`groups` long) become a single request."""
         del images
         group = _group_of(texts, math.gcd(*groups))
         made = self._server.begin(texts[::group], group)()
@@ -509,14 +513,14 @@ class PolicyWriter:
 
 
 def _group_of(ids: Ids, group: int, images: Sequence[TextImages] | None = None) -> int:
-    """`group` if prompts are equal within each group of so many, else 1: those of environments may differ."""
+    """`group` if the prompts within each such group are equal, else 1: environments may give them different prompts."""
     keys = ids if images is None else [(own, text.key) for own, text in zip(ids, images, strict=True)]
     alike = len(keys) % group == 0 and all(own == keys[place - place % group] for place, own in enumerate(keys))
     return group if alike else 1
 
 
 def has_stray_images(made: Written, image_token: int) -> bool:
-    """Whether a completion has an image token to which no image belongs."""
+    """Whether a completion has an image token without an image."""
     seen = [None] * len(made.completion_ids) if made.images is None else made.images
     for prompt, completion, images in zip(made.prompt_ids, made.completion_ids, seen, strict=True):
         placed = np.zeros(len(completion), bool)
@@ -528,11 +532,11 @@ def has_stray_images(made: Written, image_token: int) -> bool:
     return False
 
 
-# Log-probabilities of completions under the policy that wrote them, and under the reference.
+# Log-probabilities of completions under the policy that generated them, and under the reference.
 
 
 class CompletionLogps:
-    """Log-probabilities of completions' tokens under the policy or the reference, in passes as those of a step."""
+    """Log-probabilities of completion tokens under the policy or the reference, in passes laid out like a step's."""
 
     def __init__(self, setup: Setup, forward: Forward, sharded_step: ShardedStep | None):
         self._setup = setup
@@ -557,7 +561,7 @@ class CompletionLogps:
 
 
 def _compiled(of_pass: Callable, sharded_step: ShardedStep | None) -> Callable:
-    """(arrays, batch of one pass) -> log-probabilities of its reads, `[shards, N]`."""
+    """`(arrays, batch of one pass) -> log-probabilities of its reads, [shards, N]`."""
 
     def first(arrays: dict, batch: Batch) -> jax.Array:
         return of_pass(arrays, jax.tree.map(lambda leaf: leaf[0], batch))["logps"]
@@ -567,7 +571,7 @@ def _compiled(of_pass: Callable, sharded_step: ShardedStep | None) -> Callable:
     return jax.jit(lambda arrays, batch: first(arrays, batch)[None])
 
 
-# Methods of a script's own that completions go through, with TRL's arguments and results, as NumPy arrays and lists.
+# User-defined methods that completions go through, with TRL's arguments and results, as NumPy arrays and lists.
 
 
 OWN_METHODS = "_generate_and_score_completions", "_generate", "_tokenize_prompts"
@@ -575,20 +579,20 @@ OWN_METHODS = "_generate_and_score_completions", "_generate", "_tokenize_prompts
 
 @dataclass
 class OwnRollout:
-    """Calls a script's own methods in the place of ours, whose results `super()` gives them.
+    """Calls user-defined methods instead of ours, which they can call as `super()`.
 
     name: of the trainer's class.
-    score, generate, tokenize: the methods of OWN_METHODS of the script; None where it has none.
-    whole: whether the results are GRPO's, or RLOO's.
-    keeps_extras: whether further numbers of completions are kept for a loss of the script's own.
-    rollout, writer: set with the run.
+    score, generate, tokenize: the user-defined methods in OWN_METHODS; None for those that are not overridden.
+    grpo_form: whether results have GRPO's form, or RLOO's, which is shorter.
+    keeps_extras: whether additional values per completion are kept for a user-defined loss.
+    rollout, writer: set when the run is assembled.
     """
 
     name: str
     score: Callable[[list[dict[str, Any]]], dict[str, Any]] | None
     generate: Callable[[list], tuple] | None
     tokenize: Callable[[list], tuple] | None
-    whole: bool
+    grpo_form: bool
     keeps_extras: bool
     pad_token_id: int
     rollout: Rollout | None = None
@@ -596,7 +600,7 @@ class OwnRollout:
     _now: tuple[int, str] | None = None
     _made: dict[str, Any] = field(default_factory=dict)
 
-    # As the rollout calls them.
+    # Called by the rollout.
 
     def scored(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
         self._now = group, mode
@@ -621,9 +625,9 @@ class OwnRollout:
             raise ValueError(
                 f"{self.name}._generate changed the ids of prompts with images, which belong to their places."
             )
-        found = {"prompt_ids": ids, "completion_ids": written, "messages": outputs[3 if self.whole else 2]}
+        found = {"prompt_ids": ids, "completion_ids": written, "messages": outputs[3 if self.grpo_form else 2]}
         by_model, logps = all_written(written), None
-        if self.whole:
+        if self.grpo_form:
             if outputs[2] is not None:
                 by_model = [np.asarray(own, bool) for own in outputs[2]]
             if outputs[4] is not None:
@@ -646,12 +650,12 @@ class OwnRollout:
         ids = [list(map(int, own)) for own in outputs[0]]
         if len(ids) != len(prompts) or (images is not None and ids != given):
             raise ValueError(
-                f"{self.name}._tokenize_prompts returned {len(ids)} prompts for {len(prompts)}; expected the ids of "
-                "each, and of prompts with images those that super() gave."
+                f"{self.name}._tokenize_prompts returned {len(ids)} prompts for {len(prompts)}; expected one list of "
+                "ids per prompt, and for prompts with images the ids that super() returned."
             )
         return ids, images
 
-    # As `super()` of the script's methods calls them.
+    # Called by `super()` in the script's methods.
 
     def default_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         group, mode = self._within("_generate_and_score_completions")
@@ -668,7 +672,7 @@ class OwnRollout:
             texts = self.writer.completions(prompts, made.prompt_ids, made.completion_ids)
         ids, written = ([list(map(int, own)) for own in part] for part in (made.prompt_ids, made.completion_ids))
         outputs = ids, written, texts
-        if self.whole:
+        if self.grpo_form:
             alone = all(own.all() for own in made.by_model)
             mask = None if alone else [own.astype(int).tolist() for own in made.by_model]
             logps = None if made.sampling_logps is None else [own.tolist() for own in made.sampling_logps]
@@ -684,22 +688,20 @@ class OwnRollout:
 
     def _within(self, name: str) -> tuple[int, str]:
         if self._now is None:
-            raise RuntimeError(
-                f"{name} of {self.name} can only be called as super()'s, by the method of the same name."
-            )
+            raise RuntimeError(f"{name} of {self.name} can only be called as super().{name}(...) from an override.")
         return self._now
 
     def _taken(self, name: str) -> tuple[Any, Any]:
-        """What `super()` of the method made."""
+        """The result of the method's `super()`."""
         if name not in self._made:
             raise RuntimeError(
-                f"{self.name}.{name} did not call super().{name}(...), which completions come from. Call it and change "
-                "its result, or pass a rollout_func."
+                f"{self.name}.{name} did not call super().{name}(...), which generates the completions. Call it and "
+                "change its result, or pass a rollout_func."
             )
         return self._made.pop(name)
 
     def _outputs(self, experience: Experience) -> dict[str, Any]:
-        """TRL's outputs, padded: prompts on the left, numbers of completions on the right."""
+        """TRL's outputs: prompts are left-padded, and per-token values of completions right-padded."""
         rows = experience.rows
         prompts = padded([row.prompt for row in rows], self.pad_token_id, left=True)
         outputs = {
@@ -709,7 +711,7 @@ class OwnRollout:
             "completion_mask": padded([row.completion_mask.astype(np.int32) for row in rows], 0),
             "advantages": np.asarray([row.advantage for row in rows], np.float32),
         }
-        if not self.whole:
+        if not self.grpo_form:
             old = [np.sum(row.old_logps[row.completion_mask], dtype=np.float32) for row in rows]
             return outputs | {"old_logps": np.asarray(old)}
         outputs["num_items_in_batch"] = np.int32(experience.num_tokens)
@@ -717,17 +719,17 @@ class OwnRollout:
         return outputs | {name: padded(values, 0.0) for name, values in there.items() if values[0] is not None}
 
     def _changed(self, experience: Experience, given: dict[str, Any], outputs: Any) -> Experience:
-        """The completions with what the script has changed of their outputs.
+        """The completions with the script's changes to their outputs.
 
         Raises:
-            TypeError: something that cannot be changed there.
+            TypeError: something that cannot be changed here.
         """
         where = f"{self.name}._generate_and_score_completions returned"
         if not isinstance(outputs, Mapping) or given.keys() - outputs.keys():
             missing = sorted(given.keys() - outputs.keys()) if isinstance(outputs, Mapping) else brief(outputs)
             raise TypeError(f"{where} outputs without {missing}; expected all outputs of super(), possibly changed.")
         found = {name: np.asarray(value) for name, value in as_arrays(outputs).items() if value is not None}
-        free = {"advantages", "completion_mask", *((*TRL_LOGPS, "num_items_in_batch") if self.whole else ())}
+        free = {"advantages", "completion_mask", *((*TRL_LOGPS, "num_items_in_batch") if self.grpo_form else ())}
         for name in given.keys() - free:
             if not np.array_equal(found[name], given[name]):
                 raise TypeError(f"{where} other {name} than super(): these are what was generated. Leave them.")
@@ -752,10 +754,10 @@ class OwnRollout:
             of_row = {name: values[number][..., : len(row.completion)] if values.ndim == 2 else values[number]
                       for name, values in extras.items()}  # fmt: skip
             rows.append(row._replace(**own, extras=of_row or None))
-        return Experience(rows, float(found["num_items_in_batch"]) if self.whole else None)
+        return Experience(rows, float(found["num_items_in_batch"]) if self.grpo_form else None)
 
     def _advantages(self, values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-        """Numbers of completions, float32 `[B]`; 0 where the script has one for each token."""
+        """The advantages of completions, float32 `[B]`; 0 if the script returned one for each token."""
         if values.shape == shape and self.keeps_extras:
             return np.zeros(shape[0], np.float32)
         if values.shape != shape[:1] or not np.isfinite(values).all():
@@ -777,7 +779,7 @@ class OwnRollout:
 
 
 def padded(rows: Sequence[np.ndarray], filler: float, *, left: bool = False) -> np.ndarray:
-    """Rows of numbers as an array, filled up on one side."""
+    """Rows of numbers as an array, padded on one side."""
     longest = max(map(len, rows))
     found = np.full((len(rows), longest), filler, np.asarray(rows[0]).dtype)
     for out, row in zip(found, rows, strict=True):
@@ -785,17 +787,18 @@ def padded(rows: Sequence[np.ndarray], filler: float, *, left: bool = False) -> 
     return found
 
 
-# The parts of a rollout that its trainer decides.
+# The parts of a rollout that its trainer chooses.
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the policy completes prompts.
 
-    template_options: further arguments of the chat template. max_prompt_length: the last tokens of a prompt that stay;
-    None: all. options: fields of a GenerationConfig, where eos_token_id, or each of several, ends a completion.
-    parses_messages: completions of conversations are parsed where the tokenizer knows how. tools: which the model may
-    call; None: there are none.
+    template_options: further arguments of the chat template.
+    max_prompt_length: number of last tokens of a prompt to keep; None keeps all.
+    options: fields of a GenerationConfig; `eos_token_id`, or each of several, ends a completion.
+    parses_messages: whether to parse completions of conversations, if the tokenizer can.
+    tools: that the model may call; None without tools.
     """
 
     template_options: dict[str, Any]
@@ -813,14 +816,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RolloutParts:
-    """The part of a rollout that its trainer decides.
+    """The parts of a rollout that its trainer chooses.
 
-    rewards: the reward functions; None: completions are not judged.
-    shuffle: whether prompts come in another order each epoch.
+    rewards: the reward functions; None if completions are not judged.
+    shuffle: whether to shuffle the prompts in each epoch.
     bonus: the coefficient of the entropy bonus; None without one.
     rollout_func: prompts -> completions, as `written_by` takes it; None: the policy completes them.
-    server: the vLLM servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
-    own: methods of a script's own that completions go through; None without any.
+    server: the servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
+    own: user-defined methods that completions go through; None without any.
     """
 
     sampling: Sampling
@@ -834,15 +837,15 @@ class RolloutParts:
     own: OwnRollout | None = None
 
 
-# Completions that are written just before the step that learns from them.
+# Completions that are generated just before the step that trains on them.
 
 
 @dataclass
 class WrittenSteps(abc.ABC):
-    """The steps of a loader whose completions are written when a step is asked for, with the parameters of that moment.
+    """The steps of a loader whose completions are generated when a step is requested, with the current parameters.
 
-    Completions are sampled with the process's random stream, which is advanced at the start of an epoch by the words
-    that torch's DataLoader draws there.
+    Completions are sampled with the process's random stream. At the start of an epoch, it is advanced by as many words
+    as torch's DataLoader draws there.
     """
 
     loader: ExampleLoader
@@ -860,12 +863,12 @@ class WrittenSteps(abc.ABC):
         return self.loader.drop_last
 
     def laid_out(self, **changes: Any) -> ExampleLoader:
-        """The loader of the dataset's own rows, with these fields of the layout changed."""
+        """The loader of the dataset's own rows, with these fields of the layout replaced."""
         return self.loader.laid_out(**changes)
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
         self.loader.set_epoch(epoch, skip, skipped_digest)
-        if not skip:  # within an epoch, the restored stream has been advanced
+        if not skip:  # within an epoch, the restored stream has already been advanced
             default_generator().skip(BASE_SEED_WORDS)
 
     def __len__(self) -> int:
@@ -881,7 +884,7 @@ class WrittenSteps(abc.ABC):
 
         Args:
             group: the rows of each micro-batch.
-            number: of the step.
+            number: the step's number.
         """
 
 
@@ -896,11 +899,11 @@ class Completer:
         self._setup, self._options, self._line = setup, options, ProgressLine(setup.events)
 
     def __call__(self, model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
-        """The completions of one prompt each, int32; each includes the token that ends it.
+        """One completion for each prompt, int32, including its EOS token, if any.
 
         Args:
-            model: the PreTrainedModel that writes.
-            dtype: of its computation.
+            model: the PreTrainedModel that generates.
+            dtype: the compute dtype.
         """
         args = self._setup.args
         how = {"head_dtype": "float32" if args.cast_lm_head_to_fp32 else None, "logps": False}

@@ -1,6 +1,6 @@
-"""A rollout of several processes: each completes and judges the prompts of its own part, and all learn from the whole.
+"""Rollouts of several processes: each completes and judges its own part of the prompts, and all train on the whole.
 
-The parts are as TRL's ranks have them: equal runs of the rows in their order, each with a random stream of its own.
+The parts are those of TRL's ranks: equal, consecutive runs of the rows, each with its own random stream.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from trl_jax.rollout.tools import Environments
 
 
 def own_rank(ranks: int) -> int:
-    """The first of the ranks whose rows this process has."""
+    """The first of the ranks whose rows this process completes."""
     return jax.process_index() * (ranks // jax.process_count())
 
 
 def own_part(rows: int) -> slice:
-    """The rows, of so many, that this process completes; the last processes have fewer where they do not divide."""
+    """The slice of rows that this process completes. If they do not divide evenly, the last processes get fewer."""
     size = -(-rows // jax.process_count())
     return slice(jax.process_index() * size, (jax.process_index() + 1) * size)
 
@@ -39,19 +39,19 @@ class LocalWriter(Writer, Protocol):
     """A writer that completes prompts in this process alone."""
 
     def prepared(self, prompts: list) -> AbstractContextManager:
-        """A block in which `write` completes parts of these prompts. All processes must begin it together.
+        """A context in which `write` completes parts of these prompts. All processes must enter it together.
 
-        Within it, processes only wait for each other in rounds (see `in_rounds`), because tools are called a different
-        number of times in each.
+        Inside, processes wait for each other only in rounds (see `in_rounds`), because each calls tools a different
+        number of times.
         """
 
 
 @dataclass
 class RankWriter:
-    """Writes this process's part of the completions, and gets the others'.
+    """Completes this process's part of the prompts, and gathers the completions of the other processes.
 
-    inner: draws from the stream of `own_rank`. streams: of all ranks; those of processes then stand where these left
-        them.
+    inner: samples from the stream of `own_rank`.
+    streams: of all ranks; after each call, those that processes have used are set to their new state everywhere.
     """
 
     inner: LocalWriter
@@ -68,7 +68,7 @@ class RankWriter:
         rank = own_rank(len(self.streams))
 
         def do() -> tuple[Written | None, Any]:
-            # A group of completions may lie on two ranks.
+            # A group of completions may be split over two ranks.
             made = self.inner.write(own, math.gcd(group, len(own)))
             return made, self.streams[rank].state()
 
@@ -78,8 +78,11 @@ class RankWriter:
             self.streams[process * (len(self.streams) // len(found))].restore(state)
         return joined([made for made, _ in found if made is not None])
 
+    def checked(self, made: Written) -> Written:
+        return self.inner.checked(made)
+
     def turn(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        return self.inner.turn(ids, group)
+        return self.inner.complete_once(ids, group)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         return self.inner.completions(prompts, prompt_ids, completion_ids)
@@ -89,7 +92,7 @@ class RankWriter:
 
 
 def joined(parts: Sequence[Written]) -> Written:
-    """The parts in a row. A column that is no list is the first one's."""
+    """Concatenate the parts. A column that is not a list is taken from the first part."""
     ids, written, by_model = (
         list(chain.from_iterable(lists))
         for lists in zip(*((part.prompt_ids, part.completion_ids, part.by_model) for part in parts), strict=True)
@@ -113,24 +116,24 @@ Further = Callable[[Ids, None, Sequence[int]], tuple[list[np.ndarray], list[np.n
 
 
 def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
-    """Call `run` with a function that completes texts of this process, where processes complete texts together.
+    """Call `run` with a function that completes texts of this process; processes complete texts together.
 
-    Each call of that function is a round, in which every process takes part. A process whose `run` has ended takes
-    part without texts, until all have ended.
+    Each call of that function is a round, in which every process takes part. A process whose `run` has finished takes
+    part without texts until all have finished.
 
     Args:
-        complete: called in all processes with the texts of all of them, None in the place of their images, and how
-            many tokens each may get; returns their tokens and log-probabilities.
+        complete: called in all processes with the texts of all of them, None instead of their images, and the maximum
+            number of tokens for each; returns their tokens and log-probabilities.
 
     Returns:
-        What `run` returned.
+        The result of `run`.
 
     Raises:
         RuntimeError: `run` raised in another process.
     """
     if not several():
         return run(complete)
-    ended = False  # in all processes, by an exception
+    ended = False  # by an exception that all processes see
 
     def round_of(do: Callable[[], tuple | None]) -> tuple[list, list] | None:
         nonlocal ended
@@ -168,8 +171,8 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
 
 
 def begin_own(environments: Environments, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with the observations of all processes' environments. Each process resets those of its own part, and
-    only these rows have them in the column `environments`."""
+    """Reset the environments, and return the rows with the prompts from all processes. Each process resets those of its
+    own part, and only these rows get the column `environments`."""
     own, begun = own_part(len(rows)), []
 
     def do() -> list:
@@ -184,9 +187,10 @@ def begin_own(environments: Environments, rows: Sequence[dict[str, Any]]) -> lis
 
 @dataclass
 class RankRewards:
-    """Reward functions that are called with this process's rows alone, as TRL calls them; the rewards are those of all.
+    """Calls reward functions with this process's rows only, as TRL does; returns the rewards of all processes.
 
-    Numbers that functions log are the means over all processes' calls; where a process logged no column, it has None.
+    Metrics that the functions log are averaged over the calls of all processes. A column that a process did not log is
+    None there.
     """
 
     inner: RewardFunctions
@@ -204,7 +208,7 @@ class RankRewards:
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:
-        """As `RewardFunctions`, of the rows of all processes, float32 `[B, F]`."""
+        """Like `RewardFunctions`, for the rows of all processes; float32 `[B, F]`."""
         own = own_part(len(rows))
         parts = [part[own] for part in (rows, prompts, completions, completion_ids)]
 
@@ -233,7 +237,7 @@ def _added(sums: Sequence[tuple[float, int]]) -> tuple[float, int]:
 
 
 def local_copy(model: PreTrainedModel, place: Callable[[np.ndarray], jax.Array]) -> PreTrainedModel:
-    """The model with all of its arrays on this process's device; all processes must ask together."""
+    """Copy the model, with all of its arrays, to this process's device. All processes must call this together."""
     own = model.with_params({path: place(fetched(array)) for path, array in model.params.items()})
     own.frozen = {path: place(fetched(array)) for path, array in model.frozen.items()}
     return own

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Learning rates that follow a metric of the evaluation; their state is part of checkpoints.
+# Learning rates that follow an evaluation metric; their state is saved in checkpoints.
 
 
 class Plateau:
-    """torch's ReduceLROnPlateau: `factor` times the rate after more than `patience` evaluations that were no better.
+    """torch's ReduceLROnPlateau: multiply the rate by `factor` after more than `patience` evaluations without progress.
 
-    A call returns the rate of the next step, whatever its number; `observe` takes the metric of each evaluation.
+    A call returns the rate of the next step, whatever its number; pass the metric of each evaluation to `observe`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Plateau:
         return self._sign * metric < self._sign * self.best - self._threshold
 
     def state(self) -> dict[str, Any]:
-        """The state, which JSON can hold."""
+        """The state, as JSON values."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -71,11 +71,11 @@ class Plateau:
 
 
 class Greedy(Plateau):
-    """GreedyLR (arXiv:2512.14527): Plateau that also divides the rate by `factor` after more than `patience`
-    evaluations that were better.
+    """GreedyLR (arXiv:2512.14527): a Plateau that also raises the rate.
 
-    After `reset_start` more lowerings at `min_lr` it starts again from the first rate. With `smooth` it compares means
-    of the last `window_size` metrics.
+    It divides the rate by `factor` after more than `patience` evaluations in a row with progress. After `reset_start`
+    further reductions at `min_lr`, it restarts from the first rate. With `smooth`, it compares means of the last
+    `window_size` metrics.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Greedy(Plateau):
 ADAPTIVE = {"reduce_lr_on_plateau": Plateau, "greedy": Greedy}
 
 
-# Learning rates as functions of the step, in Python floats: what TRL logs, to the last digit.
+# Learning rates as functions of the step, in Python floats, so that they equal those that TRL logs to the last digit.
 
 
 Schedule = Callable[[int], float]
@@ -156,7 +156,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Span:
-    """A schedule's numbers of steps, in its warmup and in all, and its highest rate."""
+    """A schedule's number of warmup steps, total number of steps, and highest rate."""
 
     warmup: int
     total: int
@@ -235,7 +235,7 @@ def _waves_between_floors(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> Schedule:
-    """Counts steps from 1, so that its last step is the lowest."""
+    """Counts steps from 1, so that the last step has the lowest rate."""
     floor = _floor(span, min_lr, min_lr_rate)
 
     def factor(step: int) -> float:
@@ -302,14 +302,14 @@ _RISE_THEMSELVES = {"cosine_warmup_with_min_lr", "warmup_stable_decay"}
 def learning_rates(
     name: str, *, peak: float, warmup_steps: int, max_steps: int, kwargs: dict | None = None
 ) -> Schedule:
-    """The schedule of this name: finished steps -> learning rate of the next step.
+    """The schedule of this name: number of finished steps -> learning rate of the next step.
 
     Args:
-        name: one of transformers' schedules, except those of `engine.adaptive`. All but constant rise from 0 over
+        name: one of transformers' schedules, except those in ADAPTIVE. All but "constant" rise from 0 over
             `warmup_steps`.
         peak: the highest rate.
-        max_steps: where a schedule reaches its end.
-        kwargs: the schedule's own arguments, as `core.arguments.optimizer_rules.SCHEDULES` lists them.
+        max_steps: where the schedule ends.
+        kwargs: the schedule's own arguments, as listed in `config.optimizers.SCHEDULES`.
     """
     span = Span(0 if name == "constant" else warmup_steps, max_steps, peak)
     factor = _SCHEDULES[name](span, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""A script's own `compute_loss` and `prediction_step`, in JAX or torch."""
+"""User-defined `compute_loss` and `prediction_step`, in JAX or torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trl_jax.hub import torch_objects
 from trl_jax.training.data import ROW_IMAGES, averages_micro_batches, inputs_of, seen_by_scripts
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
 from trl_jax.training.own_step import OwnStep
-from trl_jax.training.reference import Comparing
-from trl_jax.training.script_metrics import evened
+from trl_jax.training.reference import ReferenceInputs
+from trl_jax.training.script_metrics import with_same_names
 from trl_jax.training.script_model import BoundModel, logged_sums, task_loss
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
@@ -26,26 +26,26 @@ from trl_jax.training.torch_errors import (
     may_run_in_torch,
     outputs_alone,
     parameters_refused,
-    read_in_jax,
+    read_in_jax_error,
     torch_explained,
     warn_of_torch,
 )
 from trl_jax.training.torch_loss import TorchLoss
 from trl_jax.training.update import updated
 
-# Steps and evaluations with a script's own `compute_loss` or `prediction_step`.
+# Steps and evaluations with a user-defined `compute_loss` or `prediction_step`.
 
 
 class UserLossStep:
     """A step like that of `update.make_step`, for a loss that is a mean over the examples it gets.
 
-    A micro-batch has only its real examples, so a shorter one is compiled as another program.
+    Micro-batches contain only real examples, so a shorter one is compiled as another program.
     """
 
     def __init__(self, user_loss: UserLoss, without_frozen: Callable, tx: Any):
         """
         Args:
-            without_frozen: turns a loss into one without gradients of frozen parameters.
+            without_frozen: wraps a loss such that frozen parameters have no gradients.
         """
         self._user_loss, self._tx, self._point = user_loss, tx, tx.point
         self._loss = without_frozen(self._training_loss)
@@ -56,7 +56,7 @@ class UserLossStep:
     def __call__(self, params: dict, opt_state: Any, arrays: Any, learning_rate: Any, key: Any, frozen: dict) -> tuple:
         micro = self._user_loss.inputs(arrays)
         parts, num_items, pass_weight = len(micro), None, np.float32(1)
-        if self._user_loss.counts_targets:  # it divides by the targets of the whole step itself
+        if self._user_loss.counts_targets:  # the loss itself divides by the targets of the whole step
             parts, pass_weight = 1, np.float32(1 / len(micro))
             num_items = np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
         keys = [None] * len(micro) if key is None else jax.random.split(key, len(micro))
@@ -75,12 +75,12 @@ class UserLossStep:
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / parts, gradients)
         params, opt_state, measured = self._apply(params, opt_state, gradients, total, learning_rate)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *evened(sums))
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *with_same_names(sums))
         return params, opt_state, stacked | {"loss": shown} | measured
 
     def in_one_program(self, options: Any) -> Any:
-        """A jitted step with the arguments of `make_step`'s, for a plan: what a call does in a program for each
-        micro-batch, with one after another in a loop. The batch has the `inputs` of all micro-batches, stacked.
+        """A jitted step with the arguments of `make_step`'s step, for planning: it scans over all micro-batches, while
+        a call runs one program per micro-batch. The batch has the `inputs` of all micro-batches, stacked.
 
         Args:
             options: compiler options.
@@ -101,7 +101,7 @@ class UserLossStep:
         return jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
 
     def _value_and_grad(self, *given: Any, state: dict, values: tuple) -> tuple:
-        """`((loss, sums), gradient)` of a micro-batch; a loss in torch reads the trainer's state and values itself."""
+        """`((loss, sums), gradient)` of a micro-batch. A loss in torch reads the trainer's state and values itself."""
         if not self._user_loss.in_torch:
             try:
                 return self._grad(*given, state=state, values=values)
@@ -121,7 +121,7 @@ class UserLossStep:
         state: dict,
         values: tuple,
     ) -> tuple:
-        del values  # read from the trainer while this is traced; other values are another program
+        del values  # static: the loss reads them from the trainer while it is traced, so a change must recompile it
         args = self._user_loss.setup.args
         options = {"dtype": args.compute_dtype, "remat": args.remats[-1], "key": key, "pass_weight": pass_weight}
         bound = self._user_loss.bound(frozen | params, inputs, training=True, **options)
@@ -129,7 +129,7 @@ class UserLossStep:
 
 
 def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, learning_rate: Any) -> tuple:
-    """Apply the update; as in `update`, nothing changes where loss, gradient or update is not finite."""
+    """Apply the update. As in `update.make_step`, nothing changes if loss, gradients or update are not finite."""
     norm = optax.global_norm(gradients)
     finite = jnp.isfinite(total) & jnp.isfinite(norm)
     params, opt_state, applied = updated(tx, finite, params, opt_state, gradients, norm, learning_rate)
@@ -137,7 +137,7 @@ def _apply(tx: Any, params: dict, opt_state: Any, gradients: dict, total: Any, l
 
 
 class UserLossEvaluation:
-    """Evaluates a batch by the script's `compute_loss`: `(params, arrays) -> (sums with "loss", outputs)`."""
+    """Evaluates a batch with the user-defined `compute_loss`: `(params, arrays) -> (sums with "loss", outputs)`."""
 
     def __init__(self, user_loss: UserLoss):
         self._user_loss, self._in_torch = user_loss, TorchLoss(user_loss)
@@ -163,8 +163,10 @@ class UserLossEvaluation:
 
 
 class UserPrediction:
-    """Evaluates a batch by the script's `prediction_step`, which is not compiled. Outputs are (logits, labels), with
-    `()` for None."""
+    """Evaluates a batch with the user-defined `prediction_step`, which is not compiled.
+
+    Outputs are (logits, labels), with `()` for None.
+    """
 
     def __init__(self, user_loss: UserLoss, prediction_step: Callable):
         self._user_loss, self._prediction_step = user_loss, prediction_step
@@ -196,14 +198,14 @@ def _predicted(sums: dict, loss: Any, outputs: list) -> tuple:
     return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host
 
 
-# Calling a script's own `compute_loss`
+# Calls to a user-defined `compute_loss`.
 
-_OF_MODEL = frozenset({"at_gradients", "name_or_path", "training", "writes"})  # of ours
+_OF_MODEL = frozenset({"at_gradients", "name_or_path", "training", "writes"})  # attributes that trl_jax sets
 
 
 def script_values(trainer: Any) -> tuple[tuple[str, Any], ...]:
-    """The numbers and strings that a script set on its trainer and its model, by name; a compiled loss contains their
-    current values."""
+    """The numbers and strings that a script set on its trainer and its model, by name. They are compiled into the loss
+    with their current values."""
     kinds = (bool, int, float, str)
     found = vars(trainer) | {
         f"model.{name}": vars(trainer.model)[name] for name in vars(trainer.model).keys() - _OF_MODEL
@@ -212,10 +214,10 @@ def script_values(trainer: Any) -> tuple[tuple[str, Any], ...]:
 
 
 class UserLoss:
-    """Calls a script's own loss with the model and the batch in TRL's form, and computes the sums to log.
+    """Calls a user-defined loss with the model and the batch in TRL's form, and computes the sums to log.
 
-    values: returns the numbers and strings on the script's trainer; the loss is compiled again when they change.
-    in_torch: whether the loss was found to be written in torch.
+    values: returns the numbers and strings on the script's trainer; the loss is recompiled when they change.
+    in_torch: whether the loss was found to use torch.
     """
 
     def __init__(
@@ -230,8 +232,8 @@ class UserLoss:
     ):
         """
         Args:
-            is_function: whether the script passed a `compute_loss_func`, which always gets the number of targets.
-            functions: the script's own that compute the loss.
+            is_function: whether the loss is a `compute_loss_func`, which always gets the number of targets.
+            functions: the user-defined functions that compute the loss, searched for torch code.
         """
         self.setup, self._forward, self.compute_loss, self.values = setup, forward, compute_loss, values
         self._is_function, self.in_torch, self._own_step = is_function, False, own_step
@@ -246,14 +248,14 @@ class UserLoss:
 
         Args:
             state: from `state()`; the script reads it as `self.state`.
-            num_items: the targets that a language model's loss is divided by, of the whole step or of a batch of an
-                evaluation; None unless it `counts_targets`.
+            num_items: the number of targets that a language model's loss is divided by: of the whole step, or of an
+                evaluation batch; None unless `counts_targets`.
 
         Raises:
             TypeError: the script called torch, read parameters, or did not return a scalar.
         """
         options = {} if self.setup.task.head == "score" else {"num_items_in_batch": num_items}
-        refused = parameters_refused(self.setup.model, read_in_jax)
+        refused = parameters_refused(self.setup.model, read_in_jax_error)
         given = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
         own = self.setup.script_loss
         if own is not None:
@@ -274,29 +276,29 @@ class UserLoss:
 
     @property
     def counts_targets(self) -> bool:
-        """Whether the loss gets the number of targets that it is a mean over, as in transformers; otherwise the loss of
-        a step is the mean over its micro-batches."""
+        """Whether the loss gets the number of targets to divide by, as in transformers. Otherwise the loss of a step is
+        the mean over its micro-batches."""
         setup = self.setup
         if setup.task.head == "score" or setup.script_loss is not None:
             return False
         return self._is_function or not averages_micro_batches(setup.model)
 
     def num_items(self, inputs: dict[str, Any]) -> Any:
-        """The targets of a batch of an evaluation; None where the loss gets no number."""
+        """The number of targets in an evaluation batch; None if the loss does not get it."""
         if not self.counts_targets:
             return None
         counted = jnp.sum(jnp.asarray(inputs["labels"])[:, 1:] != IGNORED)
         return jnp.maximum(counted, 1).astype(jnp.float32)
 
     def to_torch(self, error: WrittenInTorch) -> None:
-        """Go on with a loss in torch, if it can; else raise the error."""
+        """Continue with the loss in torch, if possible; otherwise raise the error."""
         if not may_run_in_torch(error):
             raise error
         self.in_torch = True
         warn_of_torch(error)
 
     def state(self) -> dict[str, np.ndarray]:
-        """The step and epoch, for a compiled loss that reads `self.state`."""
+        """The step and epoch, passed to the compiled loss, which reads them as `self.state`."""
         state = self.setup.events.state
         return {"global_step": np.int32(state.global_step), "epoch": np.float32(state.epoch or 0)}
 
@@ -315,9 +317,9 @@ class UserLoss:
         """The model with these parameters, for one batch of `inputs`.
 
         Args:
-            key: that of the batch, in training.
-            pass_weight: what the batch counts in a mean over those of the step.
-            first_call: how many calls of the batch came before.
+            key: the batch's PRNG key in training.
+            pass_weight: the batch's weight in the mean over the batches of the step.
+            first_call: number of earlier calls of the model on this batch.
         """
 
         def random_options(call: int, lengths: jax.Array) -> dict[str, Any]:
@@ -329,7 +331,7 @@ class UserLoss:
         return BoundModel(
             self.setup.model,
             params,
-            comparing=None if self.setup.script_loss is None else Comparing(self.setup.task, reference, compared),
+            comparing=None if self.setup.script_loss is None else ReferenceInputs(self.setup.task, reference, compared),
             dtype=dtype,
             remat=remat,
             random_options=None if key is None else random_options,
@@ -341,7 +343,7 @@ class UserLoss:
         )
 
     def sums(self, bound: BoundModel, inputs: dict[str, Any]) -> dict[str, jax.Array]:
-        """The sums of the task's loss, where the calls cover each row of the batch once; otherwise sums without
+        """The sums of the task's loss if the calls cover each row of the batch exactly once; otherwise sums over no
         examples."""
         task, rows = self.setup.task, len(inputs["input_ids"])
         if self.setup.script_loss is not None:
@@ -362,15 +364,15 @@ class UserLoss:
         return task.loss(outputs, LossBatch(weight, Extras(extras), examples))[1]
 
     def inputs(self, arrays: Batch) -> list[dict[str, np.ndarray]]:
-        """Each micro-batch of a step of padded rows, as `inputs_of`."""
+        """The inputs of each micro-batch of a step of padded rows, from `inputs_of`."""
         return inputs_of(arrays, self.setup.task)
 
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of an evaluation's batch, after the script's own `_prepare_inputs`."""
+        """An evaluation batch's inputs after the user-defined `_prepare_inputs`."""
         return inputs if self._own_step is None else self._own_step.prepared(inputs)
 
     def stepped(self, computed: Callable, inputs: dict[str, Any], num_items: Any, *, last: bool) -> tuple[tuple, Any]:
-        """What `computed(inputs)` gives of a micro-batch, `(loss, sums, gradient)`, and the loss to log."""
+        """`computed(inputs)` of a micro-batch, which is `(loss, sums, gradient)`, and the loss to log."""
         if self._own_step is None:
             one = computed(inputs)
             return one, one[0]

@@ -1,4 +1,4 @@
-"""What a script's own loss logs."""
+"""Metrics that a user-defined loss logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trl_jax.training.state import Setup
 
 
 class ScriptMetrics(defaultdict):
-    """Numbers that a script logs outside of its own loss, as lists by name, as TRL's trainers keep them."""
+    """Numbers that a script logs outside of its loss: lists by name, as in TRL's trainers."""
 
     def __init__(self):
         super().__init__(list)
@@ -27,10 +27,10 @@ class ScriptMetrics(defaultdict):
         return super().__missing__(name)
 
     def taken(self, logs: dict[str, Any], before: str) -> dict[str, float]:
-        """The mean of each by its name with `before`, which are forgotten.
+        """Return the mean of each list, its name prefixed with `before`, and clear the lists.
 
         Raises:
-            ValueError: a number was appended to one that `logs` has.
+            ValueError: a number was appended to a metric that `logs` already contains.
         """
         found = {before + name: float(sum(values) / len(values)) for name, values in self.items() if values}
         if own := sorted(name for name in self._appended if before + name in found.keys() & logs.keys()):
@@ -43,30 +43,30 @@ class ScriptMetrics(defaultdict):
         return found
 
 
-OWN_METRIC = "script/"  # before the names of sums that a script's own loss logs
+OWN_METRIC = "script/"  # prefix of the sums that a user-defined loss logs
 _PARTS = "parts/"
 
 
 def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
-    """The task's metrics, if its loss was computed, and the script's own from `own_sums`, each averaged over the
-    micro-batches where it is not NaN."""
+    """The task's metrics, if its loss was computed, and the user's own from `own_sums`, each averaged over the
+    micro-batches that logged it (NaN means not logged)."""
     names = [name for name in (sums[0] if sums else ()) if name.startswith(OWN_METRIC)]
     of_task = [{name: value for name, value in step.items() if name not in names} for step in sums]
     found = task.metrics(of_task, split) if of_task and of_task[0].keys() - STEP_SUMS else {}
     if not names:
         return found
     logged = [name for name in names if name != OWN_METRIC]
-    parts = [  # a micro-batch's parts, on the devices that share it, where each number was logged
+    parts = [  # for each metric, the parts of micro-batches (one per device) in which it was logged
         step | {_PARTS + name: np.where(np.isnan(step[name]), 0, step[OWN_METRIC]) for name in logged} for step in sums
     ]
     totals = joined(parts, dict.fromkeys([*names, *(_PARTS + name for name in logged)], np.nansum), count=OWN_METRIC)
-    with np.errstate(invalid="ignore"):  # 0 of 0: logged in no part
+    with np.errstate(invalid="ignore"):  # 0 / 0 if it was logged in no part
         shares = {name.removeprefix(OWN_METRIC): totals[name] / totals[_PARTS + name] for name in logged}
     return found | means(shares)
 
 
-def evened(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give each of these the same names, with NaN where a script logged nothing."""
+def with_same_names(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give all dicts the same names, with NaN for metrics that were not logged."""
     names = dict.fromkeys(name for one in sums for name in one if name.startswith(OWN_METRIC))
 
     def missing(one: dict[str, Any], name: str) -> np.ndarray:
@@ -76,10 +76,10 @@ def evened(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def own_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax.Array]:
-    """What a script's loss has logged, by name, as sums over micro-batches.
+    """The metrics that a user-defined loss logged, as sums over micro-batches.
 
     Args:
-        members: bool `[M]`, whether the pass is of a micro-batch; or a scalar, where it is a micro-batch itself.
+        members: bool `[M]`, whether the pass belongs to each micro-batch; a scalar if the pass is a micro-batch itself.
     """
     own = {OWN_METRIC: members.astype(jnp.float32)}
     for name, values in metrics.items():
@@ -89,9 +89,9 @@ def own_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax
 
 
 class OwnMetrics:
-    """What a script's own loss of DPO or KTO logs; the loss itself is computed by `UserLoss`.
+    """Metrics that a user-defined DPO or KTO loss logs; the loss itself is computed by `UserLoss`.
 
-    current: the `BoundModel` of the loss that is being traced; None outside.
+    current: the `BoundModel` of the loss that is being traced; None outside of tracing.
     """
 
     def __init__(self, setup: Callable[[], Setup]):
@@ -101,7 +101,7 @@ class OwnMetrics:
         return ()
 
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:
-        """The results of a step, which are complete."""
+        """Return a step's results unchanged: they are already complete."""
         return results
 
     def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:

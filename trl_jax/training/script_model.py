@@ -1,4 +1,4 @@
-"""The model that a script's own `compute_loss` calls, and what `super().compute_loss` computes with it."""
+"""The model that a user-defined `compute_loss` calls, and the default loss that `super().compute_loss` returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trl_jax.core.outputs import Images, KeptFeatures, reads_of_rows
+from trl_jax.core.outputs import Images, PrecomputedFeatures, reads_of_rows
 from trl_jax.data.batch import IGNORED, Extras, LossBatch
 from trl_jax.hub import torch_objects
 from trl_jax.hub.heads import HeadName
@@ -20,23 +20,25 @@ from trl_jax.nn.head import outputs_of_logits
 from trl_jax.tasks.task import Task, TokenTask
 from trl_jax.training.data import RowImages
 from trl_jax.training.forward import aux_loss_sums
-from trl_jax.training.reference import Comparing, label_reads
+from trl_jax.training.reference import ReferenceInputs, label_reads
 from trl_jax.training.script_metrics import own_sums
 from trl_jax.training.torch_errors import NotGiven, check_same
 
 OUTPUTS = ("loss", "aux_loss", "logits", "log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
-FIXED = OUTPUTS[-3:]  # without a gradient
+FIXED = OUTPUTS[-3:]  # without gradients
 
 
 class Outputs:
-    """The result of calling the model, by attribute, key or index: `loss`, where labels were passed, then `logits`.
+    """The model's outputs, by attribute, key or index: `loss`, if labels were passed, then `logits`.
 
-    loss: the mean over targets, or their sum divided by `num_items_in_batch`, as transformers' causal models give it.
-    aux_loss: the load-balancing loss of a mixture of experts, not weighted; None where the run adds none.
-    logits: float32, `[rows, 1]` of a score head, `[rows, T, V]` of a language model's; None with `fused_lm_head`.
-    log_probs, entropy, mean_logits, log_sum_sq_probs: float32 `[rows, T - 1]` of each label after the first one, 0
-        where it is -100; only with `fused_lm_head`, as `is_top1`, whether the label is the most likely token. The last
-        three have no gradient.
+    loss: the mean over targets, or their sum divided by `num_items_in_batch`, as in transformers' causal models.
+    aux_loss: the unweighted load-balancing loss of a mixture of experts; None if the run adds none.
+    logits: float32, `[rows, 1]` from a score head, `[rows, T, V]` from a language model; None with `fused_lm_head`.
+    log_probs, entropy, mean_logits, log_sum_sq_probs: only with `fused_lm_head`; float32 `[rows, T - 1]` for each label
+        after the first, 0 where the label is -100.
+    is_top1: only with `fused_lm_head`; bool, whether the label is the most likely token.
+
+    mean_logits, log_sum_sq_probs and is_top1 have no gradients.
     """
 
     loss = aux_loss = None
@@ -55,7 +57,7 @@ class Outputs:
         return vars(self).get("logits")
 
     def with_logits(self, again: Callable[[], Any]) -> Outputs:
-        """The same, with logits that are computed when they are read, as TRL's `super()` returns them."""
+        """The same, with logits that are computed on first access, as TRL's `super()` returns them."""
         self._again = again
         return self
 
@@ -65,10 +67,10 @@ class Outputs:
 
 
 class BoundModel:
-    """The model with the parameters of this step, to be called on rows padded on the right.
+    """The model with the parameters of this step, called on right-padded rows.
 
-    `outputs` and `aux_losses` collect the results of all calls, in order; arguments that are `ignored` have no effect;
-    `training` is False in an evaluation, as torch has it. Other attributes are the trainer's model's.
+    `outputs` and `aux_losses` collect the results of all calls in order; `ignored` arguments have no effect; `training`
+    is False in evaluation, as in torch. Other attributes are those of the trainer's model.
     """
 
     ignored = frozenset({"return_dict", "use_cache"})
@@ -86,17 +88,17 @@ class BoundModel:
         aux_loss_weight: Any = None,
         training: bool = False,
         images: RowImages | None = None,
-        comparing: Comparing | None = None,
+        comparing: ReferenceInputs | None = None,
     ):
         """
         Args:
-            comparing: for a loss that compares with a reference; None for others.
+            comparing: for a loss that uses a reference; None for others.
             random_options: `(number of the call, lengths of its rows) -> random options`; None for none.
-            ignored: further names of a batch that a call may pass without effect.
+            ignored: further names in a batch that a call may pass without effect.
             head: the model's.
-            aux_loss_weight: what the load-balancing loss counts in the batch's; None where it is not asked for.
-            images: of the batch's rows, which a call reads with their `pixel_values` or always, if their features are
-                kept; None where these have none.
+            aux_loss_weight: the weight of the load-balancing loss in the batch's loss; None disables it.
+            images: of the batch's rows; None if they have none. A call uses them if it gets `pixel_values`, and always
+                if their features are precomputed.
         """
         self._model, self._params, self._random_options = model, params, random_options
         self._options = {"dtype": jnp.dtype(dtype), "remat": remat}
@@ -115,16 +117,16 @@ class BoundModel:
         pixel_values: Any = None,
         **others: Any,
     ) -> Outputs:
-        """Score rows of token ids `[rows, T]`; virtual tokens are put before them if the model has some.
+        """Run the model on rows of token ids `[rows, T]`, with its virtual tokens, if any, prepended.
 
         Args:
-            labels: `[rows, T]`, of a language model, which then gives `loss`, too.
-            pixel_values: `[P, C]`, the patches of the batch's images; None reads the rows as text alone.
+            labels: `[rows, T]`, for a language model, which then also returns `loss`.
+            pixel_values: `[P, C]`, the patches of the batch's images; with None, rows are read as text only.
             others: `return_dict`, `use_cache` and other entries of a batch, which have no effect.
 
         Raises:
             TypeError: an unknown argument.
-            ValueError: `pixel_values` with other rows than the batch's.
+            ValueError: `pixel_values` with rows other than the batch's.
         """
         if labels is not None and self._head == "score" and "labels" not in self._ignored:
             others["labels"] = labels
@@ -140,7 +142,7 @@ class BoundModel:
             attention_mask = None if attention_mask is None else jnp.hstack([ones, attention_mask])
         places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         options = dict(self._options)
-        if self._images is not None and isinstance(self._images.images, KeptFeatures):
+        if self._images is not None and isinstance(self._images.images, PrecomputedFeatures):
             options["images"], places = self._images.images._replace(of_reference=None), self._images.positions
         elif pixel_values is not None:
             options["images"], places = self._with_images(tokens, pixel_values)
@@ -151,6 +153,8 @@ class BoundModel:
         if model.needs_valid:
             options["valid"] = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask.astype(bool)
         if fused:
+            if labels is None:
+                raise TypeError("model(..., fused_lm_head=True) returns log_probs of labels: pass labels=, too.")
             reads, targets = label_reads(labels)
             self.tokens, aux_loss = self._logits(
                 model, tokens, places, attention_mask, options | {"targets": targets, "temperature": 1.0}, reads
@@ -169,7 +173,7 @@ class BoundModel:
         return Outputs(logits=self.outputs[-1][:, None])
 
     def _with_images(self, tokens: jax.Array, pixel_values: Any) -> tuple[Images, jax.Array]:
-        """The batch's images with these patches, and the positions of its tokens."""
+        """The batch's images with these patches, and the positions of the tokens."""
         images, positions = self._images
         shape, given = images.patches.shape[1:], images._replace(patches=jnp.asarray(pixel_values)[None])
         if self.comparing is not None:
@@ -183,14 +187,14 @@ class BoundModel:
         return given, jnp.asarray(positions)
 
     def compared_inputs(self, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The inputs of a loss that compares with a reference, under TRL's names."""
+        """The inputs of a loss that uses a reference, under TRL's names."""
         options = {"dtype": self._options["dtype"]}
         self._shown = self.comparing.inputs(inputs, options, self._images)
         self._ignored |= self._shown.keys() | {"output_router_logits"}
         return dict(self._shown)
 
     def compared_loss(self, inputs: dict[str, Any]) -> tuple[jax.Array, Outputs]:
-        """The task's loss of these inputs, which `compared_inputs` returned."""
+        """The task's loss of the inputs that `compared_inputs` returned, and the model's outputs."""
         check_same(inputs, self._shown)
         outputs = self(**self.comparing.rows, fused_lm_head=True)
         loss, self.default_sums = self.comparing.loss(self.tokens)
@@ -212,11 +216,11 @@ class BoundModel:
         return logits, self.aux_losses[-1]
 
     def default_loss(self, task: Task, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Outputs]:
-        """The task's loss of a batch, and what the model gave; arguments as in the function `default_loss`."""
+        """The task's loss of a batch, and the model's outputs; see the function `default_loss`."""
         return default_loss(task, self, inputs, num_items)
 
     def balanced(self, loss: jax.Array, aux_loss: jax.Array | None) -> jax.Array:
-        """The loss of a batch with the load-balancing loss of a call, if there is one."""
+        """Add a call's load-balancing loss, if there is one, to the loss of a batch."""
         return loss if aux_loss is None else loss + self.aux_loss_weight * aux_loss
 
     def __getattr__(self, name: str) -> Any:
@@ -224,31 +228,31 @@ class BoundModel:
 
 
 def logged_sums(model: Any) -> dict[str, jax.Array]:
-    """What a script's loss of one micro-batch has logged, in `metrics` of the model that it was given.
+    """The metrics that a user-defined loss logged for one micro-batch, in `metrics` of the model that it called.
 
-    A loss that is compared with a reference always counts its micro-batches.
+    A loss that uses a reference always counts its micro-batches.
     """
     if not (model.metrics or isinstance(model, BoundModel) and model.comparing is not None):
         return {}
-    logged = {name: values for name, values in model.metrics.items() if name != "num_tokens"}  # the run counts them
+    logged = {name: values for name, values in model.metrics.items() if name != "num_tokens"}  # counted by the run
     return own_sums(torch_objects.as_arrays(logged), jnp.bool_(True))
 
 
-# What `super().compute_loss` of a script's own method computes.
+# The default loss, for `super().compute_loss` in a user-defined method.
 
 
 def read_by_model(inputs: dict[str, Any]) -> dict[str, Any]:
-    """What the model reads of a batch."""
+    """The entries of a batch that the model takes."""
     return {name: inputs[name] for name in ("input_ids", "attention_mask", "pixel_values") if name in inputs}
 
 
 def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Any]:
-    """The task's loss of a batch, and the outputs that the model gave.
+    """The task's loss of a batch, and the model's outputs.
 
     Args:
         model: a `BoundModel`.
-        inputs: as `compute_loss` gets them.
-        num_items: the targets of the whole step, for a language model; None means the batch's own.
+        inputs: as passed to `compute_loss`.
+        num_items: number of targets in the whole step, for a language model; None uses the batch's own.
     """
     if model.comparing is not None:
         return model.compared_loss(inputs)
@@ -262,15 +266,15 @@ def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items
     return task.loss(outputs.logits[:, 0], LossBatch(weight, extras, examples))[0], outputs
 
 
-# A language model's numbers from whole logits, for scripts that ask for them. The step itself never holds them.
+# Token statistics from full logits, for scripts that use them. The regular step never materializes full logits.
 
 
 def pass_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    """`task.of_pass` of rows of a text each.
+    """`task.of_pass` for rows of one text each.
 
     Args:
         logits: `[rows, T, V]`.
-        labels: transformers', `[rows, T]`.
+        labels: `[rows, T]`, as in transformers.
     """
     rows, length = labels.shape
     targets = jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
@@ -280,11 +284,11 @@ def pass_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) -> dic
 
 
 def task_loss(task: TokenTask, logits: jax.Array, labels: jax.Array, num_items: Any = None) -> tuple:
-    """The task's `(loss, sums)` of rows of a text each, which weigh the same: by token where the task weighs tokens.
+    """The task's `(loss, sums)` for rows of one text each, weighted equally, or by token if the task is per token.
 
     Args:
         logits, labels: as in `pass_of_logits`.
-        num_items: what a sum over tokens is divided by; None means the rows' own targets.
+        num_items: divisor of sums over tokens; None uses the number of targets in the rows.
     """
     rows, targets = len(labels), jnp.maximum(1, jnp.sum(labels[:, 1:] != IGNORED))
     weight = 1 / (targets if num_items is None else num_items) if task.per_token else 1 / rows
@@ -293,7 +297,7 @@ def task_loss(task: TokenTask, logits: jax.Array, labels: jax.Array, num_items: 
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array, num_items: Any = None) -> jax.Array:
-    """The cross-entropy of transformers' causal models: the mean over targets, or their sum over `num_items`.
+    """The cross-entropy of transformers' causal models: the mean over targets, or their sum divided by `num_items`.
 
     Args:
         logits: `[rows, T, V]`.

@@ -1,4 +1,4 @@
-"""Online training with vLLM servers: they get the policy's weights after each step, and complete the prompts.
+"""Online training with vLLM or SGLang servers: they get the policy's weights after each step, and complete the prompts.
 
 With several training processes, only the first one talks to the servers. It shares the replies with the others.
 """
@@ -25,27 +25,80 @@ from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import is_first, of_each_process, several
-from trl_jax.rollout.server import Progress, Sampled, ServerError, StaleWeights, VllmServers
+from trl_jax.rollout.server import (
+    Engine,
+    Limits,
+    Progress,
+    Requirements,
+    Sampled,
+    ServerError,
+    Servers,
+    StaleWeights,
+    Transport,
+)  # fmt: skip
 from trl_jax.training.state import Setup
 
-_KEPT = 2  # the version in use and the one before, which a server may still be reading
+_KEPT = 2  # the current version and the previous one, which a server may still be reading
 _MEMORY = Path("/dev/shm")
 _NAME = "trl_jax-weights-"
-_SCORED = 32  # tokens of the text by which loaded weights are proved
-_CLOSE = 0.1  # nats per token, which 16-bit computation stays far below
-_ATTEMPTS = 3  # of a generation during which servers are started again
+_SCORED = 32  # tokens of the text that verifies the loaded weights
+_CLOSE = 0.1  # nats per token; 16-bit computation stays far below
+_ATTEMPTS = 3  # at a generation during which servers are restarted
+_OWNERS = ("vllm", "sglang")  # of models, as /v1/models names them
+
+
+def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers:
+    """Wait until every server answers, and check that it can be used.
+
+    Raises:
+        ServerError: a server does not answer within the timeout, or it serves something else than the run needs, with
+            the command that starts it right.
+    """
+
+    def command(url: str) -> str:
+        vllm, sglang = (_engine(owner)(urls, needs, limits).command(url) for owner in _OWNERS)
+        return f"{vllm} (or, for SGLang: {sglang})"
+
+    unknown = Transport(urls, limits, "vLLM or SGLang", command)
+    unknown.each("GET", "/health")
+    models = [reply["data"] for reply in unknown.each("GET", "/v1/models")]
+    cards = [next(card for card in own if card.get("parent") is None) for own in models]
+    owners = [card["owned_by"] for card in cards]
+    for url, owner in zip(urls, owners, strict=True):
+        if owner not in _OWNERS:
+            raise unknown.unusable(url, f"serves a model of {owner!r} (owned_by in /v1/models)")
+        if owner != owners[0]:
+            raise ServerError(
+                f"The server at {urls[0]} is of {owners[0]}, and the one at {url} of {owner}, which give different "
+                "completions for the same seed. Give the URLs of servers of one engine in vllm_server_base_url."
+            )
+    engine = _engine(owners[0])(urls, needs, limits)
+    engine.ready(cards)
+    return Servers(engine)
+
+
+def _engine(owner: str) -> type[Engine]:
+    """The engine whose servers name `owner` as the owner of their models."""
+    if owner == "vllm":
+        from trl_jax.rollout.vllm import Vllm
+
+        return Vllm
+    from trl_jax.rollout.sglang import Sglang
+
+    return Sglang
 
 
 @dataclass(frozen=True)
 class ServerParts:
-    """The servers of a run, as its trainer decides.
+    """The servers of a run, as chosen by its trainer.
 
-    sampling: parameters of requests. root: the folder for weights.
-    ahead: whether the servers generate while the step before trains.
-    sync_steps: how many steps train between two updates of the servers' weights.
+    sampling: parameters of requests.
+    root: the folder for weights.
+    ahead: whether the servers generate while the previous step trains.
+    sync_steps: number of steps between two updates of the servers' weights.
     """
 
-    servers: VllmServers
+    servers: Servers
     sampling: Mapping[str, Any]
     root: Path
     ahead: bool = False
@@ -53,7 +106,7 @@ class ServerParts:
 
 
 class Completions(NamedTuple):
-    """As `Sampled`, with the seconds that weights, servers and waiting took, by the names they are logged under."""
+    """Like `Sampled`, with the seconds spent on weights, generation and waiting, by the names they are logged under."""
 
     completions: list[np.ndarray]
     logps: list[np.ndarray]
@@ -61,19 +114,19 @@ class Completions(NamedTuple):
 
 
 class ServerPolicy:
-    """The policy on vLLM servers.
+    """The policy on servers.
 
     Args:
-        stream: gives each prompt of a generation its seed.
+        stream: the source of each prompt's seed.
     """
 
     def __init__(self, setup: Setup, parts: ServerParts, stream: TorchGenerator):
         self._setup, self._servers, self._sampling = setup, parts.servers, parts.sampling
         self._stream, self._sync_steps = stream, parts.sync_steps
-        self._loaded: list[weakref.ref[jax.Array]] = []  # the arrays that the servers have
+        self._loaded: list[weakref.ref[jax.Array]] = []  # the arrays that the servers have loaded
         self._loaded_at = 0  # the step at which they were loaded
-        self._has_base = False  # whether the servers have the model below the adapter, if they take adapters
-        self._asked: list[Future[Sampled]] = []  # generations that may not have ended
+        self._has_base = False  # whether the servers have the base model, if they take adapters
+        self._asked: list[Future[Sampled]] = []  # generations that may still be running
         self._folders = WeightFolders(parts.root, self._save)
         weakref.finalize(self, shutil.rmtree, self._folders.folder, ignore_errors=True)
 
@@ -81,18 +134,18 @@ class ServerPolicy:
         """Load the current weights into the servers, unless they have them or the next update is not due.
 
         Args:
-            text: token ids of a text that the servers and the policy score, to prove that they have the same weights.
+            text: token ids of a text that the servers and the policy score, to verify that they have the same weights.
 
         Raises:
-            ServerError: a server does not load them, or its scores differ from the policy's.
+            ServerError: a server does not load the weights, or its scores differ from the policy's.
         """
         arrays, step = list(self._setup.model.params.values()), self._setup.state.global_step
         if self._loaded and self._sync_steps > 1 and step // self._sync_steps == self._loaded_at // self._sync_steps:
             return
         if len(arrays) == len(self._loaded) and all(a is b() for a, b in zip(arrays, self._loaded, strict=True)):
             return
-        wait(self._asked)  # they are of the weights that the servers have
-        if self._servers.takes_adapters:
+        wait(self._asked)  # running generations need the weights that the servers have now
+        if self._servers.engine.takes_adapters:
             self._load_adapter()
         else:
             folder, version = self._folders.write()
@@ -108,16 +161,16 @@ class ServerPolicy:
         most: Sequence[int] | None = None,
         images: Sequence[Sequence[str]] | None = None,
     ) -> Callable[[], Completions]:
-        """Begin to complete each prompt `group` times with the current weights.
+        """Start to complete each prompt `group` times with the current weights.
 
         Args:
-            most: how many tokens each prompt's completions may have; None: as many as the parameters of requests say.
-            images: of each prompt, as data URLs; None if there are none.
+            most: maximum number of tokens in each prompt's completions; None uses the parameters of requests.
+            images: of each prompt, as data URLs; None without images.
 
         Returns:
-            Waits for the completions. If a server lost the weights meanwhile, all prompts are completed again, with
-            the weights of that time. Raises ServerError if a server refuses, does not answer, or loses its weights
-            again and again.
+            A function that waits for the completions. If a server lost the weights meanwhile, all prompts are completed
+            again with the then current weights. Raises ServerError if a server refuses, does not answer, or loses its
+            weights repeatedly.
         """
         seeds = self._stream.words(len(prompt_ids)).tolist()
 
@@ -147,8 +200,8 @@ class ServerPolicy:
                 times = {"weight_sync": seconds, "generation": found.seconds, "rollout_wait": waited}
                 return Completions(found.completions, found.logps, {f"perf/{name}_s": s for name, s in times.items()})
             raise ServerError(
-                f"After {_ATTEMPTS} attempts, {lost}: another process loads weights, or the server is started again "
-                "and again. Give each run a server of its own."
+                f"After {_ATTEMPTS} attempts, {lost}: another process loads weights, or the server keeps restarting. "
+                "Use one server per run."
             ) from lost
 
         return completions
@@ -157,7 +210,7 @@ class ServerPolicy:
         self._setup.model.merge_and_unload().save_pretrained(folder)
 
     def _load_adapter(self) -> None:
-        """Load the adapter alone, and the model below it if the servers may have another."""
+        """Load the adapter, and before it the base model if the servers may have another one."""
         model = self._setup.model
         if not self._has_base:
             base = self._folders.write(model.get_base_model().save_pretrained)
@@ -175,13 +228,14 @@ class ServerPolicy:
         with setup.on_device():
             logps = jax.nn.log_softmax(setup.model(ids[None]).logits[0, :-1], axis=-1)
             own = np.asarray(fetched(logps))[np.arange(length - 1), ids[1:]]
-        for url, found in zip(self._servers.urls, by_first(lambda: self._servers.score(ids)), strict=True):
+        engine = self._servers.engine
+        for url, found in zip(self._servers.urls, by_first(lambda: engine.score(ids)), strict=True):
             apart = float(np.mean(np.abs(found - own)))
             if not apart <= _CLOSE:
                 raise ServerError(
-                    f"The vLLM server at {url} loaded the weights, but its log-probabilities of a text are "
-                    f"{apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with the model "
-                    f"that is trained, unquantized: {self._servers.command(url)}"
+                    f"The {engine.transport.name} server at {url} loaded the weights, but its log-probabilities of a "
+                    f"text are {apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with "
+                    f"the model that is trained, unquantized: {engine.command(url)}"
                 )
 
 
@@ -209,14 +263,14 @@ def by_first(do: Callable[[], Any]) -> Any:
     return value
 
 
-# Folders in which weights are handed to servers
+# Folders through which servers get weights
 
 
 class WeightFolders:
-    """Versions of the weights of one run, in a folder of its own; each is there whole or not at all.
+    """Versions of a run's weights, in a folder of its own. Each version appears atomically.
 
     Args:
-        root: where the run's folder is made.
+        root: parent of the run's folder.
         save: writes a checkpoint into a new folder. All processes call it together, and the first one writes.
 
     Attributes:
@@ -232,13 +286,13 @@ class WeightFolders:
         self._kept: list[Path] = []
 
     def write(self, save: Callable[[Path], None] | None = None) -> tuple[str, str]:
-        """Save the next version; returns its folder and its name, which no other run has.
+        """Save the next version; returns its folder and a name that no other run uses.
 
         Args:
-            save: writes something else into the folder than the run's weights.
+            save: writes something other than the run's weights.
 
         Raises:
-            OSError: the folder cannot be written, with the argument that names another one.
+            OSError: the folder cannot be written; the message names the argument to choose another one.
         """
         number = next(self._numbers)
         place, unfinished = self.folder / f"{number:06d}", self.folder / f"{number:06d}.unfinished"
@@ -253,7 +307,7 @@ class WeightFolders:
             self.close()
             raise OSError(
                 error.errno,
-                f"The weights for the vLLM server cannot be written ({error.strerror}). Set vllm_weights_dir to a "
+                f"The weights for the server cannot be written ({error.strerror}). Set vllm_weights_dir to a "
                 "folder with space for two copies of the model",
                 str(place),
             ) from error
@@ -275,13 +329,13 @@ def adapter_rank(model: PreTrainedModel) -> int | None:
     plan, config = backend.plan, backend.config
     changed = plan.full.layers or plan.full.tensors or plan.saved_tables or plan.carried or backend.base.formats
     kinds = config.use_dora or config.lora_bias or config.bias != "none"
-    kinds |= config.init_lora_weights not in (True, False, "gaussian")  # others change the model below
+    kinds |= config.init_lora_weights not in (True, False, "gaussian")  # others change the base model
     matrices = all(one.module.kind in ("linear", "conv1d") and not one.module.experts for one in plan.modules)
     return None if changed or kinds or not matrices else max(one.rank for one in plan.modules)
 
 
 def _remove_orphans(root: Path) -> None:
-    """Remove what killed processes of this machine left in memory."""
+    """Remove folders that killed processes of this machine left in shared memory."""
     for folder in root.glob(f"{_NAME}*"):
         process = folder.name.removeprefix(_NAME).partition("-")[0]
         if process.isdigit() and not Path("/proc", process).exists():
@@ -289,5 +343,5 @@ def _remove_orphans(root: Path) -> None:
 
 
 def default_root(output_dir: str) -> Path:
-    """Where weights for a server on this machine go: memory, or `output_dir` on a system without /dev/shm."""
+    """Where weights for a server on this machine go: shared memory, or `output_dir` on systems without /dev/shm."""
     return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(output_dir)

@@ -25,7 +25,7 @@ from trl_jax.data.chat import load_tokenizer
 from trl_jax.data.checks import has_images
 from trl_jax.hub.auto import Checkpoint
 from trl_jax.hub.fetch import checkpoint_folder
-from trl_jax.hub.peft_config import AdapterConfig, PromptLearningConfig, positions_beside
+from trl_jax.hub.peft_config import AdapterConfig, PromptLearningConfig, positions_left
 from trl_jax.hub.peft_targets import with_new_tokens
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import resize
@@ -64,11 +64,13 @@ def tokenizer_of(
     args: BaseConfig,
     sides: Mapping[str, str] | None = None,
 ) -> Any:
-    """The tokenizer that was passed as `processing_class`, the one inside a processor, or the model's own, which then
-    pads and cuts on these `sides` (None: on its own).
+    """The tokenizer passed as `processing_class` (directly or inside a processor), or the model's own.
+
+    Args:
+        sides: padding and truncation sides for the model's own tokenizer; None keeps its defaults.
 
     Raises:
-        TypeError: something else was passed.
+        TypeError: `processing_class` is neither a tokenizer nor a processor.
         ValueError: nothing was passed, and the model was not loaded from a folder or repository.
     """
     if isinstance(processing_class, str | os.PathLike | dict | type):
@@ -94,14 +96,14 @@ def tokenizer_of(
 def image_encoder(
     checkpoint: Checkpoint | PreTrainedModel, torch_model: Any, tokenizer: Any, processing_class: Any
 ) -> VisionProcessor:
-    """What makes examples of rows with images, with the image processor of the processor that was passed and its
-    `images_kwargs`, or with the checkpoint's."""
+    """The encoder of rows with images. It uses the image processor and `images_kwargs` of the processor that was
+    passed, or the checkpoint's image processor."""
     if _is_processor(processing_class):
         image_processor = processing_class.image_processor
         options = getattr(processing_class, "images_kwargs", {})  # some processors have none
     else:
         folder = checkpoint.folder
-        if torch_model is not None:  # its weights were read from a folder that is gone
+        if torch_model is not None:  # the checkpoint was read from a temporary folder that no longer exists
             folder, _ = checkpoint_folder(torch_model.config._name_or_path)
         image_processor, options = load_image_processor(folder), {}
     native = native_of(checkpoint) if isinstance(checkpoint, PreTrainedModel) else checkpoint.native
@@ -109,7 +111,7 @@ def image_encoder(
 
 
 def check_image_arguments(adapter: AdapterConfig | None) -> None:
-    """Raise ValueError for what rows with images do not go with in any trainer."""
+    """Raise ValueError for arguments that no trainer supports together with images."""
     if isinstance(adapter, PromptLearningConfig):
         raise ValueError(
             "peft_config: adapters of virtual tokens are not supported for rows with images. Pass a LoraConfig."
@@ -117,7 +119,7 @@ def check_image_arguments(adapter: AdapterConfig | None) -> None:
 
 
 def _is_multimodal(checkpoint: Checkpoint | PreTrainedModel, processing_class: Any) -> bool:
-    """Whether the model computes images and comes with an image processor, as where TRL loads a whole processor."""
+    """Whether the model computes images and has an image processor: the cases in which TRL loads a whole processor."""
     loaded = isinstance(checkpoint, PreTrainedModel)
     native = native_of(checkpoint) if loaded else checkpoint.native
     if native is None or native.family.model_type not in vision_families():
@@ -130,7 +132,7 @@ def _is_multimodal(checkpoint: Checkpoint | PreTrainedModel, processing_class: A
 
 
 def _is_processor(value: Any) -> bool:
-    """Without importing transformers' processors: whoever made one has imported its class."""
+    """Avoids importing transformers' processors: if one was created, its module has been imported."""
     module = sys.modules.get("transformers.processing_utils")
     return module is not None and isinstance(value, module.ProcessorMixin)
 
@@ -152,11 +154,11 @@ def _tokenizer_in(processor: Any) -> Any:
 
 
 def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool, head: str) -> tuple[int, list[int]]:
-    """Give the tokenizer the special tokens and the chat template of the arguments; `head` is the model's.
+    """Apply the special tokens and the chat template of the arguments to the tokenizer. `head` is the model's.
 
     Returns:
-        The number of tokens that the model has to embed: `rows`, or another number if it can be resized. And the ids of
-        the tokens that came with the template.
+        The number of tokens that the model must embed (`rows`, or another number if it can be resized), and the ids of
+        the tokens that were added with the chat template.
     """
     new: list[int] = []
     chat.settle(tokenizer, eos_token=args.eos_token, pad_token=args.pad_token)
@@ -172,8 +174,8 @@ def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bo
 def settle_model(
     model: PreTrainedModel, torch_model: Any, tokens: Tokens, args: BaseConfig, *, head: str, tags: list[str]
 ) -> None:
-    """Resize the model to the tokens, add tags, and write the tokenizer's ids and `use_cache` into the model's configs
-    and those of torch's model, if one was passed."""
+    """Resize the model's embeddings, add tags, and write the tokenizer's ids and `use_cache` into the configs of the
+    model and of the torch model, if one was passed."""
     if tokens.vocab_size != model.vocab_size:
         model.resize_token_embeddings(tokens.vocab_size)
     model.add_model_tags(tags)
@@ -187,10 +189,10 @@ def settle_model(
 
 
 def divide(model: PreTrainedModel, args: BaseConfig, own_loss: frozenset[str]) -> ShardingPlan | None:
-    """Divide the model's arrays over the mesh of the arguments; None without one.
+    """Shard the model's arrays over the mesh given by the arguments; returns None without a mesh.
 
     Args:
-        own_loss: the methods by which a script computes the loss itself.
+        own_loss: the methods with which a script computes the loss itself.
     """
     plan = sharding_plan_of(args)
     check_division(plan, model, own_loss)
@@ -205,7 +207,7 @@ def divide(model: PreTrainedModel, args: BaseConfig, own_loss: frozenset[str]) -
 def divide_reference(
     reference: ReferenceModel, plan: ShardingPlan | None
 ) -> tuple[ReferenceModel, ShardingPlan | None]:
-    """The reference with its arrays divided over the policy's mesh, and the plan for the arrays of both."""
+    """Shard the reference's arrays over the policy's mesh. Returns the reference and the plan for both models."""
     if plan is None:
         return reference, None
     axes = {PREFIX + path: axes for path, axes in reference.backend.axes.items()}
@@ -214,7 +216,7 @@ def divide_reference(
 
 
 def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
-    """Raise ValueError if a strategy of the arguments lacks an evaluation set or a metric that it needs."""
+    """Raise ValueError if eval_strategy or save_strategy lacks the evaluation set or the metric that it needs."""
     if args.eval_strategy != "no" and eval_dataset is None:
         raise ValueError(
             f"eval_strategy={str(args.eval_strategy.value)!r} needs an eval_dataset. Pass one, or set "
@@ -231,13 +233,13 @@ def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
             )
     if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
         raise ValueError(
-            "save_strategy='best' needs metric_for_best_model, which is None: say which metric of the evaluation "
-            "decides, as in metric_for_best_model='loss'."
+            "save_strategy='best' requires metric_for_best_model, the evaluation metric to compare checkpoints by, "
+            "such as metric_for_best_model='loss', got None."
         )
 
 
 def set_log_level(level: int, *, asked: bool) -> None:
-    """Set the level of transformers' loggers and of ours. asked: whether the script set `log_level`."""
+    """Set the level of transformers' loggers and of ours. asked: whether the user set `log_level`."""
     transformers_logging.set_verbosity(level)
     ours = logging.getLogger("trl_jax")
     ours.setLevel(level)
@@ -247,11 +249,11 @@ def set_log_level(level: int, *, asked: bool) -> None:
 
 
 def seed_script(args: BaseConfig, *, apart: bool) -> None:
-    """Seed the global random numbers that a script's functions may draw from, as transformers' Trainer does at
-    construction: `random`, NumPy, the process's token stream and, if it is imported, torch. No step draws from these.
+    """Seed the global generators that user-defined functions may use, as transformers' Trainer does at construction:
+    `random`, NumPy, the process's torch-compatible generator and, if it is imported, torch. No step uses them.
 
     Args:
-        apart: whether each process gets numbers of its own.
+        apart: whether each process gets a seed of its own.
     """
     seed = args.seed + (jax.process_index() if apart else 0)
     set_seed(seed)
@@ -259,7 +261,7 @@ def seed_script(args: BaseConfig, *, apart: bool) -> None:
 
 
 def warn_of_idle_devices(args: BaseConfig) -> None:
-    """Warn about training on the CPU of a machine with an accelerator: JAX lacks the plugin and hardly says so."""
+    """Warn when training on the CPU of a machine with an accelerator: without its plugin, JAX barely mentions it."""
     if args.use_cpu or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
         return
     for kind, extra, pattern in (("GPU", "cuda", "/dev/nvidia[0-9]*"), ("TPU", "tpu", "/dev/accel[0-9]*")):
@@ -272,9 +274,9 @@ def warn_of_idle_devices(args: BaseConfig) -> None:
 
 
 class Policy(NamedTuple):
-    """The model that trains, divided over the mesh.
+    """The model that is trained, sharded over the mesh.
 
-    vocab_size: token ids are below it.
+    vocab_size: all token ids are below it.
     """
 
     model: PreTrainedModel
@@ -283,24 +285,24 @@ class Policy(NamedTuple):
 
     @property
     def has_tower(self) -> bool:
-        """Whether it computes images."""
+        """Whether the model has a vision tower."""
         return any(path.startswith("vision.") for path in self.model.arrays)
 
 
 class TrainerSpec(NamedTuple):
-    """What a trainer class contributes to its runs. `BaseTrainer` fills in the last five fields.
+    """What a trainer class contributes to its runs. `BaseTrainer` fills in the fields from `make_task` on.
 
-    reference: the model that the policy is compared with; None without one.
-    rollout: how an online trainer makes its training rows; None if the rows are the dataset's.
-    balance_experts: the weight of the load-balancing loss of a mixture of experts; None: it is never added.
-    make_task: the task, by the arguments as they are now.
+    reference: creates the reference model; None if the task needs none.
+    rollout: how an online trainer makes its training rows; None if the rows come from the dataset.
+    balance_experts: returns the weight of the load-balancing loss of a mixture of experts; None if it is never added.
+    make_task: creates the task from the current arguments.
     hooks: the methods that a script may override.
-    tags: of the model's card.
-    paper: title and arXiv number of the method's paper, for the card.
-    tokenizer_sides: on which sides a tokenizer that is loaded with the model pads and cuts; None: on its own.
-    check_images: raises ValueError for arguments that rows with images do not go with; None: the trainer takes none.
-    may_get_images: whether images may come without rows that have them, from tools. A model that a processor belongs to
-        then has its vision tower, as in TRL.
+    tags: for the model card.
+    paper: title and arXiv number of the method's paper, for the model card.
+    tokenizer_sides: padding and truncation sides for a tokenizer that is loaded with the model; None keeps its own.
+    check_images: raises ValueError for arguments that do not support images; None if the trainer takes no images.
+    may_get_images: whether images may come from tools although the rows have none. A model with a processor then keeps
+        its vision tower, as in TRL.
     """
 
     reference: Callable[[BaseConfig, Task, Policy], ReferenceModel | None] | None = None
@@ -316,10 +318,10 @@ class TrainerSpec(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the constructor of a trainer was given, besides the arguments.
+    """What was passed to the trainer's constructor, besides the arguments.
 
-    model, torch_model: one of them, as `model.split_model` returns them.
-    callbacks: besides the default ones.
+    model, torch_model: exactly one of them is set, as returned by `model.split_model`.
+    callbacks: in addition to the default ones.
     """
 
     model: str | PreTrainedModel | None
@@ -341,11 +343,11 @@ def build(
     pad_to_multiple_of: int | str | None,
     progress: Progress,
 ) -> Setup:
-    """Settle everything that a run is made of, in this order: tokenizer, rows, model, mesh, reference, events, rollout.
+    """Assemble a run, in this order: tokenizer, rows, model, mesh, reference, events, rollout.
 
     Args:
-        pad_to_multiple_of: of the arguments, or of the collator that was passed.
-        progress: new.
+        pad_to_multiple_of: from the arguments, or from the collator that was passed.
+        progress: a new one.
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
@@ -354,12 +356,12 @@ def build(
     own_loss = own_methods(hooks.overridden)
 
     quantization = model.quantization_of(given.quantization_config, args)
-    checkpoint, sees = _checkpoint_of(spec, args, task.head, given)
+    checkpoint, sees = _checkpoint_of(spec, args, task.head, given, own_loss)
     tokens, new_tokens = _tokens(args, task.head, checkpoint, given, spec.tokenizer_sides)
     if sees:
         tokens = tokens._replace(encoder=image_encoder(checkpoint, torch_model, tokens.tokenizer, given.tokenizer))
 
-    # Before weights are read: a bad row is reported first, and num_proc forks before JAX has threads.
+    # Before the weights are read: bad rows are reported early, and num_proc forks before JAX starts threads.
     train_dataset = hooks.prepare_dataset(given.train, "train", tokens)
     eval_dataset = _prepared_for_evaluation(hooks, given.evaluation, tokens)
 
@@ -402,7 +404,7 @@ def build(
     )
     begin_state(events, setup.train_batch_size)
 
-    # The parts of a rollout read the setup, but never its `rollout`.
+    # The rollout's parts read the setup, but never `setup.rollout`.
     rollout_parts = None if spec.rollout is None else spec.rollout(setup)
     check_own_loss(own_loss, task, policy)
     set_log_level(args.get_process_log_level(), asked=args.log_level != "passive")
@@ -417,11 +419,10 @@ def build(
 
 
 def _checkpoint_of(
-    spec: TrainerSpec, args: BaseConfig, head: str, given: Given
+    spec: TrainerSpec, args: BaseConfig, head: str, given: Given, own_loss: frozenset[str]
 ) -> tuple[Checkpoint | PreTrainedModel, bool]:
-    """The model, without its weights unless it was passed as one, and whether the run computes images: if its rows have
-    images, or if tools may return some and the model belongs to a processor."""
-    own_loss = own_methods(spec.hooks.overridden)
+    """The model (without weights, unless it was passed as a model), and whether the run uses images: if its rows have
+    images, or if tools may return some and the model has a processor."""
     sees = spec.check_images is not None and has_images(given.train)
     may_see = spec.may_get_images and not own_loss and not isinstance(given.adapter, PromptLearningConfig)
     if given.torch_model is None:
@@ -444,13 +445,13 @@ def _tokens(
     given: Given,
     sides: Mapping[str, str] | None,
 ) -> tuple[Tokens, list[int]]:
-    """The tokenizer with its limits, and the ids of the tokens that came with the chat template: an adapter trains
-    them, too."""
+    """The tokenizer with its limits, and the ids of the tokens that were added with the chat template; an adapter
+    trains these, too."""
     tokenizer = tokenizer_of(given.tokenizer, checkpoint, given.torch_model, args, sides)
     vocab_size, new_tokens = settle_tokens(
         args, tokenizer, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=head
     )
-    return Tokens(tokenizer, vocab_size, positions_beside(checkpoint.max_positions, given.adapter)), new_tokens
+    return Tokens(tokenizer, vocab_size, positions_left(checkpoint.max_positions, given.adapter)), new_tokens
 
 
 def _prepared_for_evaluation(hooks: Hooks, dataset: Any, tokens: Tokens) -> Any:
@@ -466,23 +467,22 @@ def _sharded_step(plan: ShardingPlan | None, policy: PreTrainedModel, frozen: di
 
 
 def check_own_loss(own_loss: frozenset[str], task: Task, policy: PreTrainedModel) -> None:
-    """Raise TypeError if a script overrides the loss and the model or the task cannot give it what it needs."""
+    """Raise TypeError if a script overrides the loss, and the model or the task cannot provide its inputs."""
     names = " and ".join(sorted(own_loss))
     if own_loss and policy.backend.virtual.count:
         raise TypeError(
-            f"The trainer's own {names} would get logits of the texts only, and the "
-            "first token of a text is predicted by the virtual tokens before it. Leave it out, or take a LoraConfig."
+            f"An overridden {names} would receive logits for the text tokens only, but the first token of a text is "
+            "predicted by the virtual tokens before it. Remove the override, or use a LoraConfig."
         )
     if own_loss and task.head == "lm" and task.axis == "read":
         raise TypeError(
-            f"The trainer's own {names} would be given whole logits, and the loss of "
-            f"{type(task).__name__} needs numbers of each token as well. Leave the method out, and write a "
-            "task with another loss."
+            f"An overridden {names} would receive logits, but the loss of {type(task).__name__} also needs per-token "
+            "values. Remove the override, and write a task with another loss."
         )
 
 
-class Parts(NamedTuple):
-    """The parts of a trainer, for tools that look at a run without training it."""
+class RunParts(NamedTuple):
+    """The parts of a trainer, for tools that inspect a run without training."""
 
     setup: Setup
     forward: Forward
@@ -495,12 +495,12 @@ class Parts(NamedTuple):
 
 def assemble(
     setup: Setup, hooks: Hooks, publisher: HubPublisher, choose: Callable[[], OptimizerChoice], torch_model: Any
-) -> Parts:
-    """Make the parts of a run.
+) -> RunParts:
+    """Create the parts of a run.
 
     Args:
-        choose: makes the choice of an optimizer from the current arguments and those of the constructor.
-        torch_model: the torch model that was passed, which gets the trained weights; None without one.
+        choose: chooses an optimizer from the current arguments and those of the constructor.
+        torch_model: the torch model that was passed and receives the trained weights; None without one.
 
     Raises:
         ValueError: the run has no end, or an argument does not fit the model.
@@ -526,4 +526,4 @@ def assemble(
     check_noise(args, policy.backend)
     layout.check_layout(args, policy.backend, compares=setup.compares)
     check_offloading(args, policy.backend)
-    return Parts(setup, forward, evaluator, train_step, checkpointer, publisher, training)
+    return RunParts(setup, forward, evaluator, train_step, checkpointer, publisher, training)

@@ -1,5 +1,5 @@
-"""What a run is made of (`Setup`), what a script may still change of it (`Editable`), the methods that it may override
-(`Hooks`), and how far it is (`Progress`)."""
+"""The parts of a run (`Setup`), what a script may still change (`Editable`), the methods that it may override
+(`Hooks`), and the progress of training (`Progress`)."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from trl_jax.training.layout import longest_text
 from trl_jax.training.mesh import on_device
 from trl_jax.training.reference import ReferenceModel
 
-OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods by which a script computes on a batch itself
+OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods with which a script computes on a batch itself
 
 OWN_STEP = frozenset(
     {"training_step", "_prepare_inputs"}
-)  # methods around the loss, with which a step goes the same way
+)  # methods around the loss; a step with one of them runs like a step with a user-defined loss
 
 
 def own_methods(overridden: frozenset[str]) -> frozenset[str]:
-    """The methods of a script's own that get whole batches, for errors."""
+    """The overridden methods that get whole batches: those in OWN_STEP or, if there are none, those in OWN_LOSS."""
     return overridden & OWN_STEP or overridden & OWN_LOSS
 
 
 @dataclass
 class Editable:
-    """What a script may set on its trainer after construction: attributes of the trainer, under the same names.
+    """What a script may set on its trainer after construction: the trainer's attributes of the same names.
 
-    The parts of a run read them from here each time, so that a compiled step, an evaluator or a checkpointer never has
-    an outdated copy. While the trainer is constructed, what is not settled yet is None; in a `Setup` nothing is missing
-    but an `eval_dataset` that was not passed.
+    The parts of a run read these values when they need them, so that a compiled step, an evaluator or a checkpointer
+    never has an outdated copy. During construction, what is not yet known is None; in a finished `Setup`, only
+    `eval_dataset` may be None.
 
     args, task: how to train, and what to learn.
-    pad_to_multiple_of: of the arguments, or of the collator that was passed.
+    pad_to_multiple_of: from the arguments, or from the collator that was passed.
     processing_class: the tokenizer.
     """
 
@@ -64,18 +64,18 @@ class Editable:
 class Progress:
     """What train() changes, besides the model's arrays, a reference that follows the policy, and `events.state`.
 
-    It lives as long as the trainer: a second train() continues with it. The place of one train() in its epochs is a
-    `checkpoint.LoopProgress`.
+    It lives as long as the trainer: a second train() continues from it. The position of a single train() within its
+    epochs is a `checkpoint.LoopProgress`.
 
     optimizer_state: after the last step; None before the first.
-    tokens_seen: real tokens of all steps so far.
-    input_tokens_before: `state.num_input_tokens_seen` when train() began.
+    tokens_seen: real tokens (no padding) of all steps so far.
+    input_tokens_before: `state.num_input_tokens_seen` when train() started.
     found_batch_size: by auto_find_batch_size.
-    fill_last: whether the last micro-batch of an epoch is filled up, as in the run that is resumed; None: on several
-        devices.
+    fill_last: whether the last micro-batch of an epoch is padded with examples, as in the run that is resumed; None:
+        only on several devices.
     loaded_dataset: the rows of a script's own get_train_dataloader, in the last train(); None without one.
     in_train: whether train() is running.
-    told: the subjects of the lines that the run has printed (`training.logging.tell`).
+    told: topics of the lines that the run has already printed (`training.logging.tell`).
     interrupts: the signals of the last train().
     """
 
@@ -91,20 +91,20 @@ class Progress:
 
 
 class Hooks(NamedTuple):
-    """Methods of the trainer under their own names, looked up when they are called: a script may set others on the
-    trainer at any time. `BaseTrainer._hooks` is the only place that makes them.
+    """Methods of the trainer, looked up when they are called, because a script may replace them on the trainer at any
+    time. Only `BaseTrainer._hooks` creates them.
 
-    loss: returns the script's own `loss`; None if it has none, and the step calls `Forward.loss` directly.
-    own_step: calls the script's own `training_step` and `_prepare_inputs` (`own_step.OwnStep`); None without any.
+    loss: returns the user-defined `loss`; None if there is none, and the step calls `Forward.loss` directly.
+    own_step: calls the user-defined `training_step` and `_prepare_inputs` (`own_step.OwnStep`); None without any.
     loss_is_function: whether `compute_loss` calls a `compute_loss_func` that was passed.
-    own_loss: the script's own loss, in the place of the task's (`completions_loss.OwnLoss` or
+    own_loss: the user-defined loss that replaces the task's (`completions_loss.OwnLoss` or
         `script_metrics.OwnMetrics`); None without one.
-    loss_functions: the script's own functions that compute its loss, from `overrides.loss_functions`.
-    overridden: names that a script's own subclass of the trainer defines.
+    loss_functions: the user-defined functions that compute the loss, from `overrides.loss_functions`.
+    overridden: names that a user's subclass of the trainer defines.
     prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
     save_checkpoint: takes a `checkpoint.LoopProgress`.
     script_values: the numbers and strings that a script has set on its trainer, by name.
-    set_by_script: the names of everything that is set on the trainer itself, methods included.
+    set_by_script: the names of everything that is set on the trainer instance, including methods.
     settle_task: updates the run's task from the arguments and from what was set on the trainer.
     """
 
@@ -134,22 +134,21 @@ def _editable(name: str) -> property:
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """A run, complete: `training.setup.build` makes it, and no field of it is ever set again.
+    """A complete run, created by `training.setup.build`. Its fields are never reassigned.
 
     editable: what a script may still set on its trainer.
     progress: what train() changes.
-    overridden: names that a script's own subclass of the trainer defines.
-    batch_size: `per_device_train_batch_size` when the trainer was made, as transformers keeps it; 0 reads the
-        arguments.
-    vocab_size: token ids are below it.
+    overridden: names that a user's subclass of the trainer defines.
+    batch_size: `per_device_train_batch_size` at construction, which transformers keeps; 0 reads the arguments instead.
+    vocab_size: all token ids are below it.
     events: callbacks with their state and control.
-    sharding_plan: how arrays are divided over several devices; None on one.
-    reference: the model that the policy is compared with; None if the task has none, or knows its numbers beforehand.
-    router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 adds none.
+    sharding_plan: how arrays are divided over several devices; None on a single device.
+    reference: the reference model; None if the task has none, or if its log-probabilities were precomputed.
+    router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 disables it.
     rollout: the source of steps in online training; None if the rows come from a dataset.
-    encoder: makes examples of rows with images; None for rows of text.
-    features: of images under a tower that does not train; None for rows of text and on several devices.
-    script_loss: a script's own loss, in the place of the task's (`completions_loss.OwnLoss` or
+    encoder: makes examples from rows with images; None for text-only rows.
+    features: cached image features of a frozen vision tower; None for text-only rows or on several devices.
+    script_loss: the user-defined loss that replaces the task's (`completions_loss.OwnLoss` or
         `script_metrics.OwnMetrics`); None without one.
     """
 
@@ -189,7 +188,7 @@ class Setup:
 
     @property
     def frozen(self) -> dict[str, Any]:
-        """All arrays that the step gets and does not train: the model's frozen ones, and the reference's."""
+        """All arrays that the step gets but does not train: the model's frozen ones, and the reference's."""
         return self.model.frozen if self.reference is None else self.model.frozen | self.reference.arrays
 
     @property
@@ -199,22 +198,22 @@ class Setup:
 
     @property
     def own_loss(self) -> frozenset[str]:
-        """The methods of OWN_LOSS that the script overrides."""
+        """The methods in OWN_LOSS that the script overrides."""
         return OWN_LOSS & self.overridden
 
     @property
     def objective(self) -> Any:
-        """What has `loss` and `metrics` of the step: the task, or a script's own loss."""
+        """The object with the step's `loss` and `metrics`: the task, or the user-defined loss."""
         return self.task if self.script_loss is None else self.script_loss
 
     @property
     def virtual(self) -> VirtualTokens:
-        """The virtual tokens before each text."""
+        """The virtual tokens that precede each text."""
         return self.model.backend.virtual
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens of a text of the training set, with virtual ones; None if there is no limit."""
+        """Maximum tokens in a text of the training set, including virtual tokens; None without a limit."""
         longest = longest_text(self.args)
         return None if longest is None else longest + self.virtual.count
 
@@ -226,22 +225,22 @@ class Setup:
 
     @property
     def train_batch_size(self) -> int:
-        """Examples in a micro-batch on each device: those of the arguments, or what auto_find_batch_size found."""
+        """Examples in a micro-batch on each device: from the arguments, or found by auto_find_batch_size."""
         return self.progress.found_batch_size or self.batch_size or self.args.per_device_train_batch_size
 
     @property
     def shards(self) -> int:
-        """The number of devices, or groups of devices, that examples are divided over."""
+        """The number of devices, or groups of devices, that examples are divided among."""
         return 1 if self.sharding_plan is None else self.sharding_plan.shards
 
     @property
     def micro_batch_examples(self) -> int:
-        """Examples of a micro-batch of training, on all devices together."""
+        """Examples in a training micro-batch, over all devices."""
         return self.train_batch_size * self.shards
 
     @property
     def step_examples(self) -> int:
-        """Examples of an optimizer step."""
+        """Examples in an optimizer step."""
         return self.micro_batch_examples * self.args.gradient_accumulation_steps
 
     @property
@@ -265,5 +264,5 @@ class Setup:
         )
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
-        """A context that computes on the run's device, as `mesh.on_device`."""
+        """A context that computes on the run's device; see `mesh.on_device`."""
         return on_device(self.args)

@@ -1,4 +1,4 @@
-"""The optimizer step: compiled, fed with batches, and applied."""
+"""Compile the optimizer step, feed it batches, and apply its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from trl_jax.hub.backend import Backend, check_unfrozen, stop_frozen_gradients, 
 from trl_jax.mesh.mesh import distributed
 from trl_jax.tasks.task import Task
 from trl_jax.training.checkpoint import LoopProgress
-from trl_jax.training.devices import Programs, RematFallback, ShardedStep, compile_ahead, compiler_options, room_of
+from trl_jax.training.devices import (
+    Programs,
+    RematFallback,
+    ShardedStep,
+    compile_ahead,
+    compiler_options,
+    device_memory_limit,
+)
 from trl_jax.training.forward import Forward, run_key
 from trl_jax.training.logging import CompilationUntimed
 from trl_jax.training.mesh import PROGRAMS_AT_ONCE, compiles_ahead, describe, run_device
@@ -34,7 +41,7 @@ from trl_jax.training.update import make_step
 
 logger = logging.getLogger(__name__)
 
-# Compile the programs of a run in threads while its steps run, on devices that leave the host idle.
+# Compile ahead: on devices that leave the host idle, threads compile programs while steps run.
 
 
 def compiling_ahead(
@@ -42,7 +49,7 @@ def compiling_ahead(
 ) -> contextlib.AbstractContextManager:
     """A context in which threads compile `step` for the shapes of the loader's first steps after `progress`.
 
-    They compile the buckets that fit these steps best; longer ones serve until they are ready.
+    They compile the best-fitting bucket of each step; until a program is ready, steps use longer buckets.
     """
     known = isinstance(steps, ExampleLoader) and isinstance(step, Programs)
     known = known and not isinstance(steps.dataset, IterableDataset)
@@ -65,21 +72,21 @@ def compiling_ahead(
 
 
 def _shapes(arrays: Any, *, placed: bool) -> Any:
-    """Shapes of arrays: the arrays themselves are donated to the step."""
+    """The arrays' `ShapeDtypeStruct`s: the arrays themselves are donated to the step, so threads cannot keep them."""
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if placed else None), arrays
     )
 
 
-# Recompilation after a callback has changed something that the step contains.
+# Recompile the step after a callback has changed something that is compiled into it.
 
 
 class StepParts(NamedTuple):
-    """What a callback may change in a step.
+    """What is compiled into a step and may be changed by a callback.
 
     loss: the task.
     frozen: names of the parameters that a script has frozen.
-    values: the numbers and strings on the trainer, if the step contains a script's own loss.
+    values: numbers and strings set on the trainer, if the step contains a user-defined loss.
     """
 
     loss: Task
@@ -102,10 +109,11 @@ class StepParts(NamedTuple):
         return " and ".join(word for word, then, now in zip(words, before, self, strict=True) if then != now)
 
 
-class Changes:
-    """Called before each step: returns the optimizer if the step must be recompiled.
+class RecompileCheck:
+    """Called before each step: returns a new optimizer if the step must be recompiled.
 
-    settle: updates the run's task from what a script has set. made_optimizer: creates one from the current arguments.
+    settle: updates the run's task from attributes that a script has set.
+    made_optimizer: creates an optimizer from the current arguments.
     """
 
     def __init__(self, setup: Setup, settle: Callable[[], None], made_optimizer: Callable[[], Optimizer]):
@@ -158,20 +166,20 @@ class TrainStep:
     ):
         """
         Args:
-            script_loss: returns a script's own `loss`, which replaces `Forward.loss`; None if there is none.
-            sharded_step: divides the step over several devices; None on one.
-            user_loss: a script's own compute_loss; the step then runs one micro-batch at a time.
+            script_loss: returns a user-defined `loss` that replaces `Forward.loss`; None if there is none.
+            sharded_step: divides the step over several devices; None on a single device.
+            user_loss: a user-defined compute_loss; the step then runs one micro-batch at a time.
         """
         self._setup, self._forward, self._script_loss = setup, forward, script_loss
         self.sharded_step, self.user_loss = sharded_step, user_loss
 
     def loss(self, params: dict, batch: Any, key: Any, *, remat: bool | str = False) -> tuple:
-        """`Forward.loss` or, if a script's subclass has one, its `loss`."""
+        """A subclass's `loss` if it defines one, otherwise `Forward.loss`."""
         return (self._script_loss() or self._forward.loss)(params, batch, key, remat=remat)
 
     def compiled(self, tx: Any, *, remat: bool | str) -> Any:
-        """The jitted step of `train()`, with the arguments of `make_step`'s. A script's own compute_loss is in one
-        program only here, for a plan.
+        """The jitted step of `train()`, with the arguments of `make_step`'s step. With a user-defined compute_loss this
+        is for planning only: training runs one program per micro-batch instead.
 
         Args:
             remat: whether layers are recomputed in the backward pass.
@@ -184,19 +192,19 @@ class TrainStep:
         return make_step(loss, tx, self.sharded_step, options)
 
     def _without_frozen(self, loss: Callable) -> Callable:
-        """The loss, without gradients of parameters that a script has frozen."""
+        """Wrap the loss so that parameters frozen by a script have zero gradients."""
         masks = self._setup.model.trainable_masks
         if not masks:
             return loss
         return lambda params, *rest, **options: loss(stop_frozen_gradients(params, masks), *rest, **options)
 
-    def made(self, tx: Any) -> Any:
-        """The step of `train()`, in the fastest version that fits in memory and that the arguments allow."""
+    def build(self, tx: Any) -> Any:
+        """The step of `train()`, compiled on demand as the fastest version that the arguments allow and that fits."""
         args = self._setup.args
         if self.user_loss is not None:
             return UserLossStep(self.user_loss, self._without_frozen, tx)
         steps = [self.compiled(tx, remat=remat) for remat in args.remats]
-        room = room_of(run_device(args)) if len(steps) > 1 else 0
+        room = device_memory_limit(run_device(args)) if len(steps) > 1 else 0
         return Programs(RematFallback(steps, room), "The step")
 
     def advancer(
@@ -205,14 +213,14 @@ class TrainStep:
         tx: Any,
         check: Callable[[], None],
         tell: Callable[[tuple[int, ...]], None],
-        renewed: Callable[[], Any],
+        new_optimizer: Callable[[], Any],
     ) -> Callable:
-        """(step batch, learning rate) -> metrics. Replaces the model's parameters by the updated ones.
+        """Return `(step batch, learning rate) -> metrics`, which also updates the model's parameters.
 
         Args:
             check: called before each step; raises the errors of background threads.
-            renewed: called before each step; returns the optimizer if the step must be recompiled, else None.
-            tell: called before each step with the shape of its tokens, to print that the first one is being compiled.
+            new_optimizer: called before each step; returns the optimizer if the step must be recompiled, else None.
+            tell: called before each step with the shape of its tokens, to announce the first compilation.
         """
         setup, args = self._setup, self._setup.args
         if setup.progress.optimizer_state is None:
@@ -238,8 +246,8 @@ class TrainStep:
         def advance(batch, learning_rate):
             nonlocal step, tx
             check()
-            if (changed := renewed()) is not None:
-                step, tx = self.made(changed), changed
+            if (changed := new_optimizer()) is not None:
+                step, tx = self.build(changed), changed
             step_key = None if key is None else jax.random.fold_in(key, setup.state.global_step)
             rate, shape = np.float32(learning_rate), batch.arrays.tokens.shape
             tell(shape)
@@ -250,7 +258,7 @@ class TrainStep:
                 metrics = setup.script_loss.finish(metrics)
             compilation.done(shape)
             if setup.reference is not None and setup.reference.moves_after(setup.state.global_step + 1):
-                # Where the next gradient is taken: of a schedule-free optimizer, these are not the averages.
+                # A schedule-free optimizer takes gradients at other points than its averages (the model's params).
                 now = tx.point(setup.model.params, setup.progress.optimizer_state)
                 setup.reference.follow(setup.model.frozen | now)
             if setup.rollout is not None:
@@ -263,9 +271,9 @@ class TrainStep:
         return advance
 
     def placed(self, batch: Any) -> Any:
-        """Put the arrays of a batch on the devices.
+        """Put the batch's arrays on the devices.
 
-        On a single device they are uncommitted, like the weights: committed ones would recompile the step.
+        On a single device they are uncommitted, like the weights: committed arrays would cause a recompilation.
         """
         setup = self._setup
         if setup.sharding_plan is not None:
@@ -274,14 +282,14 @@ class TrainStep:
             return batch._replace(arrays=jax.device_put(batch.arrays))
 
     def new_optimizer_state(self, tx: Any) -> Any:
-        """The optimizer's state before the first step, sharded as the parameters are."""
+        """The initial optimizer state, sharded like the parameters."""
         params, sharding_plan = self._setup.model.params, self._setup.sharding_plan
         if sharding_plan is None:
             return tx.init(params)
         return jax.jit(tx.init, out_shardings=sharding_plan.state(jax.eval_shape(tx.init, params), params))(params)
 
     def _input_tokens(self, batch: Any) -> int:
-        """The tokens of a step that `include_num_input_tokens_seen` counts; completions were counted before."""
+        """The step's tokens for `include_num_input_tokens_seen`; 0 online, where the rollout has counted them."""
         if self._setup.rollout is not None:
             return 0
         counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_primary_tokens, "no": 0}
@@ -289,7 +297,7 @@ class TrainStep:
 
 
 def default_optimizer(choice: OptimizerChoice, backend: Backend, args: BaseConfig, max_steps: int) -> Any:
-    """Build the chosen optimizer, with weight decay on the parameters that have it in transformers."""
+    """Build the chosen optimizer, with weight decay on the same parameters as transformers."""
     return _optimizer(choice, backend, args, max_steps, _decayed(backend))
 
 
@@ -301,39 +309,39 @@ def optimizer_with_decay(
     params: dict[str, jax.Array],
     names: Iterable[str],
 ) -> Any:
-    """The same, with weight decay on the parameters of these names.
+    """Build the chosen optimizer, with weight decay on the parameters with these names.
 
     Raises:
-        ValueError: an array holds several parameters, and only some of them are to be decayed.
+        ValueError: one array contains several parameters, and only some of them have weight decay.
     """
     wanted, decayed = set(names), {}
     for path, of_path in _names(backend, params).items():
         decayed[path] = wanted.issuperset(of_path)
         if not decayed[path] and (some := sorted(wanted.intersection(of_path))):
             raise ValueError(
-                f"get_decay_parameter_names gives {some[0]} and not {sorted(set(of_path) - wanted)[0]}, which are one "
-                "array in trl_jax. Give both, or none."
+                f"get_decay_parameter_names returned {some[0]} but not {sorted(set(of_path) - wanted)[0]}, which "
+                "trl_jax stores in one array. Return both or neither."
             )
     return _optimizer(choice, backend, args, max_steps, decayed)
 
 
 def decay_names(backend: Backend, params: dict[str, jax.Array]) -> list[str]:
-    """The names of the parameters that have weight decay in transformers."""
+    """The names of the parameters to which transformers applies weight decay."""
     decayed = _decayed(backend)
     found = (name for path, names in _names(backend, params).items() if decayed[path] for name in names)
-    return list(dict.fromkeys(found))  # several arrays may be one parameter
+    return list(dict.fromkeys(found))  # one parameter may be spread over several arrays
 
 
 def _optimizer(
     choice: OptimizerChoice, backend: Backend, args: BaseConfig, max_steps: int, decayed: dict[str, bool]
 ) -> Any:
     warmup = args.get_warmup_steps(max_steps)
-    most = max(args.max_grad_norm or 0.0, 0.0)  # as in transformers, a negative norm means no clipping
+    most = max(args.max_grad_norm or 0.0, 0.0)  # as in transformers, a negative norm disables clipping
     return choice.make(decayed, backend.torch_param_layout(), most, warmup)
 
 
 def _decayed(backend: Backend) -> dict[str, bool]:
-    """Whether a parameter has weight decay, by its path."""
+    """Parameter path -> whether it has weight decay."""
     by_name = backend.decays_by_name
     return {
         path: (path in by_name or decays(path)) and decays(tensor) and path not in backend.undecayed
@@ -342,7 +350,7 @@ def _decayed(backend: Backend) -> dict[str, bool]:
 
 
 def _names(backend: Backend, params: dict[str, jax.Array]) -> dict[str, list[str]]:
-    """The names of the parameters in each path's array, as in `named_parameters()`."""
+    """Path -> the names (as in `named_parameters()`) of the parameters in its array."""
     found: dict[str, list[str]] = {path: [] for path in backend.tensors}
     for name, places in backend.locations(params).items():
         for path, _ in places:
@@ -353,12 +361,12 @@ def _names(backend: Backend, params: dict[str, jax.Array]) -> dict[str, list[str
 def optimizer_of(
     made: Any, choice: OptimizerChoice, max_grad_norm: float | None, masks: dict, vision: frozenset[str]
 ) -> Optimizer:
-    """The step's optimizer. It does not update what a script has frozen, nor a vision tower in a step without images.
+    """The step's optimizer. It skips parameters frozen by a script, and the vision tower in steps without images.
 
     Args:
         made: the result of the trainer's create_optimizer.
-        vision: paths of the trained parameters of a vision tower.
         masks: the model's `trainable_masks`.
+        vision: paths of the trained parameters of a vision tower.
 
     Raises:
         TypeError: `made` is not an optax transformation.
@@ -379,10 +387,10 @@ def optimizer_of(
 
 
 class TowerState(NamedTuple):
-    """The state of an optimizer of a model with a vision tower.
+    """Optimizer state of a model with a vision tower.
 
-    whole: the optimizer's own, with the moments of all parameters.
-    scalars: its leaves that belong to no parameter (step counts), as they are for the tower's parameters.
+    whole: the wrapped optimizer's state, with the moments of all parameters.
+    scalars: the tower's own copies of the leaves that belong to no parameter (step counts): it skips some steps.
     """
 
     whole: Any
@@ -390,7 +398,7 @@ class TowerState(NamedTuple):
 
 
 def _idle_without_images(made: Optimizer, vision: frozenset[str]) -> Optimizer:
-    """The same optimizer, except that it skips these parameters, their moments and their step counts if all their
+    """Wrap an optimizer so that it skips the vision parameters, their moments and their step counts if all their
     gradients are 0, as torch skips parameters that took no part in a step."""
 
     def init(params: Any) -> TowerState:
@@ -418,7 +426,7 @@ def _keys(where: tuple) -> set[str]:
 
 
 def _scalars(state: Any) -> list[jax.Array]:
-    """The leaves of an optimizer's state that are under no dict key and therefore belong to no parameter."""
+    """The leaves of an optimizer state that are under no dict key, i.e. belong to no parameter (step counts)."""
     return [leaf for where, leaf in jax.tree_util.tree_leaves_with_path(state) if not _keys(where)]
 
 

@@ -1,14 +1,16 @@
-"""Explain errors of a script's loss."""
+"""Explain errors of a user-defined loss."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import inspect
+import io
 import linecache
 import logging
 import re
 import textwrap
+import tokenize
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,33 +26,33 @@ from trl_jax.hub import torch_objects
 from trl_jax.hub.torch_bridge import available
 from trl_jax.hub.torch_objects import knows_torch, takes_tensors
 
-# Errors of a script's loss, explained: torch code on JAX arrays, translated, and values that are not there yet.
+# Errors of a user-defined loss: torch code on JAX arrays is translated, and values missing in a trace are explained.
 
 
 logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
-# Of lines without the word: names that torch's functions go by, and what tensors take and have that arrays do not.
+# Torch code, even without the word: names of its functions, and what only tensors have or accept.
 _OF_TORCH = re.compile(
     r"\btorch\b|\bF\.[a-z]|nn\.functional|\bdim=|\bkeepdim=|\.(unsqueeze|view|detach|cpu|numel|masked_fill|to|float|long|"
     r"expand|gather|logsumexp|log_softmax|softmax|sigmoid|contiguous|permute|chunk|exp|log|size|unbind|new_tensor)\("
 )
 
 
-_COMPLAINT = re.compile(r"\bTensors?\b")  # of torch's functions, about what is none
+_COMPLAINT = re.compile(r"\bTensors?\b")  # in torch's errors about arguments that are not tensors
 _OF_ARRAYS = re.compile(
     r"Tracer\b|\b(ShapedArray|ArrayImpl|JAX arrays|jax\.Array)\b"
-)  # of JAX, about what is no tensor
+)  # names of JAX's types, in errors about arguments that are not tensors
 _SAYS_TORCH = re.compile(r"\btorch\b|\bF\.[a-z]|nn\.functional")
-# Methods that arrays have, too, where they mean something else.
+# Methods that arrays also have, but with another meaning.
 _DIFFERS = re.compile(r"\.(std|var|repeat|sort|transpose)\(|\.(max|min)\([^)]")
 
 
 class WrittenInTorch(TypeError):
-    """A loss has words of torch's, and arrays of JAX's.
+    """A loss uses torch on JAX arrays.
 
-    line: the script's.
-    instead: what to write.
+    line: the script's line.
+    instead: what to write instead.
     """
 
     def __init__(self, line: str, error: BaseException):
@@ -58,33 +60,34 @@ class WrittenInTorch(TypeError):
         self.line = line
         self.instead = "write it with jax.numpy" if translated is None else f"in JAX: `{translated}`"
         super().__init__(
-            f"compute_loss gets JAX arrays, which torch does not accept and whose methods are NumPy's: `{line}`; "
-            f"{self.instead}, with `import jax, optax, jax.numpy as jnp`. ({str(error).splitlines()[0]})"
+            f"compute_loss receives JAX arrays: torch functions do not accept them, and their methods follow NumPy: "
+            f"`{line}`; {self.instead}, with `import jax, optax, jax.numpy as jnp`. ({str(error).splitlines()[0]})"
         )
 
 
 class NeedsValues(WrittenInTorch):
-    """A loss needs the values of arrays while it is compiled, as by `.item()`; in torch they are there."""
+    """A loss needs the values of arrays while it is compiled, such as with `.item()`; a loss in torch has them."""
 
     def __init__(self, line: str, ways_out: str):
         self.line, self.instead = line, "choose with jnp.where, bound with jnp.minimum"
         TypeError.__init__(
-            self, f"compute_loss is compiled, so arrays have no values when it is called: `{line}`. {ways_out}"
+            self, f"compute_loss is traced and compiled, so its arrays have no concrete values: `{line}`. {ways_out}"
         )
 
 
 class NotGiven(AttributeError):
-    """A loss asked for more than the model's outputs."""
+    """A loss reads something that the model's outputs do not have."""
 
 
 @contextlib.contextmanager
 def torch_explained() -> Iterator[None]:
-    """Explain errors of a loss: of torch about a JAX array, and of an array about torch's words, with the script's line
-    translated to jax.numpy; of JAX about a value that does not exist while the loss is compiled, with the line and the
-    way out.
+    """Explain errors of a loss, with the script's line.
+
+    These are errors of torch about JAX arrays, or of arrays about torch's names, for which the line is translated to
+    jax.numpy; and errors of JAX about values that do not exist while the loss is traced.
 
     Raises:
-        WrittenInTorch: the script's line has words of torch's.
+        WrittenInTorch: the line uses torch, or (as NeedsValues) needs such values.
     """
     try:
         yield
@@ -93,10 +96,9 @@ def torch_explained() -> Iterator[None]:
         if line is not None and _SAYS_TORCH.search(line):
             raise WrittenInTorch(line, error) from error
         ways_out = (
-            "Choose with jnp.where, bound with jnp.minimum; float(), .item(), if and self.log need values. "
-            "self.state's global_step and epoch are such arrays, too; to count on a call of the model write "
-            "model(...), not self.model(...). What is to be logged is appended to self._metrics[mode][name] as an "
-            "array."
+            "Use jnp.where for conditions and jnp.minimum for bounds; float(), .item(), if and self.log need concrete "
+            "values. self.state.global_step and epoch are traced, too. Call model(...), not self.model(...). To log a "
+            "number, append the array to self._metrics[mode][name]."
         )
         raise NeedsValues(str(error) if line is None else line, ways_out) from error
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -109,7 +111,7 @@ def torch_explained() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outputs_alone() -> Iterator[None]:
-    """Name the line of a loss that asks for more than the model's outputs."""
+    """Name the script's line that reads more than the model's outputs."""
     try:
         yield
     except NotGiven as error:
@@ -121,8 +123,8 @@ def outputs_alone() -> Iterator[None]:
 
 
 def may_run_in_torch(error: WrittenInTorch) -> bool:
-    """Whether torch is there, and the line its own: where a script uses jax, a word that both have is JAX's, and where
-    it does not import torch, values are asked of JAX."""
+    """Whether torch is installed and the line is really torch's. A name that both have is JAX's if the script imports
+    jax; values are only expected to exist if the script imports torch and not jax."""
     if not available():
         return False
     if isinstance(error, NeedsValues):
@@ -132,9 +134,11 @@ def may_run_in_torch(error: WrittenInTorch) -> bool:
 
 
 def found_in_torch(functions: Iterable[Callable]) -> WrittenInTorch | None:
-    """What says that a script's loss is written in torch, before it is called: a statement of one of these functions,
-    or of the script's own that they call. It is in a file that imports torch and not jax, and names torch, or a method
-    that arrays have with another meaning, as `.std()`."""
+    """Check, before calling it, whether a user-defined loss is written in torch; returns the error to report, or None.
+
+    Searches these functions, and the user-defined ones that they call, for a statement in a file that imports torch and
+    not jax. The statement names torch, or a method that arrays have with another meaning, such as `.std()`.
+    """
     waiting, seen = [inspect.unwrap(function) for function in functions], set()
     while waiting:
         function = waiting.pop(0)
@@ -152,7 +156,7 @@ def _line_in_torch(function: Callable) -> str | None:
     try:
         text = textwrap.dedent(inspect.getsource(function))
         statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
-    except (OSError, SyntaxError):  # written elsewhere than in a file
+    except (OSError, SyntaxError):  # not defined in a file
         return None
     simple = [node for node in statements if "body" not in node._fields and not _is_text(node)]
     lines = [" ".join((ast.get_source_segment(text, node) or "").split()) for node in simple]
@@ -160,12 +164,12 @@ def _line_in_torch(function: Callable) -> str | None:
 
 
 def _is_text(node: ast.stmt) -> bool:
-    """Whether it is a docstring."""
+    """Whether the statement is a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def warn_of_torch(error: WrittenInTorch) -> None:
-    """Say that a loss goes on in torch."""
+    """Warn that a loss continues in torch."""
     logger.warning(
         "compute_loss %s (`%s`), so for each batch the model's outputs are copied to torch and their gradients "
         "back to JAX. A loss in jax.numpy is compiled with the model and faster: %s.",
@@ -176,10 +180,10 @@ def warn_of_torch(error: WrittenInTorch) -> None:
 
 
 def torch_scalar(result: Any) -> Any:
-    """The loss that a script returned, alone or with outputs, as a tensor of one number.
+    """The loss that a script returned, alone or with outputs, as a scalar tensor.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a tensor with one element.
     """
     loss = result[0] if isinstance(result, tuple) else result
     if not torch_objects.is_tensor(loss) or loss.numel() != 1:
@@ -189,7 +193,7 @@ def torch_scalar(result: Any) -> Any:
 
 
 def other_values(inputs: dict[str, Any], given: dict[str, np.ndarray]) -> list[str]:
-    """The names of inputs in torch that are not, or are no longer, the arrays that the script was given."""
+    """The names of torch inputs that differ from the arrays that the script got, even by a change in place."""
     arrays = {name: np.asarray(torch_objects.as_arrays(inputs.get(name))) for name in given.keys() & inputs.keys()}
     return sorted(name for name, values in arrays.items() if not _equal(values, given.get(name)))
 
@@ -201,7 +205,7 @@ def _equal(values: np.ndarray, given: np.ndarray | None) -> bool:
 
 
 def check_same(inputs: dict[str, Any], given: dict[str, Any], *, in_torch: bool = False) -> None:
-    """Raise TypeError if a script passes other inputs to `super()` than it was given."""
+    """Raise TypeError if a script passes other inputs to `super()` than it got."""
     changed = other_values({name: inputs.get(name) for name in given}, given) if in_torch else ()
     if other := sorted(changed if in_torch else (name for name in given if inputs.get(name) is not given[name])):
         raise TypeError(
@@ -211,7 +215,7 @@ def check_same(inputs: dict[str, Any], given: dict[str, Any], *, in_torch: bool 
 
 
 def _imports(error: BaseException, package: str) -> bool:
-    """Whether the script's own code in which this was raised has a module of the package."""
+    """Whether the innermost user code in the error's traceback refers to a module of the package."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _of_script(frame.f_code.co_filename)]
     names = frames[-1].f_globals | frames[-1].f_locals if frames else {}
     modules = [value.__name__ for value in names.values() if isinstance(value, ModuleType)]
@@ -219,36 +223,47 @@ def _imports(error: BaseException, package: str) -> bool:
 
 
 def _line_of_script(error: BaseException) -> str | None:
-    """The statement, or the part of it, in which a script's own code raised; None where none of it did."""
+    """The statement, or the part of it, in which user code raised; None if no user code was involved."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _of_script(frame.filename)]
     if not frames:
         return None
     last = frames[-1]
     lines = [linecache.getline(last.filename, number) for number in range(last.lineno, last.end_lineno + 1)]
-    return " ".join(textwrap.dedent("".join(lines)).split()) or last.line
+    return " ".join(_without_comments(textwrap.dedent("".join(lines))).split()) or last.line
+
+
+def _without_comments(source: str) -> str:
+    """Source code, which may be a part of a statement, without its comments."""
+    lines = source.splitlines(keepends=True)
+    with contextlib.suppress(tokenize.TokenError, IndentationError):
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column] + "\n"
+    return "".join(lines)
 
 
 def _of_script(file: str) -> bool:
     return "site-packages" not in file and not Path(file).is_relative_to(_PACKAGE)
 
 
-# A script's own loss cannot read the model's parameters: they would be numbers without a gradient.
+# A user-defined loss cannot read the model's parameters: they would be constants without a gradient.
 
-READ = ("_named", "get_input_embeddings")  # all other ways to the values go through these
+READ = ("_named", "get_input_embeddings")  # every other access to the values goes through these
 
 
 @contextlib.contextmanager
 def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[None]:
-    """A context in which asking for the model's parameters raises the error that is made then, and calling it one that
-    says what to call."""
+    """A context in which reading the model's parameters raises `error()`, and calling the model raises a TypeError that
+    says what to call instead."""
 
     def asked(*given: Any) -> Any:
         raise error()
 
     def called(*given: Any) -> Any:
         raise TypeError(
-            "compute_loss calls self.model, whose outputs have no gradient there. Call the model that the method is "
-            "given: model(...), or, in GRPO and RLOO, self._get_per_token_logps_and_entropies(model, ...)."
+            "compute_loss calls self.model, whose outputs have no gradient inside it. Call the model that the method "
+            "receives: model(...), or, in GRPO and RLOO, self._get_per_token_logps_and_entropies(model, ...)."
         )
 
     refused = dict.fromkeys(READ, asked) | {"_called": called}
@@ -260,20 +275,20 @@ def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[N
             del vars(model)[name]
 
 
-def read_in_jax() -> TypeError:
+def read_in_jax_error() -> TypeError:
     return TypeError(
-        "compute_loss reads the model's parameters, which have no gradient there; compute the loss from the outputs of "
-        "model(...). For a penalty on weights, set weight_decay, or return it from create_optimizer, as in "
-        "optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)). To look at parameters, read them before "
-        "train()."
+        "compute_loss reads the model's parameters, which have no gradient inside it; compute the loss from the "
+        "outputs of model(...). For a penalty on weights, set weight_decay, or return a chain from create_optimizer, "
+        "such as optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)). To inspect parameters, read them "
+        "before train()."
     )
 
 
-# Translates a statement of torch into jax.numpy, as far as every name that it then has is one of JAX's or optax's.
+# Translate a statement from torch to jax.numpy, if all resulting names exist in JAX or optax.
 
 
 _FUNCTIONAL = {"torch.nn.functional", "nn.functional", "F", "torch.special"}
-# torch's function -> what is written instead, of its arguments by their order and of those by their names.
+# torch function -> its replacement; {n} are the arguments, first the positional ones, then those by keyword.
 _CALLS = {
     "cross_entropy": "optax.softmax_cross_entropy_with_integer_labels({0}, jnp.maximum({1}, 0)).mean(where={1} >= 0)",
     "nll_loss": "-jnp.take_along_axis({0}, {1}[..., None], axis=-1).mean()",
@@ -291,7 +306,7 @@ _CALLS = {
 _NAMES = {"logsigmoid": "log_sigmoid", "cat": "concatenate", "tensor": "asarray", "as_tensor": "asarray",
           "clamp": "clip", "bmm": "matmul", "mm": "matmul"}  # fmt: skip
 _KEYWORDS = {"dim": "axis", "keepdim": "keepdims", "input": "", "other": ""}
-# A tensor's method -> what is written instead, of the tensor and its arguments.
+# Method of a tensor -> its replacement; {0} is the tensor, and {rest} are the arguments.
 _METHODS = {
     "unsqueeze": "jnp.expand_dims({0}, {1})", "view": "{0}.reshape({rest})", "detach": "jax.lax.stop_gradient({0})",
     "contiguous": "{0}", "cpu": "{0}", "cuda": "{0}", "float": "{0}.astype(jnp.float32)",
@@ -305,7 +320,7 @@ _METHODS = {
 
 
 def in_jax(line: str) -> str | None:
-    """The same in JAX; None where a part of it has no counterpart by name, or it is no whole statement."""
+    """The line in JAX; None if a part of it has no counterpart, or it is not a whole statement."""
     text = line.strip()
     body = text + " pass" if text.endswith(":") else text
     try:
@@ -341,7 +356,7 @@ class _Translated(ast.NodeTransformer):
 
 
 def _renamed(keyword: ast.keyword, arguments: list[ast.expr]) -> ast.keyword | None:
-    """A keyword by NumPy's name; one that is an argument in order there is put among these."""
+    """Translate a keyword to NumPy's name; one that is positional there is moved to `arguments`, and None returned."""
     new = _KEYWORDS.get(keyword.arg, keyword.arg)
     if new == "":
         arguments.append(keyword.value)
@@ -356,7 +371,7 @@ def _filled(pattern: str, arguments: list[ast.expr], keywords: list[ast.keyword]
 
 
 def _exists(written: str) -> bool:
-    """Whether nothing of torch's is left, and each function of JAX's and optax's is there."""
+    """Whether no torch is left, and all functions exist in JAX and optax."""
     modules = {"jnp": jnp, "jax.nn": jax.nn, "jax.lax": jax.lax, "optax": optax}
     names = re.findall(r"\b(jnp|jax\.nn|jax\.lax|optax)\.(\w+)", written)
     return not re.search(r"\btorch\b|\bF\.", written) and all(name in dir(modules[owner]) for owner, name in names)

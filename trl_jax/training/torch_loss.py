@@ -1,4 +1,4 @@
-"""A script's own loss in torch: JAX computes the model's outputs, torch the loss and its gradient with respect to them,
+"""User-defined losses in torch: JAX computes the model's outputs, torch the loss and its gradient with respect to them,
 and JAX continues the backward pass from there."""
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from trl_jax.training.torch_errors import NotGiven, check_same, outputs_alone, p
 
 
 class TorchModel:
-    """The model as a loss in torch calls it; each call is kept with what its gradient goes back through.
+    """The model as a loss in torch calls it. Each call is recorded for the backward pass.
 
-    leaves, backwards, outputs: of the calls, in order: leaf tensors that collect gradients, their VJP functions, and
-        the arrays that JAX computed.
+    leaves, backwards, outputs: of the calls, in order: leaf tensors that collect gradients, VJP functions, and the
+        arrays that JAX computed.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class TorchModel:
     ):
         """
         Args:
-            compares: whether the loss compares with a reference, whose numbers belong to the rows as they are.
-            rows: as the script has them.
             compute: `(kind of call, arrays, number of the call) -> (outputs by name, their VJP function)`.
             known: the names that a call may pass, with or without effect.
-            training: False in an evaluation.
+            training: False in evaluation.
+            rows: as the script sees them.
+            compares: whether the loss uses a reference, whose log-probabilities belong to the unchanged rows.
         """
         self._compute, self._model, self._known, self.training = compute, model, known, training
         self._rows, self.tensors, self._compares = rows, torch_objects.batch_tensors(rows.shown), compares
@@ -46,7 +46,7 @@ class TorchModel:
     def __call__(
         self, input_ids: Any = None, attention_mask: Any = None, fused_lm_head: bool = False, **others: Any
     ) -> Outputs:
-        """As `BoundModel`'s, of tensors."""
+        """Like `BoundModel.__call__`, with tensors."""
         if unknown := others.keys() - self._known:
             raise NotGiven(f"model(...) with {', '.join(sorted(unknown))}")
         found = {"input_ids": input_ids, "attention_mask": attention_mask} | others
@@ -54,8 +54,8 @@ class TorchModel:
         return self._outputs("fused" if fused_lm_head else "call", given)
 
     def default_loss(self, task: Any, inputs: dict[str, Any], num_items: Any) -> tuple[Any, Outputs]:
-        """The task's loss of a batch, and what the model gave."""
-        del task  # the run's
+        """The task's loss of a batch, and the model's outputs."""
+        del task  # `compute` uses the run's
         if self._compares:
             check_same(inputs, self._rows.shown, in_torch=True)
         found = self._outputs("default", inputs | ({} if num_items is None else {"num_items": num_items}))
@@ -66,10 +66,10 @@ class TorchModel:
 
     def _outputs(self, kind: str, tensors: dict[str, Any]) -> Outputs:
         arrays = {name: np.asarray(value) for name, value in tensors.items()}
-        outputs, back = self._compute(kind, self._rows.whole(arrays), len(self.outputs))
+        outputs, back = self._compute(kind, self._rows.padded(arrays), len(self.outputs))
         length = arrays["input_ids"].shape[1]
         cut = {name: _cut(name, value, length) for name, value in outputs.items() if name != SUMS}
-        leaves, shown = torch_objects.asking({name: value for name, value in cut.items() if name not in FIXED})
+        leaves, shown = torch_objects.as_leaves({name: value for name, value in cut.items() if name not in FIXED})
         shown |= torch_objects.batch_tensors({name: value for name, value in cut.items() if name in FIXED})
         self.leaves.append(leaves)
         self.backwards.append(back)
@@ -80,26 +80,26 @@ class TorchModel:
         return getattr(self._model, name)
 
 
-# How many positions of a text of T tokens these outputs have, less T.
+# Number of positions in these outputs for a text of T tokens, minus T.
 _POSITIONS = {"logits": 0} | dict.fromkeys(OUTPUTS[3:], -1)
-SUMS = "sums"  # of the task's loss, among the outputs of a call
+SUMS = "sums"  # the entry in a call's outputs with the sums of the task's loss
 
 
 def _cut(name: str, values: Any, length: int) -> Any:
-    """Outputs of the first `length` tokens of each text; outputs of whole texts as they are."""
+    """Cut outputs to the first `length` tokens of each text; outputs per text are unchanged."""
     whole = name not in _POSITIONS or name == "logits" and np.ndim(values) < 3
     return values if whole else values[:, : length + _POSITIONS[name]]
 
 
 class TorchLoss:
-    """Computes a script's loss in torch, and its gradient with respect to the parameters, like a
+    """Computes a user-defined loss in torch, and its gradient with respect to the parameters; the counterpart of a
     compiled `UserLoss`."""
 
     def __init__(self, user_loss: Any, without_frozen: Callable = lambda loss: loss):
         """
         Args:
-            user_loss: the same loss in JAX, a `script_loss.UserLoss`.
-            without_frozen: turns a function of the parameters into one without gradients of frozen ones.
+            user_loss: the `script_loss.UserLoss` whose loss turned out to be in torch.
+            without_frozen: wraps a function of the parameters such that frozen ones have no gradients.
         """
         self._setup, self._user_loss = user_loss.setup, user_loss
         static = ("kind", "call", "dtype", "remat")
@@ -112,7 +112,7 @@ class TorchLoss:
     def value_and_grad(
         self, params: dict, frozen: dict, inputs: dict, key: Any, num_items: Any, pass_weight: Any
     ) -> tuple[tuple[Any, dict], dict]:
-        """`((loss, sums), gradient)` of a micro-batch, as of the compiled loss."""
+        """`((loss, sums), gradient)` of a micro-batch, like the compiled loss."""
         args = self._setup.args
         options = {"dtype": args.compute_dtype, "remat": args.remats[-1]}
 
@@ -129,7 +129,7 @@ class TorchLoss:
         return (np.float32(loss.item()), self._sums(model.outputs, inputs) | logged_sums(model)), gradient
 
     def predicted(self, call: Callable, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
-        """The sums of a batch, and what `call(model, tensors)` gives."""
+        """The sums of a batch, and the result of `call(model, tensors)`."""
         model = self._evaluating(params, inputs, dtype)
         with torch_objects.without_gradient(), outputs_alone():
             found = call(model, model.tensors)
@@ -161,12 +161,12 @@ class TorchLoss:
         return TorchModel(compute, self._setup.model, known | frozenset(shown), training, rows, compares)
 
     def _compared_inputs(self, params: dict, inputs: dict, *, dtype: str) -> dict[str, jax.Array]:
-        """The inputs of a loss that compares with a reference."""
+        """The inputs of a loss that uses a reference."""
         given = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
         return self._user_loss.bound(params, inputs, dtype=dtype).compared_inputs(given)
 
     def _loss(self, model: TorchModel, num_items: Any) -> Any:
-        """The script's loss, a tensor of one number."""
+        """The user-defined loss, as a scalar tensor."""
         options, own = {}, self._setup.script_loss
         if self._setup.task.head == "lm":
             options = {"num_items_in_batch": num_items}
@@ -194,7 +194,7 @@ class TorchLoss:
         call: int,
         **options: Any,
     ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """The outputs of one call of the model, by name, and those that have no gradient."""
+        """The outputs of one call of the model, by name, and separately those without gradients."""
         options |= {"key": key, "pass_weight": pass_weight, "first_call": call}
         bound, sums = self._user_loss.bound(frozen | params, inputs, **options), {}
         of_batch = {name: arrays[name] for name in seen_by_scripts(inputs) if name in arrays}
@@ -222,7 +222,7 @@ class TorchLoss:
 
 
 def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Pad gradients with zeros to the length of the outputs: the script saw only their first positions."""
+    """Pad gradients with zeros to the length of the outputs, because the script only saw their first positions."""
 
     return {name: torch_objects.padded_gradient(value, np.shape(outputs[name])) for name, value in gradient.items()}
 

@@ -55,15 +55,15 @@ from trl_jax.training.optimizers import Optimizer
 from trl_jax.training.push import HubPublisher, sweep_stages
 from trl_jax.training.resume import Checkpointer, find, resume, weights_of
 from trl_jax.training.state import Hooks, Setup
-from trl_jax.training.step import Changes, TrainStep, compiling_ahead, optimizer_of
+from trl_jax.training.step import RecompileCheck, TrainStep, compiling_ahead, optimizer_of
 
 logger = logging.getLogger(__name__)
 
 
 class Training:
-    """Runs train(): from the starting point, through the loop, to the final metrics.
+    """Implements train(): resumes if asked, runs the loop, and computes the final metrics.
 
-    optimizer: of the last call of train(); None before the first.
+    optimizer: the one of the last call of train(); None before the first.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Training:
         """
         Args:
             choose: chooses an optimizer from the current arguments and those of the constructor.
-            torch_model: the torch model that was passed, which receives the trained weights; None without one.
+            torch_model: the torch model that was passed and receives the trained weights; None without one.
         """
         self._setup, self._hooks, self._train_step = setup, hooks, train_step
         self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
@@ -103,7 +103,7 @@ class Training:
                 entered.callback(setattr, self._checkpointer, "lock", None)
                 sweep(Path(args.output_dir))
                 sweep_stages(args.output_dir)
-            barrier("train")  # wait until the first process has cleaned up
+            barrier("train")  # wait until the first process has removed leftovers of killed runs
             entered.enter_context(interrupts.handling_signals(promise))
             run = partial(self._run, as_choice(resume_from), new_id())
             try:
@@ -139,13 +139,13 @@ class Training:
         self._original.mark()
 
     def made_optimizer(self) -> Optimizer:
-        """The result of create_optimizer, in the form that the step takes."""
+        """The result of create_optimizer, in the form that the step expects."""
         setup = self._setup
         made = self._hooks.create_optimizer()
         vision = setup.model.backend.of_vision(setup.model.params)
         return optimizer_of(made, self.choice, setup.args.max_grad_norm, setup.model.trainable_masks, vision)
 
-    def _renewed(self, changed: Changes) -> Optimizer | None:
+    def _new_optimizer(self, changed: RecompileCheck) -> Optimizer | None:
         """The optimizer, if the step has to be compiled again; None if nothing has changed."""
         tx = changed()
         if tx is not None:
@@ -159,7 +159,7 @@ class Training:
 
     def _retried(self, run: Callable[[], TrainOutput]) -> TrainOutput:
         """Repeat a run that does not fit in memory with smaller batches. Each attempt starts from copies of the initial
-        arrays, because steps donate their own."""
+        arrays, because the step donates its arguments."""
         setup = self._setup
         first, tokens_seen = host_copy((setup.model.params, setup.progress.optimizer_state)), setup.progress.tokens_seen
 
@@ -178,7 +178,7 @@ class Training:
 
     def _run(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
         setup, args, start = self._setup, self._setup.args, time.monotonic()
-        self.choice = self._choose()  # arguments may have been changed since
+        self.choice = self._choose()  # arguments may have changed since construction
         own_batches = self._batches_of_script()
         tx = self.made_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
@@ -228,8 +228,7 @@ class Training:
 
     @contextlib.contextmanager
     def _saved_on_signal(self, loop: Loop) -> Iterator[None]:
-        """On a signal after the last step, leave with a checkpoint of that step, without the later changes in the
-        block."""
+        """If a signal interrupts the block, undo its changes and exit with a checkpoint of the last step."""
         before = Snapshot(self._setup.events, self._setup.random_streams)
         try:
             yield
@@ -249,11 +248,11 @@ class Training:
         steps = batches if setup.rollout is not None else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
         tell_layout(told, laid_out, reason_of_layout(setup), own_loss=bool(setup.own_loss))
-        step, changed = train_step.made(tx), Changes(setup, self._hooks.settle_task, self.made_optimizer)
+        step, changed = train_step.build(tx), RecompileCheck(setup, self._hooks.settle_task, self.made_optimizer)
         place = None if "compute_loss" in setup.overridden else train_step.placed
         tell = partial(tell_compilation, told, steps)
-        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, partial(self._renewed, changed))
-        # A script's own `log` may not take the second argument.
+        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, partial(self._new_optimizer, changed))
+        # A user-defined `log` may not accept the second argument.
         began = () if args.include_num_input_tokens_seen == "no" else (time.time(),)
         patience = 1 if "underflow_overflow" in str(args.debug) else PATIENCE
 
@@ -266,10 +265,10 @@ class Training:
             batches=Prefetched(steps, place, lambda: loop.leave_if_asked())
             if isinstance(steps, ExampleLoader)  # others generate completions
             else AsNeeded(steps, place),
-            # With other sizes than before the resume, max_steps may be reached in a later epoch.
+            # If batch sizes differ from those before the resume, max_steps may only be reached in a later epoch.
             num_epochs=length.num_epochs + (progress.epoch if args.max_steps > 0 else 0),
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            advance=lambda batch: advance(batch, checkpointer.lr_scheduler.taken(GROUPS)),
+            advance=lambda batch: advance(batch, checkpointer.lr_scheduler.take_next(GROUPS)),
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._hooks.log(logs | self._measured(since), *began),
             evaluate=self._evaluate,
@@ -314,7 +313,7 @@ class Training:
             return self._hooks.evaluate()
 
     def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
-        """Metrics of the steps since the last log, besides loss, grad_norm and learning_rate."""
+        """Metrics of the steps since the last log, other than loss, grad_norm and learning_rate."""
         if not steps:
             return {}
         setup = self._setup
@@ -324,12 +323,12 @@ class Training:
     def _closing_metrics(
         self, train_loss: float, unreported: list, start: float, max_steps: int, first: int
     ) -> dict[str, float]:
-        """The run's metrics, logged."""
+        """Compute and log the metrics of the whole run."""
         setup, args, state = self._setup, self._setup.args, self._setup.state
         rows = setup.step_examples * max_steps
         if isinstance(setup.train_dataset, Dataset) and args.max_steps <= 0:
             rows = len(setup.train_dataset) * args.num_train_epochs
-        taken = state.global_step - first  # both time and steps are of this session only
+        taken = state.global_step - first  # like the time, counted since this call of train()
         rows *= taken / max(max_steps, 1)
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
         metrics |= {"total_flos": state.total_flos, "train_loss": train_loss}
@@ -339,7 +338,7 @@ class Training:
         return metrics
 
     def _best_params(self) -> dict[str, jax.Array] | None:
-        """With load_best_model_at_end, the best checkpoint's weights; else None."""
+        """With load_best_model_at_end, the weights of the best checkpoint; else None."""
         setup, best = self._setup, self._setup.state.best_model_checkpoint
         if best is None or not setup.args.load_best_model_at_end:
             return None
@@ -357,15 +356,15 @@ class Training:
         setup.events.fire("on_train_end")
 
 
-# The loop: steps, epochs and the events between them, in TRL's order.
+# The loop: steps, epochs and their callback events, in TRL's order.
 
 Metrics = dict[str, jax.Array]
 
-_MOST_ON_DEVICE = 100  # steps whose metrics may stay on the device if a run seldom logs
+_MOST_ON_DEVICE = 100  # steps whose metrics may stay on the device if a run rarely logs
 
 
 class Batches(Protocol):
-    """An epoch's step batches, without its first `skip` examples."""
+    """The step batches of an epoch, without its first `skip` examples."""
 
     def set_epoch(self, epoch: int, skip: int, skipped_digest: int | None) -> None: ...
     def __iter__(self) -> Iterable[Any]: ...
@@ -373,24 +372,24 @@ class Batches(Protocol):
 
 @dataclass
 class Loop:
-    """The loop of one train(), on plain functions: it computes nothing itself.
+    """The loop of one train() call. It computes nothing itself: all work is done by the functions it is given.
 
     Attributes:
         events: the callbacks, with args, state and control.
-        batches: set_epoch, then iterate; items have `num_micro_batches`, `num_examples`, `rows` and `rows_digest`.
-        num_epochs, micro_batches_per_epoch: the run's length, and the unit of an epoch's fractions.
-        random_streams: of online training.
-        random_before: the random generators before a checkpoint changed them; None if there is none, or it has no
-            random numbers.
-        advance: batch -> the metrics of one optimizer step, still on the device.
-        learning_rate: number of finished steps -> learning rate of the next one, for the log.
+        batches: call set_epoch, then iterate; items have `num_micro_batches`, `num_examples`, `rows` and `rows_digest`.
+        num_epochs: length of the run.
+        micro_batches_per_epoch: for fractional epochs.
+        random_streams: random generators of online training.
+        random_before: the random state before it was restored from a checkpoint; None if none was restored.
+        advance: batch -> metrics of one optimizer step, still on the device.
+        learning_rate: number of finished steps -> learning rate of the next step, for the log.
         report: (logs, metrics of the steps since the last report, as NumPy) -> None.
         evaluate: runs the evaluation and returns its metrics.
-        observe: passes these to a schedule that follows one of them.
+        observe: passes these metrics to a schedule that follows one of them.
         save: writes a checkpoint from which another loop can resume at this `progress`.
-        nonfinite_guard: checks every step's metrics, and ends the run after too many bad ones.
+        nonfinite_guard: checks every step's metrics, and ends the run after too many bad steps.
         interrupts: signals that ask the run to end.
-        progress: where the loop starts, and how far it has come.
+        progress: where the loop starts, updated as it runs.
     """
 
     events: Events
@@ -411,27 +410,27 @@ class Loop:
     _between_steps: bool = True
 
     def __post_init__(self) -> None:
-        self._saved_at = self.events.state.global_step  # the starting point needs no checkpoint
+        self._saved_at = self.events.state.global_step  # no checkpoint is needed where the run starts
 
     def run(self) -> tuple[float, list[dict[str, np.ndarray]]]:
         """Train to the end, or until a callback stops it.
 
         Returns:
-            The mean loss over all steps, and the metrics of the steps since the last report; none if an evaluation
-            followed these steps, because TRL's last log line then leaves them out.
+            The mean loss over all steps, and the metrics of the steps since the last report. The latter are empty if an
+            evaluation followed these steps, because TRL's last log line then leaves them out.
 
         Raises:
-            SystemExit: a signal asked for it.
+            SystemExit: a signal ended the run.
         """
         try:
             self._epochs()
-        except Exception:  # raised again
+        except Exception:  # re-raised
             # A callback asked for a checkpoint and then raised. Saving needs all processes, and the others continue.
             if self._between_steps and self.events.control.should_save and not several():
                 self._save()
             raise
         self.nonfinite_guard.settle()
-        unreported = jax.device_get(self.progress.unreported)  # kept, because the progress may still be saved
+        unreported = jax.device_get(self.progress.unreported)  # not cleared: the progress may still be saved
         mean = (self.progress.loss_sum + _sum_of_losses(unreported)) / max(self.events.state.global_step, 1)
         return mean, [] if self.progress.evaluated_last else unreported
 
@@ -474,7 +473,7 @@ class Loop:
         self._handle_signals()
 
     def _catch_up(self) -> None:
-        """Repeat an evaluation that was interrupted before the run was resumed."""
+        """Run the evaluation that was interrupted before the run was resumed."""
         control, progress = self.events.control, self.progress
         if not progress.evaluation_due:
             return
@@ -492,8 +491,8 @@ class Loop:
             return
         if events.state.global_step == 0:
             raise ValueError(
-                "train_dataset gave no batch, so there is nothing to train on. If it is a stream, max_length may have "
-                "removed every row."
+                "train_dataset yielded no batch, so there is nothing to train on. If it is streaming, max_length may "
+                "have dropped every row."
             )
         logger.warning(
             "train_dataset ended before max_steps=%d: training stops at step %d.",
@@ -543,8 +542,8 @@ class Loop:
             self._save()
 
     def _evaluate_at_start(self) -> None:
-        """As in transformers, this evaluation of a resumed run draws what one at the start of a new run would draw, and
-        the steps go on with the random numbers of the checkpoint."""
+        """As in transformers, the evaluation at the start of a resumed run uses the random state of a new run; the
+        steps then continue with the random state of the checkpoint."""
         of_checkpoint = RandomState(self.random_streams)
         if self.random_before is not None:
             self.random_before.restore()
@@ -553,8 +552,8 @@ class Loop:
             of_checkpoint.restore()
 
     def _evaluate(self, at_start: bool = False) -> dict[str, float]:
-        """Evaluate. On a signal, leave between two batches with a checkpoint from before the evaluation; resuming
-        repeats it. The evaluation at the start changes neither the best metric nor the learning rate."""
+        """Evaluate. On a signal, exit between two batches with a checkpoint from before the evaluation, which is
+        repeated after a resume. The evaluation at the start affects neither the best metric nor the learning rate."""
         progress, before = self.progress, Snapshot(self.events, self.random_streams)
         try:
             with self.interrupts.evaluating():
@@ -567,7 +566,7 @@ class Loop:
 
     def _save(self) -> None:
         control, progress = self.events.control, self.progress
-        self._between_steps = False  # a save that fails is not tried again
+        self._between_steps = False  # do not retry a save that fails
         progress.stop_training, progress.stop_epoch = control.should_training_stop, control.should_epoch_stop
         progress.unreported = jax.device_get(progress.unreported)
         self.nonfinite_guard.settle()
@@ -576,7 +575,7 @@ class Loop:
         self.events.fire("on_save")
 
     def _handle_signals(self) -> None:
-        """Leave if this or another process received a signal."""
+        """Exit if this or another process received a signal."""
         self.interrupts.agree(self.events.state.global_step)
         self.leave_if_asked()
 
@@ -598,7 +597,7 @@ class Loop:
         self.report(logs, steps)
 
     def _fetch(self) -> list[dict[str, np.ndarray]]:
-        """Fetch the metrics since the last call to the host, and add their losses to the sum."""
+        """Fetch the metrics since the last call from the device, and add their losses to the sum."""
         steps, self.progress.unreported = jax.device_get(self.progress.unreported), []
         self.progress.loss_sum += _sum_of_losses(steps)
         return steps

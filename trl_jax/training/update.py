@@ -1,4 +1,4 @@
-"""The optimizer step: one donated jit."""
+"""The optimizer step as one jitted function that donates its state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from trl_jax.mesh.mesh import platform
 from trl_jax.training.devices import ShardedStep
 from trl_jax.training.optimizers import Optimizer, global_norm
 
@@ -25,21 +26,21 @@ def make_step(
 ) -> Callable:
     """`step(params, opt_state, batch, learning_rate, key, frozen={}) -> (params, opt_state, metrics)`, jitted.
 
-    params and opt_state are donated: the arrays passed in are gone afterwards. `frozen` parameters reach the loss
-    together with the params and stay as they are, without gradient or moments. Where the loss, the gradient or the
-    update is not finite, params and opt_state come back as they were: AdamW would carry one NaN through every later
-    step.
+    params and opt_state are donated. If the loss, a gradient or the update is not finite, both are returned unchanged;
+    otherwise AdamW would carry a NaN through every later step. `frozen` parameters are merged into the params for the
+    loss, but have no gradients or moments and are not updated.
+
+    Every leaf of `batch` has a leading axis of micro-batches, on several devices followed by an axis of shards. The
+    metrics from the loss have the same leading axis (micro-batches and shards flattened into one). Added to them are
+    the scalars `loss` (their sum), `grad_norm` (before clipping) and `updated` (False if params and opt_state were
+    returned unchanged).
 
     Args:
-        loss: `(params and frozen, micro_batch, key) -> (loss, metrics)`. The weights in a batch make the losses of
-            its micro-batches add up to the step's.
-        tx: the optimizer, which also says at which point gradients are taken.
-        sharded_step: takes the gradients on several devices; None where there is one.
-        compiler_options: XLA's, as of jax.jit.
-
-    Every leaf of `batch` has a leading axis of micro-batches, and on several devices one of shards behind it; metrics
-    come back with the same axis (the two in one), besides `loss` (their sum), `grad_norm` (before clipping) and
-    `updated` (false where params and opt_state came back as they were).
+        loss: `(params | frozen, micro_batch, key) -> (loss, metrics)`. The batch's weights are such that the losses of
+            the micro-batches add up to the loss of the step.
+        tx: the optimizer; `tx.point` returns the parameters at which gradients are taken.
+        sharded_step: computes the gradients on several devices; None on a single device.
+        compiler_options: passed to `jax.jit`.
     """
 
     def loss_of_all(params, frozen, *micro):
@@ -72,15 +73,15 @@ def updated(
 ) -> tuple[Params, Any, jax.Array]:
     """Apply one update if it is finite.
 
-    On CPUs the update is a branch: XLA would copy moments that are selected, which is as much memory again. On a GPU
-    they are selected, for its host would wait for a branch. Both give the same numbers.
+    On CPUs this is a `lax.cond`: with `jnp.where`, XLA would copy the moments and double their memory. On GPUs and TPUs
+    it is a `jnp.where`, because a `cond` makes a GPU's host wait for the predicate. The results are the same.
 
     Args:
-        finite: whether loss and gradients are.
+        finite: whether the loss and the gradients are finite.
         norm: the gradients' global norm.
 
     Returns:
-        The new params and state, or those passed in; and which of the two, as a scalar bool.
+        The new params and state, or the given ones, and a scalar bool: whether the update was applied.
     """
 
     def update(params, state, gradients):
@@ -98,23 +99,21 @@ def updated(
     else:
         applied = finite & (learning_rate <= tx.safe_rate)
 
-    def selected(params, state, gradients):
-        both = new(params, state, gradients), (params, state)
-        return jax.tree.map(lambda one, other: jnp.where(applied, one, other), *both)
-
-    branch = partial(jax.lax.cond, applied, new, old)
-    return *jax.lax.platform_dependent(params, opt_state, gradients, cpu=branch, default=selected), applied
+    if platform() == "cpu":
+        return *jax.lax.cond(applied, new, old, params, opt_state, gradients), applied
+    both = new(params, opt_state, gradients), (params, opt_state)
+    return *jax.tree.map(lambda one, other: jnp.where(applied, one, other), *both), applied
 
 
 def _is_finite(updates: Params) -> jax.Array:
-    """Whether they have no NaN, no infinity, and no number so large that their norm would be infinite. On CPUs, XLA
-    fuses this comparison with the computation of the update; for a sum it would write the whole update to memory."""
+    """Whether all updates are finite, and small enough that their squares are finite, too. On CPUs, XLA fuses this
+    comparison into the computation of the update; for a norm it would write the whole update to memory first."""
     within = [jnp.all(jnp.abs(leaf) < _LARGEST_UPDATE) for leaf in jax.tree.leaves(updates)]
     return jnp.all(jnp.stack(within))
 
 
 def _accumulate(grad, params, frozen, batch, key):
-    """Loss, gradients and metrics over the leading axis of `batch`, one micro-batch in memory at a time."""
+    """Sum loss and gradients, and stack metrics, over the leading axis of `batch`: a scan over micro-batches."""
     count = jax.tree.leaves(batch)[0].shape[0]
     keys = None if key is None else jax.random.split(key, count)
     if count == 1:

@@ -1,4 +1,4 @@
-"""Each case is trained once with TRL and PEFT and once with us, whoever asks."""
+"""Each case is trained once per session with TRL and PEFT, and once with us."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with an adapter, of TRL with PEFT and of ours: the config of each, and what a run leaves."""
+"""Adapter runs of TRL with PEFT and of trl_jax: the config of each case, and what a run saves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compat_tests.tiny import preference_rows, tiny_model
 
 RATE = {"learning_rate": 2e-3, "weight_decay": 0.1, "center_rewards_coefficient": 0.05, "max_steps": 30}
 ALL = {"target_modules": "all-linear"}
-# Model type -> LoraConfig beyond r, alpha and task; each has something of its own.
+# Model type -> LoraConfig beyond r, alpha and task type; each covers something else.
 CASES = {
     "llama": {
         "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj"],
@@ -70,7 +70,7 @@ def checkpoint(model_type: str, folder: Path) -> Path:
 
 
 def train(package, lora, model, out, *, rows: int = 120, **config) -> Adapted:
-    """One run; `lora` is the package's LoraConfig class and its arguments."""
+    """Train once; `lora` is (the package's LoraConfig class, its arguments)."""
     kind, arguments = lora
     args = package.RewardConfig(str(out), **(BASE | RATE | config))
     trainer = package.RewardTrainer(

@@ -1,4 +1,5 @@
-"""Thirty steps of TRL with PEFT and of ours, nothing injected; and each reads what the other wrote."""
+"""Thirty steps of TRL with PEFT against ours, without copying initial values; each package also reads the other's
+files."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from compat_tests.parity.marks import assert_same_curve, assert_same_weights, st
 from compat_tests.parity.reference import read_weights
 
 IDS = np.array([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
-# Parts of layers, DoRA on fused, Conv1D and a table, an encoder, experts and a router, experts of other ranks, a base
-# that changed.
+# Adapters on parts of layers; DoRA on fused layers, Conv1D and an embedding; an encoder; experts and a router; experts
+# with other ranks; a changed base.
 SCORED = ("llama", "phi3", "gpt2", "bert", "qwen3_moe", "gpt_oss", "mixtral", "qwen3")
-# Either side divides the matrices anew when it loads such an adapter, in float32: where two singular values are a
-# thousandth apart, what is left of a matrix is 1e-5 from what it should be, on some processors more than on others.
+# Loading such an adapter repeats the matrix decomposition in float32: where two singular values are a thousandth apart,
+# the residual is off by 1e-5, more on some processors than on others.
 SCORES = {"qwen3": 1e-4}
 USUAL = {"llama"}.__contains__
-ADRIFT = re.compile(r"(k_proj|c_attn|key)\.(base_layer\.)?bias")  # without gradient but rounding
+ADRIFT = re.compile(r"(k_proj|c_attn|key)\.(base_layer\.)?bias")  # their exact gradient is zero
 
 
 @pytest.mark.parametrize("name", usually(USUAL, CASES))
@@ -42,7 +43,7 @@ def test_the_adapter_is_pefts(adapted, name):
 
 
 def signed(weights):
-    """Singular vectors come in pairs of either sign: here the largest number of a row of A is positive."""
+    """Singular vectors are unique only up to sign: here the largest element of each row of A is made positive."""
     found = dict(weights)
     for name in [name for name in weights if "lora_A" in name]:
         a, other = weights[name], name.replace("lora_A", "lora_B")
@@ -64,7 +65,7 @@ def test_adapter_config_is_pefts_key_by_key(adapted, name):
 
 @pytest.mark.parametrize("name", usually(USUAL, CASES))
 def test_as_many_numbers_train_as_with_peft(adapted, name):
-    """Where layers have smaller ranks, or no adapter, an array of all layers is larger than what is in it."""
+    """If layers have smaller ranks or no adapter, the array that stacks all layers has unused elements."""
     ours, theirs = (run.trainer.get_num_trainable_parameters() for run in (adapted.ours(name), adapted.theirs(name)))
     assert ours == theirs
 
@@ -122,7 +123,7 @@ def test_a_peft_model_is_trained_further_and_has_the_result(adapted, tmp_path):
 
 
 def test_what_is_frozen_stays_and_padding_stays_zero(adapted):
-    """llama's ranks differ by layer, and one layer has no adapter: what fills the stacks must never move."""
+    """llama's ranks differ by layer, and one layer has no adapter: the padding in the stacked arrays must stay zero."""
     trainer, start = adapted.ours("llama").trainer, trl_jax.AutoModelForSequenceClassification
     base = start.from_pretrained(adapted.model("llama"))
     for path, array in trainer.model.frozen.items():
@@ -140,32 +141,32 @@ def _leaves(tree):
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
-# ---- what vLLM's LoRA loader asks of a folder, written down from its source ----------------------------------
+# ---- what vLLM's LoRA loader requires, transcribed from its source -----------------------------------------------
 
-# Its tensors' names; a table's own weights are passed over.
+# The tensor names it knows; an embedding's base weights are skipped.
 NAMED = re.compile(r"base_model\.model\..+\.(lora_[AB]\.weight|lora_embedding_[AB]|embed_tokens\.base_layer\.weight)$")
 ASKED = ("r", "lora_alpha", "target_modules")
 TAKEN = {"modules_to_save": (None, []), "use_dora": (False,), "bias": ("none",)}
-MAX_RANK = 16  # unless the server is told another
+MAX_RANK = 16  # vLLM's default
 HEAD = "base_model.model.score.weight"
 
 
 def objections(folder, config) -> set[str]:
-    """What it would raise of, or read wrongly: keys of the config and names of tensors."""
+    """Config keys and tensor names that vLLM would refuse or misread."""
     ranks, alphas = config["rank_pattern"], config["alpha_pattern"]
     r, alpha = config["r"], config["lora_alpha"]
     found = {key for key in ASKED if key not in config}
     found |= {key for key, good in TAKEN.items() if config[key] not in good}
     found |= {"r"} if max([r, *ranks.values()]) > MAX_RANK else set()
     others = {alphas.get(key, alpha) / ranks.get(key, r) for key in ranks | alphas}
-    found |= {"alpha_pattern"} if others - {alpha / r} else set()  # one scale for all
+    found |= {"alpha_pattern"} if others - {alpha / r} else set()  # one scale for all modules
     return found | {name for name in read_weights(folder) if not NAMED.match(name)}
 
 
 @only_thorough
 @pytest.mark.parametrize("side", ["ours", "theirs"])
 def test_vllm_refuses_a_reward_models_adapter_for_its_head_alone(side, adapted, tmp_path):
-    """PEFT writes modules_to_save for every classifier, and vLLM takes no adapter that has any. Without them, and
+    """PEFT writes modules_to_save for every classifier, and vLLM refuses adapters that have any. Without them and
     without the head, the same folder passes; merge_and_unload() keeps the head."""
     run = getattr(adapted, side)("qwen3_moe")
     assert objections(run.folder, run.config) == {"modules_to_save", HEAD}

@@ -1,4 +1,4 @@
-"""Adapters of causal language models beside PEFT's: logits, gradients, files, merged weights."""
+"""Adapters of causal language models against PEFT: logits, gradients, files, merged weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bases(tmp_path_factory):
 
 
 def theirs_with(base, **facts):
-    """PEFT's model, every trained number moved."""
+    """PEFT's model with randomly perturbed trainable parameters."""
     config = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", init_lora_weights=False, **facts)
     torch.manual_seed(3)
     model = peft.get_peft_model(causal.reference(base), config).eval()
@@ -52,7 +52,7 @@ def theirs_with(base, **facts):
 
 
 def test_the_maps_around_a_stack_are_adapted_by_pefts_names(tmp_path):
-    """Those of opt's narrow table, into the residual stream and out of it."""
+    """opt's projections of its narrow embedding into the residual stream and out of it."""
     base = causal.build(tmp_path / "base", "opt", tie=True, enable_bias=False, **causal.NORMED_SUMS)
     _assert_computed_and_written(theirs_with(base, target_modules="all-linear"), tmp_path)
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -87,8 +87,8 @@ def _assert_computed_and_written(theirs, tmp_path):
 
 
 def _assert_same_parameters(model, theirs):
-    """Names, values, and which are trained. PEFT also keeps the original of a module that is trained fully, and torch
-    lists shared tensors only once, such as a head's that we separate from the embedding."""
+    """Compares names, values and which parameters train. PEFT also keeps the original of a fully trained module, and
+    torch lists shared tensors only once, such as those of a head that we untie from the embedding."""
     every = dict(theirs.named_parameters(remove_duplicate=False))
     wanted = {name: one for name, one in theirs.named_parameters() if ".original_module." not in name}
     found = dict(model.named_parameters())
@@ -98,7 +98,7 @@ def _assert_same_parameters(model, theirs):
         assert parameter.requires_grad == wanted[name].requires_grad, name
         np.testing.assert_array_equal(parameter, wanted[name].detach().numpy(), name)
     head = theirs.get_output_embeddings()
-    if not hasattr(head, "token_adapter"):  # its weight has trained rows
+    if not hasattr(head, "token_adapter"):  # some rows of its weight train
         weight = getattr(head, "base_layer", head).weight.detach().numpy()
         assert np.array_equal(model.get_output_embeddings().weight, weight)
 
@@ -146,7 +146,7 @@ def test_a_new_adapter_is_drawn_as_pefts(tie, bases):
 @pytest.mark.parametrize("family", causal.DECODERS)
 def test_every_parameter_has_one_name(family, tmp_path):
     folder = causal.build(tmp_path, family, tie=False)
-    unread = ["out_proj"] if family in ("falcon_h1", "nemotron_h") else None  # PEFT refuses those of Mamba
+    unread = ["out_proj"] if family in ("falcon_h1", "nemotron_h") else None  # PEFT refuses Mamba's
     lora = LoraConfig(r=2, target_modules="all-linear", exclude_modules=unread, task_type="CAUSAL_LM")
     model = find_checkpoint(str(folder), head="lm").load_adapted(lora, 0)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -159,7 +159,7 @@ def test_every_parameter_has_one_name(family, tmp_path):
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_frozen_head_keeps_its_sixteen_bits_and_gets_no_gradient(tie, bases, tmp_path):
-    """In four bits the head stays whole, as bitsandbytes leaves it."""
+    """In 4 bits the head is not quantized, as in bitsandbytes."""
     checkpoint = find_checkpoint(str(bases[tie]), head="lm", dtype="bfloat16")
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     bits = BitsAndBytesConfig(load_in_4bit=True)

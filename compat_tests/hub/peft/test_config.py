@@ -1,4 +1,4 @@
-"""LoraConfig: PEFT's fields and JSON; values, files and models that do not fit, by name."""
+"""LoraConfig: PEFT's fields and JSON; unsupported values, files and models are refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW = {"r": 2, "target_modules": ["q_proj"], "task_type": "SEQ_CLS"}
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint, tmp_path_factory):
-    """(base, an adapter of it)."""
+    """(base, an adapter for it)."""
     base = checkpoint("llama", **FACTS)
     config = LoraConfig, {"target_modules": ["q_proj"]}
     return base, train(trl_jax, config, base, tmp_path_factory.mktemp("adapter"), rows=4, max_steps=1).folder
@@ -98,7 +98,7 @@ def test_what_is_not_computed_here(keys, text, adapter, tmp_path):
     def build():
         make(trl_jax, adapter[0], tmp_path, peft_config=LoraConfig(**(ROW | keys)))
 
-    if text is None:  # what trains whole gets no adapter
+    if text is None:  # fully trained modules get no adapter
         build()
         return
     with refuses(text):
@@ -129,7 +129,7 @@ def test_an_adapter_of_another_base(adapter, checkpoint, tmp_path):
 
 
 def test_an_adapter_without_a_head_takes_the_bases(adapter, tmp_path, caplog):
-    """PEFT leaves the head out where the config does not name it: many adapters are so."""
+    """PEFT does not save the head if the config does not name it, which is true of many adapters."""
     folder = broken(adapter, tmp_path, modules_to_save=None, task_type=None)
     path, head = folder / "adapter_model.safetensors", "base_model.model.score.weight"
     tensors = load_file(path)

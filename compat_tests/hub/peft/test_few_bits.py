@@ -1,4 +1,4 @@
-"""Models in four and eight bits that a script has loaded with bitsandbytes: as policies, references and classifiers."""
+"""Models loaded by the user with bitsandbytes in 4 or 8 bits: as policies, references and classifiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trl_jax.nn.linear import QUANTIZED_BLOCK, TABLES, Format, dequantized
 torch, trl = pytest.importorskip("torch"), pytest.importorskip("trl")
 peft, _ = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
 
-WIDE = SMALL | {"hidden_size": 64, "intermediate_size": 64}  # rows of whole blocks, see below
+WIDE = SMALL | {"hidden_size": 64, "intermediate_size": 64}  # row lengths divisible by the block size, see below
 LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
 
 
@@ -36,7 +36,7 @@ def loaded(folder, **bits):
     ],
 )
 def test_a_torch_model_in_few_bits_is_a_reference(checkpoint, tmp_path, bits):
-    """It stays in few bits and is computed in float32, where bitsandbytes rounds products to sixteen bits on a CPU."""
+    """It stays quantized and computes in float32, while bitsandbytes rounds products to 16 bits on a CPU."""
     model, other = checkpoint(**WIDE), checkpoint(**WIDE, seed=5)
     theirs = trained(trl, model, tmp_path / "b", ref_model=loaded(other, **bits))
     trainer = make(trl_jax, model, tmp_path / "a", ref_model=loaded(other, **bits))
@@ -58,7 +58,7 @@ def test_a_torch_model_in_few_bits_trains_an_adapter_as_trls(checkpoint, tmp_pat
     policy = loaded(model, **bits)
     ours = trained(trl_jax, policy, tmp_path / "a", peft_config=trl_jax.LoraConfig(**LORA))
     theirs = trained(trl, loaded(model, **bits), tmp_path / "b", peft_config=peft.LoraConfig(**LORA))
-    for mine, wanted in zip(steps(ours), steps(theirs), strict=True):  # TRL makes the adapter's numbers bfloat16
+    for mine, wanted in zip(steps(ours), steps(theirs), strict=True):  # TRL casts the adapter to bfloat16
         assert mine["loss"] == pytest.approx(wanted["loss"], abs=1e-3)
         assert mine["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-2)
     merged = ours.model.merge_and_unload()
@@ -72,7 +72,8 @@ def test_a_torch_model_in_few_bits_trains_an_adapter_as_trls(checkpoint, tmp_pat
 
 @pytest.mark.parametrize("shape", [(6, 32), (4, 96)])
 def test_rows_that_end_within_a_block_take_the_scales_of_their_blocks(shape):
-    """bitsandbytes' kernel for CPUs with AVX512 takes those of others, and is then up to a whole scale away."""
+    """If a block spans several rows, bitsandbytes' kernel for CPUs with AVX512 uses the scales of other blocks, and may
+    be off by the whole scale."""
     import bitsandbytes.functional as bnb
 
     values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Adapters on a Hub: the real client against a server on the loopback that has the base model, too."""
+"""Adapters on a Hub: the real client against a loopback server that also has the base model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def files_of(folder):
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint, tmp_path_factory):
-    """The files of an adapter on the base model."""
+    """The files of an adapter for the base model."""
     out, base = tmp_path_factory.mktemp("adapter"), checkpoint("llama", **FACTS)
     make(trl_jax, base, out, peft_config=LORA, config={"max_steps": 1}).save_model()
     return files_of(out)
@@ -34,7 +34,7 @@ def adapter(checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def hub(checkpoint, adapter, tmp_path, monkeypatch):
-    """A Hub with a base model and an adapter on it; the token is in the environment."""
+    """A Hub with a base model and an adapter for it; the token is in the environment."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with serving(monkeypatch, tmp_path / "cache") as server:
         add(server, BASE, files_of(checkpoint("llama", **FACTS)))
@@ -71,7 +71,7 @@ def test_what_was_pushed_is_on_disk_and_goes_on_from_there(hub, tmp_path):
     hub.requests.clear()
     again = make(trl_jax, "somebody/mine", tmp_path / "again", config={"max_steps": 2, "learning_rate": 1e-2})
     fetched = [path for method, path in hub.requests if method == "GET" and path.endswith(".safetensors")]
-    assert len(fetched) == 1 and fetched[0].startswith("/somebody/mine/")  # the base is in the cache
+    assert len(fetched) == 1 and fetched[0].startswith("/somebody/mine/")  # the base is a cache hit
     before = np.asarray(again.model(IDS).logits)
     assert np.abs(before - np.asarray(pushed.model(IDS).logits)).max() < 1e-6
     again.train()

@@ -1,5 +1,5 @@
-"""Adapters on a model whose vocabulary was resized: the tables go with the adapter, as PEFT has them by
-save_embedding_layers="auto", and with the checkpoint."""
+"""Adapters on a model whose vocabulary was resized: embedding and head are saved with the adapter, as PEFT does for
+save_embedding_layers="auto", and with checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Q = {"target_modules": ["q_proj"]}
 
 
 def resized(base, seed=0):
-    """A torch model with new rows, drawn by this seed."""
+    """A torch model whose new rows are drawn with this seed."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(seed)
     model.resize_token_embeddings(model.config.vocab_size + NEW, mean_resizing=False)
@@ -121,7 +121,8 @@ def losses(trainer):
 @usual("SFT")
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_a_resume_goes_on_with_the_same_rows(kind, checkpoint, tmp_path):
-    """Though the script has drawn others; the reference of DPO, under a head that trains, has the first ones, too."""
+    """Even though the user's script has drawn other rows. DPO's reference also gets the first ones, under a trained
+    head."""
     base = checkpoint(**SMALL)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["<note>", "</note>", "<end>"])
@@ -173,5 +174,7 @@ def test_a_resume_on_other_frozen_weights_is_refused(dtype, checkpoint, tmp_path
     with torch.no_grad():
         other.model.layers[0].mlp.down_proj.weight[0, 0] += 1
     other = trainer_of("SFT", other, tokenizer, tmp_path)
-    with pytest.raises(ValueError, match="on other frozen weights than this model has: decoder.layers.mlp.down.weight"):
+    with pytest.raises(
+        ValueError, match="with other frozen weights than this model has: decoder.layers.mlp.down.weight"
+    ):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

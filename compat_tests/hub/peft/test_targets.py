@@ -1,4 +1,4 @@
-"""Which modules and parameters a config means, beside PEFT on transformers' own module trees (meta device)."""
+"""Which modules and parameters an adapter config selects, against PEFT on transformers' module trees (meta device)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from trl_jax.hub.peft_adapters import resolved
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.peft_targets import candidates, rank_and_alpha
 
-# Beside those whose config is another's: the text parts of them are families of their own.
+# Without vision-language models, whose text parts are families of their own.
 FAMILIES = sorted(name for name, family in families().items() if family.carried is None)
 HEADS = ["classifier", "score"]
-# Every way of naming is usually gone through by these, whose modules are called most differently: maps of gpt2's kind,
-# fused ones, experts, mixers and convolutions; of the others a few ways.
+# By default, all selections are tested on these families, whose module names differ most: Conv1D (gpt2), fused layers,
+# experts, mixers and convolutions. The other families get only FEW of them.
 UNLIKE_NAMES = {
     "bert", "deberta-v2", "deepseek_v3", "distilbert", "gemma4_text", "gpt2", "gpt_oss", "lfm2", "llama", "modernbert",
     "nemotron_h", "phi3", "phimoe",
 }  # fmt: skip
-# The ways that a family is told by which usually has others' layers under names of its own: all modules in their order.
+# These are enough for a family whose layers are other families' layers under other names: they cover all modules in
+# order.
 FEW = {"several ends", "all", "layers", "a table", "the head, too", "patterns of rank", "the usual", "once and today"}
 PATTERNS = {"rank_pattern": {r"\.1\..*": 3}, "alpha_pattern": {r".*\.0\..*": 32}}
 
@@ -51,7 +52,7 @@ def both(request):
 
     config = config_of(request.param)
     with torch.device("meta"):
-        if request.param in BODY_ONLY:  # there is no classifier: the head takes the place of another
+        if request.param in BODY_ONLY:  # no classifier in transformers: replace the causal head
             model = AutoModelForCausalLM.from_config(config)
             del model.lm_head
             model.score = torch.nn.Linear(64, 1, bias=False)
@@ -64,7 +65,7 @@ def both(request):
 
 
 def without_linear_routers(model):
-    """Routers that PEFT takes for no linear map: a test below shows what comes of it where it does."""
+    """Hides routers that PEFT takes for linear layers; a test below shows what would happen."""
     from torch import nn
 
     for layer in model.model.layers:
@@ -75,7 +76,7 @@ def without_linear_routers(model):
 
 @pytest.fixture
 def untouched(monkeypatch):
-    """PEFT makes its layers, but leaves the model as it is; -> [(rank, scale)] of those it made."""
+    """Let PEFT create its layers without inserting them; -> [(rank, scale)] of the created layers."""
     peft = pytest.importorskip("peft")
     made = []
 
@@ -88,7 +89,7 @@ def untouched(monkeypatch):
 
 
 def ways(model):
-    """Ways of naming modules, made of the model's own names: (what is said of it, LoraConfig's arguments)."""
+    """Selections made from the model's own names: (description, LoraConfig's arguments)."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -134,7 +135,7 @@ def ways(model):
 
 
 def pefts(model, config):
-    """(modules, parameters) that PEFT adapts, or None where it refuses; `config` becomes what it writes."""
+    """(modules, parameters) that PEFT adapts, or None if it refuses; updates `config` to what it saves."""
     import peft
 
     with warnings.catch_warnings():
@@ -147,7 +148,7 @@ def pefts(model, config):
 
 
 def ours(modules, model_type, how):
-    """The same of ours, ranks and scales beside it, and the config as we write it."""
+    """The same for us, with ranks and scales, and the config as we save it."""
     config, places, parameters = resolved(LoraConfig(task_type="SEQ_CLS", **how), modules, model_type)
     names = [name for name, _, _ in places], [name for name, _, _ in parameters]
     root = 0.5 if config.use_rslora else 1
@@ -200,7 +201,8 @@ def test_ways_of_naming_modules(both, untouched):
 
 
 def test_a_router_that_gives_more_than_a_linear_map_does():
-    """PEFT adapts phimoe's, and its model then cannot be run. As a parameter it can: hub/peft/runs.py has it."""
+    """PEFT adapts phimoe's router as a module, and then the model cannot run. As a parameter it works: see
+    hub/peft/runs.py."""
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Torch models with adapters, old and new: their numbers are TRL's, and the objects have what was trained."""
+"""Torch models with new or existing adapters: results match TRL's, and the objects get the trained weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def begun_by_peft(folder, how):
 @usual("pissa")
 @pytest.mark.parametrize("begun", ["pissa", "olora", "gaussian"])
 def test_an_adapter_that_changed_its_base_trains_as_in_trl(begun, checkpoint, tmp_path):
-    """The base of such an object is what PEFT left of it; what is saved is for the base model of its name."""
+    """The base of such an object is PEFT's modified one; the saved adapter is for the base model it names."""
     folder, found = checkpoint(**SMALL), []
     for package in (trl, trl_jax):
         model, out = begun_by_peft(folder, begun), tmp_path / package.__name__
@@ -77,7 +77,7 @@ def test_an_adapter_that_changed_its_base_trains_as_in_trl(begun, checkpoint, tm
 @pytest.mark.parametrize("begun", ["pissa", "olora"])
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
 def test_beside_a_reference_the_base_is_changed_once(kind, begun, checkpoint, tmp_path):
-    """TRL has PEFT begin a second adapter, the reference's, which changes the base of both again."""
+    """In TRL, PEFT creates a second adapter for the reference, which modifies the shared base again."""
     model = begun_by_peft(checkpoint(**SMALL), begun)
     trainer = made(trl_jax, kind, model, tmp_path)
     np.testing.assert_allclose(np.asarray(trainer.model(IDS.numpy()).logits), logits(model), atol=1e-4)
@@ -93,7 +93,7 @@ NEW = {
 @usual("SFT-linear", "Reward-linear")
 @pytest.mark.parametrize(("kind", "how"), [("SFT", "linear"), ("DPO", "dora"), ("KTO", "pissa"), ("Reward", "linear")])
 def test_a_model_gets_the_adapter_that_was_trained_on_it(kind, how, checkpoint, tmp_path):
-    """As TRL's is wrapped in place: a script that generates with the object that it passed has the adapter, too."""
+    """TRL wraps the model in place, so a script that generates with the object it passed uses the adapter, too."""
     folder = checkpoint(**FACTS) if kind == "Reward" else checkpoint(**SMALL)
     task, extra = ("SEQ_CLS", {"modules_to_save": ["score"]}) if kind == "Reward" else ("CAUSAL_LM", {})
     lora, model = trl_jax.LoraConfig(r=4, task_type=task, **NEW[how] | extra), base_of(folder, kind)
@@ -105,7 +105,7 @@ def test_a_model_gets_the_adapter_that_was_trained_on_it(kind, how, checkpoint, 
     np.testing.assert_allclose(after, logits(loaded), atol=1e-4)
     with pytest.raises(ValueError, match="whose layers already contain a PEFT adapter"):
         made(trl_jax, kind, model, tmp_path)
-    trainer.train()  # a second time: the layers have the adapter already
+    trainer.train()  # a second time: the layers already have the adapter
     assert np.abs(logits(model) - after).max() > 1e-3
     ours = np.asarray(trainer.model(IDS.numpy()).logits)
     np.testing.assert_allclose(logits(model), ours, atol=1e-4)

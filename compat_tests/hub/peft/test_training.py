@@ -1,4 +1,4 @@
-"""A run with an adapter: what it says, keeps and takes up again; dropout, layouts and quantized weights."""
+"""Runs with an adapter: logging, saving and resuming; dropout, layouts and quantized weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_goes_on_bit_for_bit_and_its_folder_is_an_adapters(checkpoint, tmp
 
 @only_thorough
 def test_dropout_in_front_of_the_adapter(checkpoint, tmp_path):
-    """On in training only, and only where it was not disabled, which is what RewardConfig says."""
+    """Active in training only, and only if disable_dropout is False, unlike RewardConfig's default."""
     runs = {}
     for name, rate, disabled in (("none", 0.0, True), ("disabled", 0.5, True), ("on", 0.5, False)):
         lora = adapter(lora_dropout=rate, init_lora_weights=False)
@@ -114,7 +114,7 @@ def test_a_model_of_ours_keeps_its_own_numbers(checkpoint, tmp_path):
 
 @only_thorough
 def test_experts_of_sixteen_bits_beside_an_adapter(tmp_path):
-    """Their fused tensors are held as bits, and come back to the byte."""
+    """Their fused tensors are kept as raw 16-bit codes and saved byte for byte."""
     folder = tiny_model(tmp_path / "in", "gpt_oss", head="causal", dtype="bfloat16", sliding_window=7)
     lora = adapter(target_parameters=["mlp.experts.down_proj"])
     model = find_checkpoint(str(folder), head="lm", dtype="bfloat16").load_adapted(lora, 0)
@@ -142,7 +142,7 @@ def test_from_the_command_line(checkpoint, tmp_path, monkeypatch):
 
 
 def test_a_base_of_sixteen_bits_is_never_made_32(checkpoint, tmp_path):
-    """XLA would do that to a whole stack of layers on a CPU. Scores are those of the rounded weights."""
+    """On a CPU, XLA would convert a whole stack of layers. Scores are those of the rounded weights."""
     base, lora = checkpoint("llama", **SMALL), adapter(target_modules=["up_proj"], modules_to_save=["down_proj"])
     model = make(trl_jax, base, tmp_path, peft_config=lora, config={"model_init_kwargs": {"dtype": "bfloat16"}}).model
     plain = trl_jax.AutoModelForSequenceClassification.from_pretrained(base, dtype="bfloat16")
@@ -176,7 +176,7 @@ def test_a_base_of_sixteen_bits_is_never_made_32(checkpoint, tmp_path):
 def test_four_bits_are_bitsandbytes(kind, nested, shape):
     torch, bnb = pytest.importorskip("torch"), pytest.importorskip("bitsandbytes.functional")
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * 0.05
-    with torch.compiler.set_stance("force_eager"):  # it would compile for longer than it computes
+    with torch.compiler.set_stance("force_eager"):  # compiling would take longer than computing
         wanted, state = bnb.quantize_4bit(
             torch.tensor(values), blocksize=64, compress_statistics=nested, quant_type=kind
         )
@@ -189,7 +189,7 @@ def test_four_bits_are_bitsandbytes(kind, nested, shape):
 
 
 def test_the_table_of_nf4_is_the_published_one():
-    """Quantiles of a normal distribution, as Dettmers et al. (2023) make them, scaled to 1."""
+    """Quantiles of a normal distribution scaled to 1, as in Dettmers et al. (2023)."""
     from statistics import NormalDist
 
     edge, quantile = 0.9677083, NormalDist().inv_cdf
@@ -206,9 +206,9 @@ def test_eight_bits_are_within_half_a_step():
     assert (np.abs(back - values) <= np.abs(values).max(axis=1, keepdims=True) / 127 * 0.5001).all()
 
 
-@only_thorough  # SFT's is in trainer/test_sft_trainer.py
+@only_thorough  # trainer/test_sft_trainer.py tests it with SFT
 def test_training_on_quantized_weights(checkpoint, tmp_path):
-    """Loss falls as on float weights; the matrices are held small; merging gives floats that compute the same."""
+    """The loss falls as with float weights; matrices stay quantized; merging gives floats that compute the same."""
     held = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     rows, config = table(80, seed=3), {"max_steps": 20, "learning_rate": 1e-2}
     how = {"train": rows, "config": config, "peft_config": adapter(r=4, target_modules=["v_proj"])}

@@ -1,4 +1,4 @@
-"""Prompt tuning, P-tuning and prefix tuning beside TRL with PEFT: curves, files, generation, resuming."""
+"""Prompt tuning, P-tuning and prefix tuning against TRL with PEFT: curves, files, generation, resuming."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 
 RATE = {"learning_rate": 1e-2, "max_length": 64, "weight_decay": 0.1, "seed": 7, "per_device_eval_batch_size": 8}
-RATE |= {"gradient_checkpointing": False}  # with which PEFT lets transformers forget a prefix
+RATE |= {"gradient_checkpointing": False}  # with it, transformers would drop PEFT's prefix
 MLP = {"encoder_hidden_size": 24}
-# Name -> trainer, config of the adapter and its fields, arguments.
+# Name -> trainer, type of the adapter and its fields, arguments.
 CASES = {
     "drawn": ("SFT", "PromptTuning", {}, {}),
     "sampled": ("SFT", "PromptTuning", {"prompt_tuning_init": "SAMPLE_VOCAB"}, {"loss_type": "dft"}),
@@ -76,7 +76,7 @@ def trainer(package, name, folder, out, *, model=None, new=True, **config):
 
 @pytest.fixture(scope="module")
 def runs(checkpoint, tmp_path_factory):
-    """runs(package, name) -> a trainer after six steps, and the folder that it saved its adapter to."""
+    """runs(package, name) -> a trainer after six steps, and the folder with its saved adapter."""
     done = {}
 
     def of(package, name):
@@ -112,7 +112,7 @@ def test_the_curve_and_the_adapter_are_trls(name, runs):
 @usual("1")
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_memory_of_vectors_is_torchs(layers):
-    """Values and gradients of P-tuning's LSTM."""
+    """Compares values and gradients of P-tuning's LSTM."""
     made = {"num_transformer_submodules": 1, "token_dim": 6, "num_virtual_tokens": 4, "encoder_hidden_size": 5}
     kind = {"encoder_reparameterization_type": "LSTM", "encoder_num_layers": layers}
     torch.manual_seed(1)
@@ -133,15 +133,19 @@ def test_a_memory_of_vectors_is_torchs(layers):
 def test_dropout_between_the_layers_of_a_memory(checkpoint):
     config = {"encoder_reparameterization_type": "LSTM", "encoder_dropout": 0.5, "num_virtual_tokens": 4}
     model = load_with(checkpoint(**SMALL), trl_jax.PromptEncoderConfig(**config))
-    maker, arrays = model.backend.maker, {path.partition(".")[2]: array for path, array in model.params.items()}
-    still, dropped, other = (maker(arrays, key) for key in (None, jax.random.key(1), jax.random.key(2)))
+    prompt_encoder, arrays = (
+        model.backend.prompt_encoder,
+        {path.partition(".")[2]: array for path, array in model.params.items()},
+    )
+    still, dropped, other = (prompt_encoder(arrays, key) for key in (None, jax.random.key(1), jax.random.key(2)))
     assert model.backend.drops_out and np.abs(dropped - other).max() > 1e-3 and np.abs(dropped - still).max() > 1e-3
 
 
 @usual("prefix")
 @pytest.mark.parametrize("name", ["drawn", "mlp", "prefix", "projected"])
 def test_peft_reads_it_and_computes_and_writes_what_we_do(name, runs):
-    """Completions are those of whole passes: PEFT's cached ones are not, with transformers 5.24 (differences.md)."""
+    """Completions are compared with uncached passes: PEFT's cached generation is wrong with transformers 5.24
+    (differences.md)."""
     made, folder = runs(trl_jax, name)
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(folder).eval()
     ours = trl_jax.AutoPeftModelForCausalLM.from_pretrained(folder)
@@ -149,7 +153,7 @@ def test_peft_reads_it_and_computes_and_writes_what_we_do(name, runs):
         wanted = theirs(input_ids=torch.tensor(IDS)).logits.numpy()
     for model in (ours, made.model):
         np.testing.assert_allclose(np.asarray(model(IDS).logits), wanted, atol=1e-4)
-    if name not in MADE:  # of which we have the network, too
+    if name not in MADE:  # for those in MADE, ours also has the network
         assert ours.num_parameters() == sum(p.numel() for p in theirs.parameters())
     rows = torch.tensor(IDS)
     for _ in range(8):
@@ -157,7 +161,7 @@ def test_peft_reads_it_and_computes_and_writes_what_we_do(name, runs):
             rows = torch.cat([rows, theirs(input_ids=rows).logits[:, -1:].argmax(-1)], 1)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
     assert np.asarray(ours.generate(IDS, **options | {"eos_token_id": None})).tolist() == rows.tolist()
-    own = [IDS[0].tolist(), IDS[1, :3].tolist()]  # of other lengths, behind virtual tokens all the same
+    own = [IDS[0].tolist(), IDS[1, :3].tolist()]  # different lengths, each with virtual tokens in front
     found = [one.generated_tokens for one in ours.generate_batch(own, **options).values()]
     assert found == [ours.generate([ids], **options)[0, len(ids) :].tolist() for ids in own]
     logps, _ = trl_jax.token_logps_and_entropies(ours, IDS)
@@ -170,7 +174,7 @@ def test_peft_reads_it_and_computes_and_writes_what_we_do(name, runs):
 @usual("mlp")
 @pytest.mark.parametrize("name", ["drawn", "mlp", "prefix", "projected"])
 def test_it_goes_on_bit_for_bit_and_further_from_its_folder(name, checkpoint, tmp_path):
-    """TRL makes a new network of P-tuning when it resumes, for PEFT saves none; here its arrays lie beside the
+    """PEFT does not save P-tuning's network, so TRL makes a new one when it resumes; here it is saved with the
     vectors."""
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "eval_strategy": "no"}
     whole, again = (trainer(trl_jax, name, checkpoint(**SMALL), tmp_path / run, **options) for run in "ab")
@@ -200,7 +204,7 @@ def test_of_ptuning_pefts_own_folder_computes_and_does_not_train(runs, checkpoin
     with pytest.raises(ValueError, match="^Cannot set a prompt learning adapter to trainable when loading pretrained"):
         trainer(trl_jax, "mlp", checkpoint(**SMALL), tmp_path, model=str(folder), new=False)
     with pytest.raises(FileNotFoundError, match="prompt_encoder.safetensors does not exist. PEFT saves the vectors"):
-        other.backend.load(folder, 0)  # as where a checkpoint of TRL's is to be resumed from
+        other.backend.load(folder, 0)  # as when resuming from a checkpoint of TRL
 
 
 def test_a_checkpoint_of_trls_is_gone_on_with(checkpoint, tmp_path):
@@ -261,7 +265,8 @@ def test_predictions_are_logits_of_the_texts(kind, name, checkpoint, tmp_path):
 @only_thorough
 @pytest.mark.parametrize("name", ["mlp", "prefix"])
 def test_a_reference_reads_texts_alone(name, checkpoint, tmp_path):
-    """At a learning rate of 0 rewards are what virtual tokens change; those of a copy with them are none."""
+    """At learning rate 0, rewards come only from the virtual tokens; they are 0 if the reference is a copy that has
+    them, too."""
     folder = checkpoint(**SMALL)
     config = config_of(trl_jax, name, folder)
     args = trl_jax.DPOConfig(str(tmp_path), **BASE | {"max_steps": 1, "learning_rate": 0.0})
@@ -279,7 +284,8 @@ def test_a_reference_reads_texts_alone(name, checkpoint, tmp_path):
 @usual("prefix")
 @pytest.mark.parametrize("name", ["lstm", "mlp", "prefix"])
 def test_a_model_of_pefts_gets_what_was_trained(name, checkpoint, tmp_path):
-    """As in TRL's own test, the model is wrapped before. The reference of DPO is then a copy with all."""
+    """As in TRL's own test, the model is wrapped beforehand. DPO's reference is then a copy that includes the virtual
+    tokens."""
     folder, found = checkpoint(**SMALL), []
     for package in (trl, trl_jax):
         base = transformers_model(folder)
@@ -341,12 +347,12 @@ def test_models_and_losses_that_virtual_tokens_do_not_go_with(checkpoint, tmp_pa
         trl_jax.RewardTrainer(str(checkpoint(**SMALL)), args=args, train_dataset=pairs, peft_config=config)
     args = trl_jax.SFTConfig(str(tmp_path), **BASE)
     own = {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: jnp.sum(outputs.logits)}
-    with pytest.raises(TypeError, match="would get logits of the texts only"):
+    with pytest.raises(TypeError, match="would receive logits for the text tokens only"):
         trl_jax.SFTTrainer(str(checkpoint(**SMALL)), args=args, train_dataset=rows("SFT"), peft_config=config, **own)
 
 
 def test_positions_are_counted_behind_virtual_tokens(checkpoint, tmp_path):
-    """gpt2 has rows of a table for its positions."""
+    """gpt2 has a position embedding of limited size."""
     folder = checkpoint("gpt2", head="causal", num_hidden_layers=1, max_position_embeddings=40)
     args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_length": None})
     data = Dataset.from_list([{"input_ids": [5] * 36}])
@@ -377,7 +383,7 @@ REFUSED_MODELS = {
 @pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_familys_numbers_are_those_of_transformers(family, kind, checkpoint, tmp_path):
-    """Tables that scale what is looked up, positions that are learned, windows, experts."""
+    """Scaled embeddings, learned positions, sliding windows, experts."""
     layers = {} if family == "gemma4_text" else {"num_hidden_layers": 2}
     folder = checkpoint(family, head="causal", **layers, **FAMILIES[family])
     options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "base_model_name_or_path": str(folder)}
@@ -418,7 +424,7 @@ def test_a_plan_is_that_of_a_run(name, checkpoint, tmp_path):
 @usual("prefix")
 @pytest.mark.parametrize("name", ["mlp", "prefix"])
 def test_completions_of_the_policy_begin_behind_them(name, checkpoint, tmp_path):
-    """What GRPO measures of completions is what the model says of them; its reference reads them without."""
+    """GRPO's log-probabilities of completions are the model's own; its reference reads them without virtual tokens."""
     made, folder = [], checkpoint(**SMALL)
     options = {"max_steps": 2, "num_generations": 4, "max_completion_length": 6, "beta": 0.1, "num_iterations": 2}
     args = trl_jax.GRPOConfig(str(tmp_path), **BASE | options | {"per_device_train_batch_size": 8})
@@ -451,7 +457,7 @@ def test_two_devices_do_what_one_does(mesh, name, checkpoint, tmp_path):
 @only_thorough
 @pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
 def test_before_a_frozen_model_in_few_bits(kind, checkpoint):
-    """Vectors that are sampled are those of the table as it is held."""
+    """Vectors sampled from the vocabulary are rows of the embedding as stored (here in bfloat16)."""
     fields = {"prompt_tuning_init": "SAMPLE_VOCAB"} if kind == "PromptTuning" else {}
     found = find_checkpoint(str(checkpoint(**SMALL)), head="lm", dtype="bfloat16")
     config = getattr(trl_jax, f"{kind}Config")(num_virtual_tokens=4, **fields)

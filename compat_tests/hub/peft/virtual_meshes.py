@@ -1,4 +1,4 @@
-"""Steps with virtual tokens on two devices, a process of their own: python -m compat_tests.hub.peft.virtual_meshes."""
+"""Steps with virtual tokens on two devices, in a separate process: python -m compat_tests.hub.peft.virtual_meshes"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIGS = {
 
 
 def losses(folder: str, out: str, name: str, mesh: str | None) -> list[float]:
-    """Of three steps of four rows."""
+    """The losses of three steps of four rows."""
     shared = mesh is not None and mesh.startswith(("data", "fsdp"))
     args = trl_jax.SFTConfig(
         out, **BASE | {"max_steps": 3, "learning_rate": 1e-2, "mesh_shape": mesh, "fsdp_config": {"min_num_params": 1}}

@@ -1,4 +1,4 @@
-"""Tiny vision-language models by model_type, and images as their processors return them (random pixels)."""
+"""Tiny vision-language models by model_type, and random images as their processors return them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-IMAGE = 5  # id of image tokens
+IMAGE = 5  # id of the image token
 TEXT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -23,11 +23,9 @@ TEXT = {
 class Case:
     """A tiny model and three images for it.
 
-    config_class, values: the class of the config in transformers, and what it is made with.
-    processed: what the processor returns for each image.
-    tokens: the number of image tokens of each image.
-    options: more inputs of transformers' model, from the token ids `[R, T]`.
-    buffers: values of transformers' buffers, by the end of their names.
+    config_class, values: the name of the config class in transformers, and its arguments. processed: what the processor
+    returns for each image. tokens: the number of image tokens of each image. options: further inputs of transformers'
+    model, from the token ids `[R, T]`. buffers: values of transformers' buffers, by the end of their names.
     """
 
     config_class: str
@@ -39,7 +37,7 @@ class Case:
 
 
 def pixels(*shape: int) -> np.ndarray:
-    """Random pixel values, the same each time."""
+    """Random pixel values; the same for the same shape."""
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
 
@@ -52,13 +50,13 @@ def _token_types(ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _tiled(count: int, height: int, width: int) -> dict[str, np.ndarray]:
-    """`count` tiles of 28 x 28 pixels, the whole picture included, padded to 5 tiles."""
+    """`count` tiles of 28 x 28 pixels, one of them the whole image, padded to 5 tiles."""
     tiles = np.pad(pixels(1, count, 3, 28, 28), ((0, 0), (0, 5 - count), (0, 0), (0, 0), (0, 0)))
     return {"pixel_values": tiles, "image_sizes": np.array([[height, width]])}
 
 
 def _placed(rows: int, columns: int) -> dict[str, np.ndarray]:
-    """Patches of 4 x 4 pixels with their columns and rows, padded to 32."""
+    """Patches of 4 x 4 pixels with their column and row indices, padded to 32."""
     places = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), axis=-1).reshape(1, -1, 2)
     missing = ((0, 0), (0, 32 - rows * columns), (0, 0))
     return {
@@ -75,7 +73,7 @@ def _grid(frames: int, rows: int, columns: int, channels: int) -> dict[str, np.n
 
 
 def _masked(*sizes: tuple[int, int], side: int = 46) -> dict[str, np.ndarray]:
-    """Tiles of `side` x `side` pixels, of which only these heights and widths are no padding; padded to 3 tiles."""
+    """Tiles of `side` x `side` pixels, each with an unpadded area of the given height and width; padded to 3 tiles."""
     tiles, masks = np.zeros((1, 3, 3, side, side), np.float32), np.zeros((1, 3, side, side), np.int64)
     for number, (height, width) in enumerate(sizes):
         masks[0, number, :height, :width] = 1
@@ -84,7 +82,7 @@ def _masked(*sizes: tuple[int, int], side: int = 46) -> dict[str, np.ndarray]:
 
 
 def _sized(height: int, width: int) -> dict[str, np.ndarray]:
-    """A picture of this size, padded to 40 x 40 pixels."""
+    """An image of this size, padded to 40 x 40 pixels."""
     padding = ((0, 0), (0, 0), (0, 40 - height), (0, 40 - width))
     return {"pixel_values": np.pad(pixels(1, 3, height, width), padding), "image_sizes": np.array([[height, width]])}
 
@@ -103,7 +101,7 @@ _DELTA = {
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _QWEN3_TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "depth": 4, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
-    "num_position_embeddings": 26,  # a table of 5 x 5 and a row that is never read
+    "num_position_embeddings": 26,  # a 5 x 5 table and one row that is never read
 }  # fmt: skip
 _QWEN3_IMAGES = [_grid(1, 6, 8, 96), _grid(1, 10, 4, 96), _grid(1, 2, 2, 96)]
 SIGLIP = {
@@ -177,7 +175,7 @@ CASES = {
             "text_config": {"model_type": "llama", **TEXT},
             "image_token_id": IMAGE,
         },
-        # whole tiles with more patches than the table has rows, and padding that fills patches, or only a part
+        # full tiles with more patches than the table has rows, and padding that covers patches fully or partly
         [_masked((46, 46), (46, 46), (46, 46)), _masked((46, 30), (14, 42)), _masked((29, 36))],
         [27, 18, 9],
     ),
@@ -257,7 +255,7 @@ CASES = {
             "text_config": {"model_type": "mistral", "head_dim": 8, "sliding_window": None, **TEXT},
             "image_token_index": IMAGE,
         },
-        [_sized(40, 24), _sized(16, 40), _sized(21, 37)],  # the last fills neither patches nor squares
+        [_sized(40, 24), _sized(16, 40), _sized(21, 37)],  # the last is not a multiple of patches or merged squares
         [15, 10, 8],
     ),
     "mistral3 with biases": Case(
@@ -293,7 +291,7 @@ CASES = {
     "qwen2_vl": Case(
         "Qwen2VLConfig",
         {
-            "vision_config": {  # the last two are in published files, and nothing reads them
+            "vision_config": {  # published files have the last two, which nothing reads
                 "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, "depth": 3, "num_heads": 2, "patch_size": 4,
                 "in_chans": 3, "spatial_patch_size": 4,
             },

@@ -1,4 +1,5 @@
-"""transformers' image processors for tiny vision-language models, and whole processors, built without torchvision."""
+"""transformers' image processors for tiny vision-language models, and complete processors, built without
+torchvision."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ SQUARE = {"size": {"height": 28, "width": 28}}
 CROPPED = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 PATCHED = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 16 * 16, "longest_edge": 48 * 48}}
 SPLIT = {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}}
-# The case, the processor's class, its arguments, and the sizes of the pictures.
+# Name -> the case, the processor's class, its arguments, and the sizes of the images.
 PROCESSORS = {
     "clip": ("llava", "CLIPImageProcessorPil", CROPPED, [(50, 31)]),
     "gemma3": ("gemma3", "Gemma3ImageProcessorPil", {"size": {"height": 42, "width": 42}}, [(50, 31), (42, 42)]),
@@ -74,7 +75,7 @@ TOKENS = {
     "qwen3_vl": QWEN,
     "smolvlm": TILED | {"fake_image_token": TILED["fake"], "global_image_token": TILED["whole"]},
 }  # fmt: skip
-# The model type, the attribute with the placeholder, transformers' processor and its own arguments.
+# The attribute with the image placeholder, the class of transformers' processor and its own arguments, by model type.
 MADE_BY = {
     "gemma3": ("boi_token", "gemma3.Gemma3Processor", {"image_seq_length": 9}),
     "gemma4": ("image_token", "gemma4.Gemma4Processor", {"feature_extractor": None}),
@@ -89,7 +90,7 @@ MADE_BY = {
     "qwen3_vl": ("image_token", "qwen3_vl.Qwen3VLProcessor", {}),
     "smolvlm": ("image_token", "smolvlm.SmolVLMProcessor", {"image_seq_len": 4}),
 }  # fmt: skip
-# The image processors of `PROCESSORS`, without the arguments that transformers' processors pass to them.
+# The image processors of `PROCESSORS`, without arguments that transformers' processors pass themselves.
 IMAGE_PROCESSORS = {
     name: PROCESSORS[name][1:3] for name in ("gemma3", "gemma3 with crops", "gemma4", "idefics3", "llava_next")
 } | {
@@ -108,7 +109,7 @@ IMAGE_PROCESSORS = {
 
 
 def tokenizer_with(named: Any) -> Any:
-    """A tokenizer with these special tokens, as attributes if they have names."""
+    """A tokenizer with these special tokens; named ones become attributes."""
     from transformers import PreTrainedTokenizerFast
 
     backend = tiny.tiny_tokenizer().backend_tokenizer
@@ -118,14 +119,14 @@ def tokenizer_with(named: Any) -> Any:
 
 
 def placeholder(name: str) -> str:
-    """What texts have in place of a picture."""
+    """The placeholder for an image in a text."""
     key = name.split()[0]
     token = TOKENS[key][MADE_BY[key][0]]
     return f"<|vision_start|>{token}<|vision_end|>" if key.startswith("qwen") else token
 
 
 def built_processor(name: str, monkeypatch: Any, **options: Any) -> Any:
-    """transformers' processor for one of `IMAGE_PROCESSORS`, with more arguments."""
+    """transformers' processor for one of `IMAGE_PROCESSORS`, with further arguments."""
     import transformers
     from transformers.models.pixtral import image_processing_pil_pixtral
 
@@ -137,8 +138,8 @@ def built_processor(name: str, monkeypatch: Any, **options: Any) -> Any:
     found = importlib.import_module(f"{module}processing_{folder}")
     processor_class = getattr(found, class_name)
     if key == "smolvlm":
-        monkeypatch.setattr(found, "num2words", str)  # for videos
-    # Processors of videos need torchvision.
+        monkeypatch.setattr(found, "num2words", str)  # only for videos
+    # Video processors need torchvision.
     monkeypatch.setattr(processor_class, "check_argument_for_proper_class", lambda self, name, argument: None)
     if key in ("gemma4", "internvl", "qwen2_5_vl", "qwen3_vl", "smolvlm"):
         options["video_processor"] = types.SimpleNamespace(model_input_names=[], num_frames=1, fps=1)
@@ -147,13 +148,13 @@ def built_processor(name: str, monkeypatch: Any, **options: Any) -> Any:
         image_processor=getattr(transformers, image_class)(**arguments), tokenizer=tokenizer_with(TOKENS[key]),
         **MADE_BY[key][2], **options,
     )  # fmt: skip
-    if arguments.get("do_pan_and_scan"):  # a processor passes its own arguments, whatever its image processor says
+    if arguments.get("do_pan_and_scan"):  # a processor's own arguments override those of its image processor
         processor.images_kwargs = {name: value for name, value in arguments.items() if "pan_and_scan" in name}
     return processor
 
 
 def config_for(name: str, processor: Any, **text: Any) -> Any:
-    """A tiny model's config for a processor of `built_processor`, with these values of its text part."""
+    """A tiny config for a processor of `built_processor`; `text` are values for its text part."""
     import transformers
 
     key = name.split()[0]

@@ -1,4 +1,4 @@
-"""Texts with pictures become the token ids and patches that transformers' processors make of them."""
+"""Texts with images are expanded to the same token ids and patches as by transformers' processors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = ((50, 31), (90, 27))
 
 
 def both_processors(name, monkeypatch):
-    """Ours and transformers'."""
+    """Our processor and transformers'."""
     theirs = built_processor(name, monkeypatch)
     native = types.SimpleNamespace(vision=vision_families()[name.split()[0]], path="config.json")
     changed = theirs.images_kwargs if name == "gemma3 with crops" else {}
@@ -60,7 +60,7 @@ def test_ids_and_patches_are_those_of_transformers(name, monkeypatch):
         lengths[count] = len(found.ids)
         if count:
             processed = {key: np.asarray(wanted[key]) for key in ours.family.pixels if key in wanted}
-            if "num_patches" in ours.family.pixels:  # the processor drops it
+            if "num_patches" in ours.family.pixels:  # transformers' processor drops it
                 processed["num_patches"] = np.array([len(wanted["pixel_values"])])
             images = ours.family.patches(processed, ours.config)
             for part in ("patches", "table"):

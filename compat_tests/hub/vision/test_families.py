@@ -1,4 +1,4 @@
-"""Logits, gradients and files of tiny vision-language models are those of transformers."""
+"""Logits, gradients and files of tiny vision-language models match those of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from compat_tests.effort import usual
 from compat_tests.hub.vision.models import CASES, IMAGE
-from trl_jax.core.outputs import KeptFeatures, Packed
+from trl_jax.core.outputs import Packed, PrecomputedFeatures
 from trl_jax.data.images import feature_index, join_images
 from trl_jax.hub.config import read_native_config
 from trl_jax.hub.modules import in_order, modules_of
@@ -23,7 +23,7 @@ from trl_jax.models.model import merge
 from trl_jax.training.features import tower_of
 
 torch = pytest.importorskip("torch")
-ROWS = ((), (0,), (2, 0, 1))  # the images of each text
+ROWS = ((), (0,), (2, 0, 1))  # indices of the images of each text
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -39,7 +39,7 @@ def built(case, folder):
     config = getattr(transformers, case.config_class)(**case.values)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # biases, norms and learned vectors are zeros and ones
+        for parameter in model.parameters():  # initially, biases, norms and learned vectors are zeros and ones
             parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else 0.02))
         for name, buffer in model.named_buffers():
             if name.rpartition(".")[2] in case.buffers:
@@ -50,7 +50,7 @@ def built(case, folder):
 
 
 def texts(case):
-    """Token ids of each text, and its images as the processor returns them."""
+    """Token ids of each text, and the indices of its images."""
     generator, found = np.random.default_rng(0), []
     for numbers in ROWS:
         ids = generator.integers(7, 60, 4).tolist()
@@ -61,7 +61,7 @@ def texts(case):
 
 
 def of_transformers(case, model, rows):
-    """Logits of each text, one after another, and the gradient of the sum of their sines, by name on disk."""
+    """The logits of each text, and the gradient of the mean of their sines, by name on disk."""
     found = []
     model.zero_grad()
     for ids, numbers in rows:
@@ -75,7 +75,7 @@ def of_transformers(case, model, rows):
 
 
 def gradients(model, folder):
-    """The gradients of transformers' model, by name on disk; buffers have none."""
+    """The gradients of transformers' model by name on disk; buffers have none."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     with torch.no_grad():
@@ -99,7 +99,7 @@ def positions_of(native, ids, images):
 
 
 def padded(native, case, model, rows):
-    """Tokens `[R, T]`, positions, reads of all tokens, and images of one shard."""
+    """Tokens `[R, T]`, positions, indices of all tokens, and images of a single shard."""
     length = max(len(ids) for ids, _ in rows)
     tokens, at, positions, every = np.zeros((len(rows), length), np.int32), [], [], []
     first = 0
@@ -116,7 +116,7 @@ def padded(native, case, model, rows):
 
 
 def packed(native, case, model, rows):
-    """The same texts in one row of a multiple of 64 tokens, and what each token attends to."""
+    """The same texts packed into one row, padded to a multiple of 64 tokens, with what each token attends to."""
     tokens, positions, reads, images = padded(native, case, model, rows)
     length = -len(reads) % 64 + len(reads)
 
@@ -215,7 +215,7 @@ def test_features_that_are_computed_before_give_the_same_logits(case):
         first += sum(len(image.groups) for image in own)
         every += [image._replace(features=(tower.features(image),)) for image in own]
     kept, module = join_images([every], at), merge(backend.graph, params)
-    assert isinstance(kept, KeptFeatures) and np.array_equal(kept.at, images.at)
+    assert isinstance(kept, PrecomputedFeatures) and np.array_equal(kept.at, images.at)
     computed, same = (
         module(tokens, positions, reads, images=jax.tree.map(jnp.asarray, each)) for each in (images, kept)
     )
@@ -247,7 +247,7 @@ def test_the_page_lists_all_model_types():
 
 @pytest.mark.parametrize("name", [name for name in CASES if " " not in name])
 def test_linear_maps_are_in_the_order_of_transformers(name, tmp_path):
-    """PEFT draws the first values of adapters in this order."""
+    """PEFT initializes adapters in this order."""
     import transformers
 
     case = CASES[name]
@@ -258,6 +258,6 @@ def test_linear_maps_are_in_the_order_of_transformers(name, tmp_path):
     native = read_native_config(tmp_path, "lm").with_images()
     found = [one for one, module, _ in in_order(modules_of(native)) if module.kind == "linear"]
     wanted = [one for one, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    left_out = {*wanted} - {*found}  # tied heads, and layers that no feature is read from
+    left_out = {*wanted} - {*found}  # tied heads, and layers whose output is not used
     assert found == [one for one in wanted if one not in left_out]
     assert all(one.endswith("lm_head") or ".layers.2." in one for one in left_out)

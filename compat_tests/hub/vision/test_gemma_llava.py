@@ -1,4 +1,4 @@
-"""Files and configs of gemma3, gemma4, llava and llava_next: older names, and what is refused by name."""
+"""gemma3, gemma4, llava and llava_next: older tensor names, and unsupported configs, refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trl_jax.hub.native_backend import load_native
 
 pytest.importorskip("torch")
 
-# How tensors are called in older files, in those of transformers 4.52 and later, and in those of transformers 5.
+# Prefixes of tensor names in older files, in those of transformers 4.52 and later, and in those of transformers 5.
 OLDEST = {
     "text": "language_model.model.", "head": "language_model.lm_head.", "tower": "vision_tower.vision_model.",
     "projector": "multi_modal_projector.", "separator": "image_newline",

@@ -1,4 +1,4 @@
-"""Completions of prompts with images are transformers', for what its processor returns and for torch models."""
+"""Completions of prompts with images match transformers', with inputs of its processor and with torch models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def inputs(folder, counts):
-    """What a processor returns for texts with these numbers of images, left-padded."""
+    """What a processor returns for left-padded texts with these numbers of images."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     config = transformers.AutoConfig.from_pretrained(folder)

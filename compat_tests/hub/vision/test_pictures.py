@@ -1,4 +1,4 @@
-"""Pictures that go through transformers' image processors give transformers' logits."""
+"""Images preprocessed by transformers' image processors give transformers' logits."""
 
 from __future__ import annotations
 

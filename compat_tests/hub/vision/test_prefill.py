@@ -1,4 +1,4 @@
-"""Prompts with images and a cache give the logits of whole texts."""
+"""Prefilling prompts with images into a cache gives the logits of a full forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trl_jax.core.outputs import reads_of_rows
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
-from trl_jax.nn.cache import Cache, CachePlaces, Room
+from trl_jax.nn.cache import Cache, CacheFill, Room
 
 pytest.importorskip("torch")
 NEW = 4
@@ -43,7 +43,7 @@ def test_a_prompt_with_images_and_a_cache_give_the_logits_of_whole_texts(name, t
     )
     rooms = [Room(1, 16, part.window) for part in cache_parts(model.decoder.arch)]
     parts = [own.cache(jnp.asarray(lengths), room) for own, room in zip(kept, rooms, strict=True)]
-    cache = Cache(parts, CachePlaces(jnp.asarray(lengths), jnp.zeros_like(lengths), jnp.int32(0)))
+    cache = Cache(parts, CacheFill(jnp.asarray(lengths), jnp.zeros_like(lengths), jnp.int32(0)))
     for number in range(NEW + 1):
         place = lengths - 1 + number
         found = model.outputs(hidden, None, jnp.float32, None, 1.0)

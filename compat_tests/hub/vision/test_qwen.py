@@ -1,4 +1,4 @@
-"""Qwen's vision-language models: positions on three axes, real pictures, stored names, and configs that are refused."""
+"""Qwen's vision-language models: positions on three axes, real images, tensor names on disk, and refused configs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRIDS = [(1, 6, 8), (1, 10, 4), (1, 2, 2), (3, 2, 4)]  # frames, rows and column
 
 
 def write_config(folder, name, **sections):
-    """The config.json of a case, with some keys of its sections replaced."""
+    """Write a case's config.json with some keys of its sections replaced."""
     import transformers
 
     config = getattr(transformers, CASES[name].config_class)(**CASES[name].values)
@@ -47,7 +47,7 @@ def test_positions_are_those_of_transformers(name):
     config = getattr(transformers, CASES[name].config_class)(**CASES[name].values)
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(config).model
-    spans = [  # lengths of texts, and indices into GRIDS
+    spans = [  # lengths of text spans, and indices into GRIDS
         [7], [4, (0,), 3], [(0,), 5], [5, (1,)], [(2,)], [(3,)], [(1,), 2, (0,), 1, (2,)], [(3,), 1, (3,), 4, (1,)],
         [1, (2,), 1, (3,), 2, (0,), 6],
     ]  # fmt: skip
@@ -66,11 +66,11 @@ def test_positions_are_those_of_transformers(name):
         np.testing.assert_array_equal(family.positions(ids, IMAGE, images), theirs[:, 0].T)
 
 
-# Pictures
+# Images
 
 
 def pictures():
-    """Pictures of several sizes and modes; the processor shrinks the first and enlarges the last."""
+    """Images of several sizes and modes; the processor shrinks the first and enlarges the last."""
     from PIL import Image
 
     draws = np.random.default_rng(7)

@@ -1,4 +1,4 @@
-"""idefics3, smolvlm, mistral3 and internvl: positions of padded tiles, older names of tensors, and what is refused."""
+"""idefics3, smolvlm, mistral3 and internvl: positions of padded tiles, older tensor names, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 
 def config_of(name, folder, changes=None):
-    """transformers' config of a case, saved with some keys replaced."""
+    """A case's config of transformers, saved with some keys replaced."""
     import transformers
 
     case = CASES[name]
@@ -86,7 +86,7 @@ def test_keys_of_published_configs_are_read(tmp_path, caplog):
 # Adapters
 
 
-# What is refused
+# Errors
 
 REFUSED = {
     "dropout of idefics3": ("idefics3", {"vision_config": {"attention_dropout": 0.1}}, "attention_dropout must be 0.0"),

@@ -1,8 +1,8 @@
-"""One file per model family. For each model_type it says what a config means (`arch`) and how the tensors are named on
-disk (`names`). Vision-language models share one file for their text part: `vlm_text`.
+"""One file per model family. For each model_type, it defines how to read a config (`arch`) and the names of tensors on
+disk (`names`). Vision-language models share one file for their text models: `vlm_text`.
 
-A file defines `FAMILY`, or `FAMILIES` if it has several model types. Functions of later versions end in `_v2`, `_moe`
-and so on.
+A file defines `FAMILY`, or `FAMILIES` if it has several model types. The suffixes `_v2`, `_moe` and so on distinguish
+the functions of different model types.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from trl_jax.hub.config_reader import ConfigReader, config_class, is_unread
 from trl_jax.hub.heads import Head, ScoreHead, lm_head
-from trl_jax.hub.model_types import objection
+from trl_jax.hub.model_types import unsupported_error
 from trl_jax.hub.tensor_map import Names
 
 
@@ -27,22 +27,23 @@ class Family:
     """What the rest of the hub needs to know about a model_type.
 
     Attributes:
-        class_prefix: start of the names of its classes in transformers.
-        arch, names: read the architecture from a config; the names of its modules on disk.
+        class_prefix: prefix of its class names in transformers.
+        arch: reads the architecture from a config.
+        names: maps an architecture to the names of its modules on disk.
         score_head, lm_head: its heads on disk; lm_head is None if there is no causal model.
-        base_prefix: start of every tensor name but the head's. Checkpoints of a bare base model leave it out.
+        base_prefix: prefix of all tensor names except for the head's. Checkpoints of a bare base model omit it.
         other_prefixes: the same prefix in older or newer checkpoints; kept on save.
-        other_head: the name of the module of `lm_head` in such checkpoints.
-        moved: (part of names on disk, its name in transformers' modules).
+        other_head: the name of the `lm_head` module in such checkpoints.
+        moved: (part of a name on disk, the corresponding part of the name in transformers' modules).
         ignored: regular expressions of tensors in checkpoints; dropped if the model does not use them.
         carried: a regular expression of tensors that do not affect texts; saved unchanged.
-        in_float32: a regular expression of tensors that stay float32 if the model is loaded in 16 bits
-            (transformers' `_keep_in_fp32_modules_strict`).
+        in_float32: a regular expression of tensors that stay float32 if the model is loaded in 16 bits (transformers'
+            `_keep_in_fp32_modules_strict`).
         linear_router: whether transformers' expert router is a linear layer, which PEFT adapts like others.
         in_transformers: whether transformers has a class of this model with the score head.
-        mean_of_micro_batches: whether transformers averages the loss of a step over its micro-batches, whatever number
-            of targets each has (`accepts_loss_kwargs = False`).
-        has_text_class: whether transformers' AutoModelForCausalLM loads another class, of the text alone, which counts
+        mean_of_micro_batches: whether transformers averages the loss of a step over its micro-batches, regardless of
+            their numbers of targets (`accepts_loss_kwargs = False`).
+        has_text_class: whether transformers' AutoModelForCausalLM loads a separate text-only class, which averages over
             targets.
     """
 
@@ -90,7 +91,7 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
     """
     found = raw.get("model_type")
     if not isinstance(found, str) or found not in families():
-        raise objection(raw, families(), source)
+        raise unsupported_error(raw, families(), source)
     return families()[found]
 
 

@@ -10,17 +10,17 @@ from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
 from trl_jax.nn.layers import ACTIVATIONS, XIELU_NAME
 
-# The defaults of transformers' class for positions
+# The default rope of transformers' config class.
 _ROPE = {
     "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }  # fmt: skip
-# Keys of its checkpoints, which transformers does not read: what they say is what it computes.
-_SAID = {"hidden_dropout": 0.0, "post_norm": False, "qk_norm": True}
+# Keys of checkpoints that transformers does not read; it computes as if they had these values.
+_FIXED = {"hidden_dropout": 0.0, "post_norm": False, "qk_norm": True}
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key, value in _SAID.items():
+    for key, value in _FIXED.items():
         config.refuse(key, value)
     if config.value("rope_parameters") is None and not config.section("rope_scaling"):
         config = config.with_values(rope_parameters=_ROPE)

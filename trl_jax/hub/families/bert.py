@@ -18,7 +18,7 @@ from trl_jax.models.arch import EncoderArch, HeadFacts
 from trl_jax.models.model import EncoderScorer
 from trl_jax.nn.layers import ACTIVATIONS
 
-# Keys of training, and of a pooler that no released model has
+# Keys for training, and for a pooler that no released model has
 UNUSED = """
     directionality gradient_checkpointing output_past pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
     pooler_size_per_head pooler_type
@@ -126,7 +126,7 @@ def names_electra(arch: EncoderArch) -> Names:
 
 def arch_distilbert(config: ConfigReader) -> EncoderArch:
     hidden, heads = read_heads(config, "dim", "n_heads")
-    # Keys of the initialization of positions, of another head or of older code
+    # Keys for the initialization of positions, for another head or for older code
     for key in ("sinusoidal_pos_embds", "qa_dropout", "tie_weights_", "output_past"):
         config.value(key)
     dropout = read_dropout(config, "dropout", 0.1)

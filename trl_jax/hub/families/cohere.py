@@ -29,7 +29,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 # Keys of early checkpoints that transformers does not read; it computes as if they had these values.
-_SAID = {
+_FIXED = {
     "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rotary_pct": 1.0,
     "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
     "use_parallel_embedding": False,
@@ -37,7 +37,7 @@ _SAID = {
 
 
 def arch_v2(config: ConfigReader) -> Arch:
-    for key, value in _SAID.items():
+    for key, value in _FIXED.items():
         config.refuse(key, value)
     base, pattern = arch(config), config.size("sliding_window_pattern", 4)
     config.refuse("layer_switch", pattern)

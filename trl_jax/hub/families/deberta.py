@@ -17,7 +17,7 @@ from trl_jax.models.model import EncoderScorer
 from trl_jax.nn.attention.disentangled import Distances
 from trl_jax.nn.layers import ACTIVATIONS
 
-# Keys of the language model's head, and one that transformers does not read
+# A key of the language model's head, and one that transformers does not read
 _UNUSED = ("legacy", "padding_idx")
 _IGNORED = (r"^(cls|lm_predictions|mask_predictions)\.", r"\bposition_embeddings\.", *bert.BUFFERS)
 

@@ -156,7 +156,7 @@ FAMILIES = (
         "DeepseekV3",
         arch_v3,
         names,
-        ignored=(*Family.ignored, r"^model\.layers\.61\."),  # predicts further tokens
+        ignored=(*Family.ignored, r"^model\.layers\.61\."),  # for multi-token prediction
         in_float32=ROUTER,
     ),
     Family("deepseek_v2", "DeepseekV2", arch_v2, names, in_float32=ROUTER),

@@ -12,7 +12,7 @@ from trl_jax.models.arch import Arch
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(config)
     window = read_window(config)
-    pattern = config.size("sliding_window_pattern", 4, minimum=0)
+    pattern = config.size("sliding_window_pattern", 4, minimum=1 if window else 0)
     default = [SLIDING if window and (i + 1) % pattern else FULL for i in range(base.num_layers)]
     types = read_layer_types(config, default)
     ropes = base.ropes if window is None else tuple(base.ropes[0] if kind == SLIDING else None for kind in types)

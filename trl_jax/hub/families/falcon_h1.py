@@ -10,7 +10,7 @@ from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch, LayerKind, MixerScales, StateSpace
 
 # Keys of early checkpoints that transformers does not read; it computes as if they had these values.
-_SAID = {"attn_layer_indices": None, "mamba_use_mlp": True}
+_FIXED = {"attn_layer_indices": None, "mamba_use_mlp": True}
 _UNREAD = (
     "layers_block_type", "layer_types", "mlp_expansion_factor", "num_logits_to_keep", "time_step_floor",
     "time_step_max", "time_step_min", "time_step_rank",
@@ -18,7 +18,7 @@ _UNREAD = (
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key, value in _SAID.items():
+    for key, value in _FIXED.items():
         config.refuse(key, value)
     for key in _UNREAD:
         config.value(key)

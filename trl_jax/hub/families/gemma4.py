@@ -1,5 +1,5 @@
-"""gemma4_text: gemma3_text with other head sizes in full attention, layers that share keys and values, and
-embeddings of each layer's own."""
+"""gemma4_text: gemma3_text with other head sizes in full attention, layers that share keys and values, and per-layer
+embeddings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNUSED = r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."
 
 
 def arch(config: ConfigReader) -> Arch:
-    config.refuse("use_bidirectional_attention", None, "vision")  # between the tokens of an image
+    config.refuse("use_bidirectional_attention", None, "vision")  # "vision": only between the tokens of an image
     base = llama.arch(config.with_values(rope_parameters=None, hidden_act=None))
     types = _types(config, base.num_layers)
     heads = _heads(config, base, types)
@@ -53,7 +53,7 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def _types(config: ConfigReader, num_layers: int) -> list[str]:
-    """The last layer always has full attention."""
+    """The attention type of each layer; the last layer always has full attention."""
     types = read_layer_types(config, [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_layers)])
     return [*types[:-1], FULL]
 

@@ -65,7 +65,7 @@ FAMILIES = (
         "Glm4Moe",
         arch_v4_moe,
         names_v4_moe,
-        ignored=(*Family.ignored, r"^model\.layers\.(46|92)\."),  # these predict further tokens
+        ignored=(*Family.ignored, r"^model\.layers\.(46|92)\."),  # for multi-token prediction
         in_float32=deepseek.ROUTER,
         in_transformers=False,
     ),

@@ -15,7 +15,7 @@ from trl_jax.models.arch import Arch
 from trl_jax.nn.layers import ACTIVATIONS
 from trl_jax.nn.rope import Rope
 
-# Keys of other heads or of older code
+# Keys for other heads or for older code
 _OF_OTHER_HEADS = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout n_ctx
 """.split()

@@ -10,7 +10,7 @@ from trl_jax.hub.tensor_map import ExpertColumns, Names, ordered
 from trl_jax.models.arch import Arch, Experts
 from trl_jax.nn.layers import ClampedSwiGLU
 
-# The defaults of transformers' class for positions
+# The default rope of transformers' config class.
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,

@@ -42,7 +42,7 @@ def _read_experts(config: ConfigReader, base: Arch) -> Experts:
     """Experts as wide as the MLP of `base`, which they replace."""
     config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
     count, top_k = config.size("num_local_experts"), config.size("num_experts_per_tok")
-    # A softmax over the logits of the selected is one over all of them, renormalized.
+    # A softmax over the logits of the selected experts equals the renormalized softmax over all of them.
     return Experts(count, top_k, size=base.mlp_size, renormalized=True)
 
 

@@ -56,7 +56,7 @@ def arch_moe(config: ConfigReader) -> Arch:
 
 
 def _top_k(config: ConfigReader, layers: int) -> int:
-    """A number, or a list with the same number for every layer."""
+    """`moe_topk`: a number, or a list with the same number for every layer."""
     found = config.value("moe_topk")
     if not isinstance(found, list):
         return config.size("moe_topk")

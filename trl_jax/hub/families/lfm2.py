@@ -15,7 +15,7 @@ from trl_jax.models.arch import Arch, Experts, LayerKind, ShortConvolution
 
 _CONVOLUTION, _ATTENTION = "conv", "full_attention"
 # Keys of early checkpoints that transformers does not read, or that have no effect
-_SAID = {"block_use_swiglu": True, "use_pos_enc": True, "tie_embedding": True}
+_FIXED = {"block_use_swiglu": True, "use_pos_enc": True, "tie_embedding": True}
 _UNREAD = (
     "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init",
     "num_heads", "theta",
@@ -23,7 +23,7 @@ _UNREAD = (
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key, value in _SAID.items():
+    for key, value in _FIXED.items():
         config.refuse(key, value)
     for key in _UNREAD:
         config.value(key)
@@ -69,7 +69,7 @@ def names(arch: Arch) -> Names:
 
 
 def _mixer_names(arch: Arch, kind: LayerKind) -> Names:
-    """All but the MLP of a layer."""
+    """The names of a layer, except for its MLP."""
     layer, ours = "model.layers.{}.", "decoder.layers.attention."
     if kind.mixer == "convolution":
         size = arch.hidden_size

@@ -73,7 +73,8 @@ def read_heads(config: ConfigReader, hidden: int) -> tuple[int, int, int]:
 
 
 def read_padding_idx(config: ConfigReader) -> int | None:
-    """The checkpoint's pad token, which is not trained. One that a script sets later is."""
+    """The checkpoint's pad token, whose embedding is not trained. If user code sets the pad token later, it is
+    trained."""
     if config.value("pad_token_id") is None:
         return None
     size = config.size("vocab_size")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trl_jax.hub.config_reader import ConfigReader
+from trl_jax.hub.config_reader import FULL, ConfigReader
 from trl_jax.hub.families import Family, llama
 from trl_jax.hub.tensor_map import ExpertRows, Names, in_runs
 from trl_jax.models.arch import Arch, Experts, LayerKind, QueryGrowth
 
-_CHUNKED, _FULL = "chunked_attention", "full_attention"
+_CHUNKED = "chunked_attention"
 
 
 def arch(config: ConfigReader) -> Arch:
@@ -66,9 +66,9 @@ def _with_experts(config: ConfigReader, num_layers: int) -> list[bool]:
 
 def _chunks(config: ConfigReader, placed: list[bool]) -> tuple[int | None, ...]:
     size = None if config.is_null("attention_chunk_size") else config.size("attention_chunk_size", 8192)
-    types = config.names("layer_types") or [_CHUNKED if there and size else _FULL for there in placed]
-    if len(types) != len(placed) or set(types) - ({_CHUNKED, _FULL} if size else {_FULL}):
-        raise config.wrong("layer_types", types, f"{len(placed)} of {_FULL!r} or, with chunks, {_CHUNKED!r}")
+    types = config.names("layer_types") or [_CHUNKED if there and size else FULL for there in placed]
+    if len(types) != len(placed) or set(types) - ({_CHUNKED, FULL} if size else {FULL}):
+        raise config.wrong("layer_types", types, f"{len(placed)} of {FULL!r} or, with chunks, {_CHUNKED!r}")
     return tuple(size if kind == _CHUNKED else None for kind in types)
 
 

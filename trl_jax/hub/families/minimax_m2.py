@@ -10,7 +10,7 @@ from trl_jax.hub.tensor_map import Names, ordered
 from trl_jax.models.arch import Arch
 
 # Keys of early checkpoints that transformers does not read; it computes as if they had these values.
-_SAID = {
+_FIXED = {
     "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "shared_intermediate_size": 0, "sliding_window": None,
     "use_qk_norm": True, "use_routing_bias": True,
 }  # fmt: skip
@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = (
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key, value in _SAID.items():
+    for key, value in _FIXED.items():
         config.refuse(key, value)
     for key in _WITHOUT_EFFECT:
         config.value(key)

@@ -39,7 +39,7 @@ _RENAMED = {
     "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias",
 }  # fmt: skip
-# Keys without effect, also in transformers, among them positions, windows and the biases of attention
+# Keys that have no effect without such layers
 _OF_MAMBA = (
     "conv_kernel", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "n_groups", "ssm_state_size",
     "time_step_min", "use_bias", "use_conv_bias",
@@ -48,6 +48,7 @@ _OF_EXPERTS = (
     "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts",
     "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group",
 )  # fmt: skip
+# Keys without effect, also in transformers: among them positions, windows and the biases of attention
 _UNREAD = (
     "attention_bias", "chunk_size", "expand", "hidden_dropout", "mamba_chunk_size", "mamba_dt_init_floor",
     "mamba_dt_limit", "mamba_dt_max", "mamba_expand", "mamba_proj_bias", "mamba_ssm_cache_dtype",
@@ -165,7 +166,7 @@ FAMILIES = (
         names_hybrid,
         base_prefix="backbone.",
         other_prefixes=("model.",),
-        ignored=(*Family.ignored, r"^mtp\."),  # mtp predicts further tokens
+        ignored=(*Family.ignored, r"^mtp\."),  # for multi-token prediction
         in_float32=deepseek.ROUTER,
         in_transformers=False,
     ),

@@ -1,6 +1,6 @@
 """opt: learned positions that count visible tokens, layer norms, a plain MLP.
 
-The checkpoint of 350M parameters norms the residual stream itself, after each sum, and has a narrower table of tokens.
+The 350M checkpoint norms the residual stream after each addition (post-norm), and has a narrower token embedding.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from trl_jax.models.arch import Arch, GatedDelta, LayerKind
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
 _OURS = "decoder.layers.attention."
-IGNORED = (*Family.ignored, r"^mtp\.")  # mtp predicts further tokens
+IGNORED = (*Family.ignored, r"^mtp\.")  # for multi-token prediction
 
 
 def arch(config: ConfigReader) -> Arch:
@@ -116,15 +116,15 @@ def _of_delta_net(arch: Arch) -> Names:
 
 
 def _delta_channels(arch: Arch, ending: str = "") -> dict[str, int]:
-    """The numbers of channels of queries, keys and values, by our names with this ending."""
+    """Our name with this ending -> number of channels, for queries, keys and values."""
     facts = arch.gated_delta
     keys, values = facts.key_heads * facts.key_dim, facts.value_heads * facts.value_dim
     return {f"{_OURS}{name}{ending}": size for name, size in (("q", keys), ("k", keys), ("v", values))}
 
 
 def _behind_decays(head: Head) -> Head:
-    """The head, initialized as in transformers, which first draws a decay for each value head, even though the
-    checkpoint has them."""
+    """The head with transformers' initialization, which first draws a decay for each value head even if the checkpoint
+    has these."""
 
     def draws(arch: Arch) -> list[Draw]:
         unused = arch.gated_delta.value_heads * sum(kind.mixer == "delta_net" for kind in arch.kinds)

@@ -32,7 +32,7 @@ def names(arch: EncoderArch) -> Names:
 
 
 def _names_head_first(arch: EncoderArch) -> Names:
-    """The names in the order of the models that copied it."""
+    """The names in the order of the models that copied roberta: the head comes first."""
     return ordered(names(arch), "head.dense", "head.out", before="encoder.embed")
 
 

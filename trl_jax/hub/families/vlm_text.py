@@ -1,6 +1,6 @@
-"""The text part of vision-language models, one table row per model_type. It is a model of another family.
+"""The text part of vision-language models, one table row per model_type. Each is a model of another family.
 
-The weights of vision and audio towers are kept and saved unchanged; `hub.vision` reads the towers that can be computed.
+The weights of vision and audio towers are kept and saved unchanged. `hub.vision` has the towers that are supported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How each vision-language model type sees: its vision tower and connector, the names of their tensors on disk, and the
-patches of an image that its processor has prepared."""
+"""Vision-language model types: the vision tower and connector, the names of their tensors on disk, and how processed
+images become patches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Pictures(NamedTuple):
     """The pictures of a text after the image processor.
 
     processed: what the processor returned, as NumPy arrays by name.
-    images: the images made of it. A picture may give several.
+    images: the images made from it. One picture may become several.
     tokenizer, config: of the checkpoint.
-    image_token: the token that each feature of an image takes the place of.
+    image_token: the token that each feature of an image replaces.
     """
 
     processed: Mapping[str, np.ndarray]
@@ -34,12 +34,12 @@ class Pictures(NamedTuple):
     image_token: str
 
     def token(self, name: str) -> str:
-        """As `special_token`."""
+        """Like the function `special_token`."""
         return special_token(self.tokenizer, name)
 
 
 def special_token(tokenizer: Any, name: str) -> str:
-    """A special token of a vision-language model, which transformers' tokenizer has as an attribute.
+    """A special token of a vision-language model, which is an attribute of transformers' tokenizer.
 
     Raises:
         ValueError: the tokenizer has none of this name.
@@ -54,13 +54,13 @@ def special_token(tokenizer: Any, name: str) -> str:
 
 
 def image_tokens(pictures: Pictures) -> list[str]:
-    """One image token for each token that an image gives features to, where each picture is one image."""
+    """For each picture, one image token per feature, if a picture is a single image."""
     return [pictures.image_token * len(image.tokens) for image in pictures.images]
 
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """What the rest of the hub needs to know of a vision-language model type besides its text part.
+    """What the rest of the hub needs to know about a vision-language model type, apart from its text part.
 
     Attributes:
         model_type: as in config.json.
@@ -71,18 +71,18 @@ class VisionFamily:
         pixels: the names of the arrays that the processor returns for images.
         optional: names in `pixels` that `patches` does not need, because transformers' processors drop them.
         facts: the names of other values that the processor returns, which only `expansion` reads.
-        options: transformers' config object -> arguments of the image processor, which transformers' processor passes.
+        options: transformers' config object -> the arguments that transformers' processor passes to the image
+            processor.
         nested: whether the image processor takes a list of lists, here with one picture each.
-        text: the text part as it is where there are images; None: unchanged.
+        text: adapts the architecture of the text part for steps with images; None: it is unchanged.
         positions: token ids `[T]`, the id of image tokens and the images of a text -> positions `[T, A]`; None: tokens
             are counted.
-        prefixes: (prefix of `names`, what some checkpoints have in its place); kept on save.
-        modules: (prefix of `names`, how transformers' modules are called instead).
-        placeholder: the attribute of the tokenizer with the token that texts have in place of a picture; None: the
-            image token.
-        expansion: the pictures of a text -> for each, the text that takes the place of its placeholder.
+        prefixes: (prefix in `names`, the prefix that some checkpoints have instead); kept on save.
+        modules: (prefix in `names`, the prefix in transformers' modules).
+        placeholder: the tokenizer's attribute for the token that stands for a picture in a text; None: the image token.
+        expansion: the pictures of a text -> for each, the text that replaces its placeholder.
         connector_last: whether the connector follows the text model in transformers' model.
-        image_token: the attribute of the config that holds the id of image tokens.
+        image_token: the config's attribute for the id of image tokens.
     """
 
     model_type: str
@@ -114,7 +114,7 @@ class VisionFamily:
         """The architecture of the whole model, given its text part.
 
         Raises:
-            ValueError: names the unsupported key or value of `vision_config`.
+            ValueError: a key or a value of `vision_config` is not supported; the message names it.
         """
         whole = config_object(raw, source)
         if whole.vision_config is None:
@@ -129,7 +129,7 @@ class VisionFamily:
         return replace(arch if self.text is None else self.text(arch, whole), vision=vision)
 
 
-# Keys that every config has, and keys that no tower computes with.
+# Keys that every config has, and keys that do not affect any tower.
 _OF_ANY_CONFIG = frozenset(
     "architectures chunk_size_feed_forward dtype id2label is_encoder_decoder label2id model_type _name_or_path "
     "output_attentions output_hidden_states problem_type return_dict transformers_version".split()
@@ -139,7 +139,7 @@ _UNUSED = frozenset({"initializer_range", "initializer_factor", "projection_dim"
 
 @cache
 def vision_families() -> dict[str, VisionFamily]:
-    """All model types whose images are computed, by model_type."""
+    """The vision families, by model_type."""
     modules = [vars(import_module(f"{__name__}.{module.name}")) for module in iter_modules(__path__)]
     found = [family for module in modules for family in module.get("FAMILIES", ())]
     return {family.model_type: family for family in sorted(found, key=lambda family: family.model_type)}

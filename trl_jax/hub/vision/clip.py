@@ -47,7 +47,7 @@ def layers_read(config: ConfigReader, selected: Any) -> int:
 
 
 def require_tower(config: ConfigReader, whole: Any, *known: str) -> None:
-    """ValueError unless the tower is one of these model types."""
+    """Raise ValueError unless the tower is one of these model types."""
     found = whole.vision_config.model_type
     if found not in known:
         raise config.wrong("model_type", found, f"{' or '.join(map(repr, known))}, which are computed here")
@@ -61,7 +61,7 @@ def arch(config: ConfigReader, whole: Any) -> VisionArch:
     connector = Connector(
         text, hidden_size=text, activation=whole.projector_hidden_act, bias=whole.multimodal_projector_bias
     )
-    config.value("vision_use_head")  # a pooled output, which no feature is computed from
+    config.value("vision_use_head")  # for a pooled output, which is not used
     return VisionArch(
         tower(config, layers=layers_read(config, whole.vision_feature_layer)), connector, (channels, patch, patch),
         patch_bias=not clip, class_token=clip, position_rows=(image // patch) ** 2 + clip, pre_norm=clip,
@@ -69,8 +69,8 @@ def arch(config: ConfigReader, whole: Any) -> VisionArch:
 
 
 def patches_of(pixels: np.ndarray, size: int) -> np.ndarray:
-    """Images `[N, C, H, W]` to patches `[N, H / size x W / size, C x size x size]`, row by row. Pixels at the bottom
-    and on the right that fill no patch are left out."""
+    """Split images `[N, C, H, W]` into patches `[N, H / size x W / size, C x size x size]`, row by row. Pixels at the
+    bottom and on the right that fill no patch are left out."""
     count, channels, height, width = pixels.shape
     rows, columns = height // size, width // size
     whole = pixels[:, :, : rows * size, : columns * size]
@@ -83,7 +83,7 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
     default = whole.vision_feature_select_strategy == "default"
     found = []
     for patches in patches_of(processed["pixel_values"], vision.patch_size):
-        patches = np.pad(patches, ((int(clip), 0), (0, 0)))  # in front, the class token
+        patches = np.pad(patches, ((int(clip), 0), (0, 0)))  # a class token in front
         numbers = np.arange(len(patches), dtype=np.int32)
         groups = numbers[int(default) :, None]
         places, tokens = np.zeros((len(patches), 2), np.int32), np.arange(len(groups), dtype=np.int32)

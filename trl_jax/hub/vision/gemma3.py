@@ -15,7 +15,7 @@ from trl_jax.hub.tensor_map import Names, Rows
 from trl_jax.hub.vision import Pictures, VisionFamily, clip
 from trl_jax.models.arch import Arch, Connector, VisionArch
 
-# In published files these are null. transformers' processor sets them whatever the file says.
+# Null in published files. transformers' processor always sets these values.
 _OPTIONS = {"do_convert_rgb": True, "do_pan_and_scan": False}
 
 
@@ -23,7 +23,7 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
     clip.require_tower(config, whole, clip.SIGLIP)
     layers = clip.tower(config)
     patch, image, channels = config.size("patch_size"), config.size("image_size"), config.size("num_channels", 3)
-    config.value("vision_use_head")  # a pooled output, which no feature is computed from
+    config.value("vision_use_head")  # for a pooled output, which is not used
     side, pooled = _sides(whole)
     if not 0 < pooled <= side:
         raise ValueError(
@@ -41,7 +41,7 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
 
 
 def _sides(whole: Any) -> tuple[int, int]:
-    """How many patches and how many features lie along a side of an image."""
+    """The numbers of patches and of features along a side of an image."""
     return whole.vision_config.image_size // whole.vision_config.patch_size, int(whole.mm_tokens_per_image**0.5)
 
 

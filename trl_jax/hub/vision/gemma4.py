@@ -112,7 +112,8 @@ def _names(arch: VisionArch) -> Names:
 
 
 def _text(arch: Arch, whole: Any) -> Arch:
-    """The same decoder. With "vision", the tokens of an image attend to each other in layers with a window."""
+    """The same decoder. With use_bidirectional_attention="vision", the tokens of an image attend to each other in
+    layers with a window."""
     if arch.layer_embedding is not None and arch.padding_idx is None:
         raise ValueError("text_config.pad_token_id is null; with hidden_size_per_layer_input, images need it.")
     if whole.text_config.use_bidirectional_attention != "vision":

@@ -1,6 +1,7 @@
-"""idefics3 and smolvlm: a SigLIP-like tower for tiles of a picture, and one linear map of squares of patches.
+"""idefics3 and smolvlm: a SigLIP-like tower for tiles of a picture, and one linear layer over squares of patches.
 
-A tile may be padded. Its patches take the learned position at the nearest row and column of a whole tile."""
+A tile may be padded. Its patches take the learned position at the nearest row and column of a whole tile.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
 
 
 def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
-    """One image from each row of tiles `[N, tiles, C, H, W]`. Tiles of zeros pad the row."""
+    """One image from each row of tiles `[N, tiles, C, H, W]`. Rows are padded with tiles of zeros."""
     found = []
     for pixels, masks in zip(processed["pixel_values"], processed["pixel_attention_mask"], strict=True):
         there = pixels.any(axis=(1, 2, 3))
@@ -43,7 +44,7 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
 
 
 def _image(pixels: np.ndarray, masks: np.ndarray, whole: Any) -> ImagePatches:
-    """From the pixels of tiles `[N, C, H, W]`, and masks `[N, H, W]` of those that are no padding."""
+    """An image from the pixels of its tiles `[N, C, H, W]`, and masks `[N, H, W]` that are 0 for padding."""
     vision, scale = whole.vision_config, whole.scale_factor
     size, side = vision.patch_size, vision.image_size // vision.patch_size
     rows, columns = (length // size for length in pixels.shape[2:])
@@ -71,7 +72,8 @@ def _image(pixels: np.ndarray, masks: np.ndarray, whole: Any) -> ImagePatches:
 
 
 def nearest(count: int, padded: int, side: int) -> np.ndarray:
-    """The rows of a table of `side` rows at the rows of a picture with `count` rows of patches, padded: int `[padded]`.
+    """The nearest row of a table of `side` rows for each row of patches of a picture, of which `count` are not padding:
+    int `[padded]`.
 
     Rounds as transformers does, in float32.
     """

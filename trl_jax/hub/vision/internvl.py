@@ -1,4 +1,4 @@
-"""internvl: an InternViT tower for tiles of a picture, and two linear maps of squares of patches."""
+"""internvl: an InternViT tower for tiles of a picture, and two linear layers over squares of patches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
             f"{config.source}: vision_feature_select_strategy is {whole.vision_feature_select_strategy!r}, wanted "
             "'default': the features of a tile must form a square."
         )
-    config.value("use_mask_token")  # of images with hidden patches
+    config.value("use_mask_token")  # for images with masked patches
     config.value("layer_scale_init_value")
     layers, text = _blocks(config, whole), whole.text_config.hidden_size
     last_norm = not config.flag("use_mean_pooling", True) and whole.vision_feature_layer == -1
@@ -87,8 +87,8 @@ def _blocks(config: ConfigReader, whole: Any) -> Arch:
 
 
 def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
-    """One image from the `num_patches` tiles of a picture, which follow one another in `pixel_values`; one from each
-    tile where their numbers are not known."""
+    """One image per picture, from its `num_patches` consecutive tiles in `pixel_values`; if these numbers are not
+    known, one per tile."""
     height, width = whole.vision_config.image_size
     if processed["pixel_values"].shape[2:] != (height, width):
         raise ValueError(
@@ -101,7 +101,7 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
     found = []
     for start, end in zip([0, *ends], ends, strict=False):
         patches = clip.patches_of(processed["pixel_values"][start:end], patch)
-        patches = np.pad(patches, ((0, 0), (1, 0), (0, 0)))  # in front of each tile, the class token
+        patches = np.pad(patches, ((0, 0), (1, 0), (0, 0)))  # a class token in front of each tile
         tiles, length, channels = patches.shape
         firsts = 1 + length * np.arange(tiles, dtype=np.int32)
         groups = (firsts[:, None, None] + squares(side, side, merge)).reshape(-1, merge**2)

@@ -16,7 +16,7 @@ from trl_jax.hub.tensor_map import Names
 from trl_jax.hub.vision import VisionFamily, clip
 from trl_jax.models.arch import VisionArch
 
-_SEPARATOR = -2  # as `ImagePatches.tokens` counts
+_SEPARATOR = -2  # its number in `ImagePatches.tokens`
 
 
 def _arch(config: ConfigReader, whole: Any) -> VisionArch:
@@ -62,10 +62,10 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
 
 
 def _image(pixels: np.ndarray, size: Sequence[int], whole: Any, tile: int, patch: int) -> ImagePatches:
-    """From the pixels of the whole picture and its tiles `[N, C, H, W]`, padded, and its original height and width."""
+    """An image from the padded pixels of a picture and its tiles `[N, C, H, W]`, and its original height and width."""
     height, width = best_resolution(size, whole.image_grid_pinpoints)
     down, across, side = height // tile, width // tile, tile // patch
-    classes = int(whole.vision_config.model_type == clip.CLIP)  # in front of each tile, the class token
+    classes = int(whole.vision_config.model_type == clip.CLIP)  # a class token in front of each tile
     patches = np.pad(clip.patches_of(pixels[: 1 + down * across], patch), ((0, 0), (classes, 0), (0, 0)))
     tiles, length, channels = patches.shape
     numbers = np.arange(tiles * length, dtype=np.int32).reshape(tiles, length)[:, classes:]

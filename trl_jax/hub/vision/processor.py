@@ -1,4 +1,4 @@
-"""Texts with images to token ids and patches, as transformers' processors make them, without torch."""
+"""Convert texts with images to token ids and patches as transformers' processors do, without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trl_jax.hub.vision import Pictures, special_token
 class EncodedText(NamedTuple):
     """The token ids of a text, int32 `[T]`, and its images.
 
-    marked: bool `[T]`, the tokens of the asked spans; None without.
+    marked: bool `[T]`, True for tokens of the requested spans; None if no spans were requested.
     """
 
     ids: np.ndarray
@@ -31,7 +31,7 @@ class EncodedText(NamedTuple):
 class VisionProcessor:
     """A tokenizer and an image processor, for the model of a config.
 
-    transformers' processor of the model need not exist: those of models with videos need torchvision.
+    It does not use transformers' processor of the model, which needs torchvision if the model also takes videos.
     """
 
     def __init__(self, native: NativeConfig, config: Any, tokenizer: Any, image_processor: Any, **options: Any):
@@ -39,7 +39,7 @@ class VisionProcessor:
         Args:
             native, config: the parsed config.json, and transformers' config object.
             image_processor: transformers'; only its calls with NumPy results are used.
-            options: arguments of the image processor, in place of those that transformers' processor passes.
+            options: arguments of the image processor that override those that transformers' processor passes.
 
         Raises:
             ValueError: images of this model type are not supported, or the tokenizer has no image token.
@@ -63,7 +63,7 @@ class VisionProcessor:
         return list(self._seen(pictures).images)
 
     def arrays(self, pictures: Sequence[Any]) -> dict[str, np.ndarray]:
-        """What the image processor returns for these pictures, as `generate` takes it."""
+        """What the image processor returns for these pictures, in the form that `generate` takes."""
         processed = self._seen(pictures).processed
         return {name: processed[name] for name in self.family.pixels}
 
@@ -90,12 +90,12 @@ class VisionProcessor:
         """Tokenize a text in which each picture has one placeholder.
 
         Args:
-            max_length: cuts the ids; image tokens may not be cut.
+            max_length: truncates the ids, but must not cut off image tokens.
             add_special_tokens: whether the tokenizer adds its own.
-            spans: first and end of parts of the text, in characters, whose tokens are `marked`; None marks nothing.
+            spans: start and end of parts of the text, in characters, whose tokens are `marked`; None marks nothing.
 
         Raises:
-            ValueError: the text has another number of placeholders than there are pictures, or images are cut.
+            ValueError: the numbers of placeholders and pictures differ, or image tokens are cut off.
         """
         *before, last = text.split(self.placeholder)
         if len(before) != len(pictures):
@@ -118,20 +118,21 @@ class VisionProcessor:
         return EncodedText(ids, self.placed(ids, images), marked)
 
     def place(self, ids: Sequence[int], pictures: Sequence[Any]) -> TextImages:
-        """The pictures of a text that has been tokenized.
+        """Assign pictures to the image tokens of a tokenized text.
 
         Raises:
-            ValueError: the text has another number of image tokens than the pictures have features.
+            ValueError: the number of image tokens differs from the number of features of the pictures.
         """
         return self.placed(ids, self.patches(pictures))
 
     def placed(self, ids: Sequence[int], images: Sequence[ImagePatches]) -> TextImages:
-        """As `place`, of images that have been processed."""
+        """Like `place`, for images that have already been processed."""
         return text_images(np.asarray(ids, np.int32), self.image_token_id, images, self.family.positions)
 
 
 def _overlapping(offsets: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
-    """Whether each token, whose characters are `offsets` `[T, 2]`, has characters of a span: bool `[T]`."""
+    """Whether each token overlaps a span, bool `[T]`. `offsets` `[T, 2]` are the start and end of each token in
+    characters."""
     found = np.zeros(len(offsets), bool)
     for start, end in spans:
         found |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
@@ -140,10 +141,10 @@ def _overlapping(offsets: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndar
 
 def open_picture(value: Any) -> Any:
     """A PIL image from a PIL image, a path, the bytes of a file, an array `[H, W, C]`, or what datasets' Image feature
-    gives without decoding (`{"bytes": ..., "path": ...}`).
+    returns without decoding (`{"bytes": ..., "path": ...}`).
 
     Raises:
-        ValueError: it cannot be read as a picture.
+        ValueError: `value` cannot be read as a picture.
     """
     from PIL import Image
 
@@ -190,7 +191,7 @@ def load_image_processor(folder: Path) -> Any:
     return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
 
 
-# What transformers' processors return, as `generate` takes it
+# Image arguments of `generate`, as transformers' processors return them
 
 
 def native_of(model: Any) -> NativeConfig | None:
@@ -203,7 +204,7 @@ def split_images(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, np.nda
     """Split the arguments of `generate` into the arrays of images (None without any), and the rest.
 
     Raises:
-        TypeError: there are images, and the model was loaded without its vision tower.
+        TypeError: there are images, but the model was loaded without its vision tower.
         ValueError: an array is missing.
     """
     if given.get("pixel_values") is None:
@@ -229,7 +230,7 @@ def images_of_rows(model: Any, rows: Sequence[np.ndarray], arrays: Mapping[str, 
     """The images of each row of ids, in the order of the rows.
 
     Raises:
-        ValueError: the rows have another number of image tokens than the images have features.
+        ValueError: the rows have fewer or more image tokens than the images have features.
     """
     family = native_of(model).vision
     token = getattr(model.config, family.image_token)

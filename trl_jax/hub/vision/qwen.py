@@ -43,7 +43,7 @@ def blocks(config: ConfigReader, size: int, mlp_size: int, activation: str, **fa
 
 
 def _rope(config: ConfigReader, channels: int) -> Rope:
-    """Half of the pairs of channels turn with the row, the other half with the column."""
+    """Half of the channel pairs rotate with the row, the other half with the column."""
     source = f"{config.source}: rope_parameters"
     section = ConfigReader(config.section("rope_parameters"), source)
     section.refuse("rope_type", "axial")
@@ -73,7 +73,7 @@ def _whole_image_arch(config: ConfigReader, whole: Any) -> VisionArch:
 
 def _windowed_arch(config: ConfigReader, whole: Any) -> VisionArch:
     size = config.size("hidden_size")
-    config.size("window_size"), config.value("tokens_per_second")  # of images; of videos
+    config.size("window_size"), config.value("tokens_per_second")  # read in `_windowed_patches`; only for videos
     layers = blocks(config, size, config.size("intermediate_size"), "silu")
     full = config.value("fullatt_block_indexes")
     return VisionArch(
@@ -179,12 +179,12 @@ def _windowed_patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[I
 
 
 def with_axes(arch: Arch, axes: tuple[int, ...]) -> Arch:
-    """The same decoder, whose pairs of rotated channels turn with these axes: 0 frame, 1 row, 2 column."""
+    """The same decoder, whose channel pairs rotate with these axes: 0 frame, 1 row, 2 column."""
     return replace(arch, ropes=tuple(None if rope is None else replace(rope, axes=axes) for rope in arch.ropes))
 
 
 def read_sections(whole: Any, default: list[int]) -> list[int]:
-    """`mrope_section`: three numbers, of pairs of channels that turn with frame, row and column."""
+    """`mrope_section`: the numbers of channel pairs that rotate with the frame, the row and the column."""
     sections = whole.text_config.rope_parameters.get("mrope_section", default)
     if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
         raise ValueError(f"text_config.rope_parameters.mrope_section must be three whole numbers, got {sections}.")
@@ -192,7 +192,7 @@ def read_sections(whole: Any, default: list[int]) -> list[int]:
 
 
 def _text(arch: Arch, whole: Any) -> Arch:
-    """The sections follow one another."""
+    """The sections are contiguous."""
     sections = read_sections(whole, [16, 24, 24])
     if sum(sections) != arch.head_dim // 2:
         raise ValueError(

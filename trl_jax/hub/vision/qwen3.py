@@ -1,5 +1,5 @@
 """qwen3_vl, qwen3_vl_moe, qwen3_5 and qwen3_5_moe: Qwen towers with rotary positions and, interpolated from a table,
-learned ones. Those of qwen3_vl give features to the first layers of the decoder, too."""
+learned ones. The towers of qwen3_vl also add features to the first layers of the decoder."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def interpolated(places: np.ndarray, size: tuple[int, int], side: int) -> tuple[
 
 
 def _text(arch: Arch, whole: Any, *, default: list[int]) -> Arch:
-    """The sections are interleaved: pairs of channels turn with frame, row, column, frame, ... until the sections of
-    row and column are used up. All other pairs turn with the frame."""
+    """The sections are interleaved: channel pairs rotate with frame, row, column, frame, ... until the sections of row
+    and column are used up. All other pairs rotate with the frame."""
     axes = [0] * ((arch.rotary_dim + 1) // 2)
     for axis, count in enumerate(read_sections(whole, default)):
         for pair in range(axis, min(3 * count, len(axes)), 3):

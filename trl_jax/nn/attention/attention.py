@@ -27,7 +27,7 @@ from trl_jax.nn.virtual_tokens import Prefix
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions; `arch` is a models.arch.Arch, `kind` a LayerKind.
 
-    `prefix` holds the keys and values of virtual tokens if an adapter prepends some to each text.
+    `prefix` holds the keys and values of virtual tokens, if an adapter prepends virtual tokens to each text.
     """
 
     prefix: Prefix | None
@@ -51,7 +51,8 @@ class Attention(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
     ) -> tuple[jax.Array, KeysValues]:
-        """`[R, T, D]` to the same, and the keys and values for the cache; dropout is only supported for padded rows."""
+        """`[R, T, D]` to `[R, T, D]`, and the keys and values for the cache; dropout is only supported for padded
+        rows."""
         q_RTHC, (k_RTKC, v_RTKC) = self._queries(x_RTD, inputs), inputs.reused or self._keys_values(x_RTD, inputs)
         if inputs.query_scale is not None and (self.unplaced or not self.arch.query_growth.unplaced):
             q_RTHC = q_RTHC * inputs.query_scale.astype(q_RTHC.dtype)
@@ -115,7 +116,7 @@ class BidirectionalAttention(nnx.Module):
         self.head_dim = features // heads
 
     def __call__(self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None) -> jax.Array:
-        """`[R, T, D]` to the same; dropout is only supported for padded rows."""
+        """`[R, T, D]` to `[R, T, D]`; dropout is only supported for padded rows."""
         heads = (*x_RTD.shape[:-1], -1, self.head_dim)
         q_RTHC, k_RTHC, v_RTHC = (linear(x_RTD).reshape(heads) for linear in (self.q, self.k, self.v))
         if inputs.cos is not None:
@@ -141,13 +142,13 @@ def attend(
     sinks: jax.Array | None = None,
     dropout: Dropout | None = None,
 ) -> jax.Array:
-    """Choose and run a kernel: `[R, T, H, C]`. The keywords are those of `attend_padded`. Values (and results) may have
+    """Choose and run a kernel: `[R, T, H, C]`. Keyword arguments as in `attend_padded`. Values (and results) may have
     fewer channels than keys.
 
     Packed rows are computed in place or, if `packed.texts` is set, as one row per text: on TPUs, only keys and values
-    are rearranged, elsewhere queries, too. What is visible is determined by `inputs.packed`, which `causal` must match.
-    With `inputs.cache`, the one token of each row attends to the cache and itself. Neither packed rows nor a cache
-    support bias and dropout.
+    are rearranged, elsewhere queries, too. `inputs.packed` determines what is visible; `causal` must match it. With
+    `inputs.cache`, each row has one token, which attends to the cache and itself. Packed rows and caches do not support
+    bias and dropout.
     """
     if inputs.cache is not None:
         return attend_cached(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
@@ -163,14 +164,14 @@ def attend(
         return _with_wide_values(attend_by_text, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
     plain = causal and softcap is None and sinks is None and inputs.window is None and inputs.striped is None
     plain = plain and inputs.ahead is None
-    if plain and v_RSKC.shape == k_RSKC.shape and cudnn.attends_packed(q_RTHC, packed):
+    if plain and v_RSKC.shape == k_RSKC.shape and cudnn.supports_packed(q_RTHC, packed):
         return cudnn.attend_cudnn_packed(q_RTHC, k_RSKC, v_RSKC, packed, scale=inputs.scale)
     return _attend_text_rows(q_RTHC, k_RSKC, v_RSKC, inputs, causal=causal, softcap=softcap, sinks=sinks)
 
 
 def _runs_in_blocks(q_RTHC: jax.Array, inputs: AttentionInputs) -> bool:
-    """Whether to compute causal rows block by block: only on a single CPU device. The loop over blocks of all rows is
-    sequential, so devices could not share it; GPUs and TPUs are faster with whole rows."""
+    """Whether to compute causal rows block by block: only on a single CPU device. The loop over the blocks of all rows
+    is sequential, so it cannot be sharded; GPUs and TPUs are faster with whole rows."""
     mesh = jax.sharding.get_abstract_mesh()
     alone = platform() == "cpu" and jax.device_count() == 1 and (mesh.empty or mesh.size == 1)
     return alone and q_RTHC.shape[1] >= _ROW_BLOCKS and inputs.valid is None and inputs.striped is None
@@ -199,7 +200,7 @@ def _attend_text_rows(q_RTHC, k_RSKC, v_RSKC, inputs: AttentionInputs, *, causal
 
 
 def _numbers_by_text(numbers: jax.Array, texts: RowView) -> jax.Array:
-    """Whole numbers per token, int32 `[R, T]`, as `by_text` arranges them."""
+    """Integers per token, int32 `[R, T]`, rearranged like `by_text`."""
     return by_text(jax.lax.stop_gradient(numbers[..., None].astype(jnp.float32)), texts)[..., 0].astype(jnp.int32)
 
 
@@ -217,17 +218,17 @@ def attend_cached(
 ) -> jax.Array:
     """Attention of one query per row over the cache `inputs.cache` and its own key and value: `[R, 1, H, C]`.
 
-    Reads scale, window, cache and places of `inputs`; `sinks` as in `attend_padded`. The softmax spans three parts, the
+    Reads scale, window, cache and fill of `inputs`; `sinks` as in `attend_padded`. The softmax spans three parts, the
     shared prompt, the completion and the token itself, combined by their maximum and sum (Milakov and Gimelshein 2018,
     arXiv:1805.02867).
     """
-    cache, lengths_P, own_P = inputs.cache, inputs.places.prompt_lengths, inputs.places.own
+    cache, lengths_P, own_P = inputs.cache, inputs.fill.prompt_lengths, inputs.fill.own
     prompts, heads, places, channels = cache.prompt_k.shape
     group, capacity = cache.v.shape[1], cache.v.shape[3]
     q_PGKMC = q_RTHC.reshape(prompts, group, heads, -1, channels)
     own_k, own_v = (y.reshape(prompts, group, heads, 1, -1) for y in (k_RTKC, v_RTKC))
     position_P = lengths_P + own_P
-    back_T, at_PS = inputs.places.tokens_back(capacity), of_prompts(lengths_P, places)
+    back_T, at_PS = inputs.fill.tokens_back(capacity), of_prompts(lengths_P, places)
     seen_PS = at_PS < lengths_P[:, None]
     seen_PT = back_T <= own_P[:, None]
     if inputs.window is not None:
@@ -301,7 +302,8 @@ def attend_padded(
 
     Args:
         inputs: scale, window, ahead, valid and striped are used.
-        causal: queries attend to themselves, what precedes them, and what `ahead` adds; otherwise in both directions.
+        causal: queries attend to themselves, earlier tokens, and tokens that `ahead` adds; otherwise in both
+            directions.
         bias: (start, end of a block of queries) -> `[R, K, G, T, S]`, added to the scores before scaling.
         softcap: scores become `softcap * tanh(scores / softcap)` before masking.
         sinks: float32 `[H]`, an extra score per head that joins the softmax's sum but carries no value (OpenAI 2025,
@@ -312,7 +314,7 @@ def attend_padded(
     scale, striped = inputs.scale, inputs.striped
     plain = causal and bias is None and softcap is None and sinks is None and v_RSKC.shape == k_RSKC.shape
     plain = plain and inputs.valid is None and inputs.window is None and inputs.ahead is None
-    if plain and dropout is None and striped is None and cudnn.attends(q_RTHC):
+    if plain and dropout is None and striped is None and cudnn.supports(q_RTHC):
         return cudnn.attend_cudnn(q_RTHC, k_RSKC, v_RSKC, scale=scale, lengths=lengths)
     rows, length, heads, channels = q_RTHC.shape
     q_RTKGC = q_RTHC.reshape(rows, length, k_RSKC.shape[2], heads // k_RSKC.shape[2], channels)
@@ -332,7 +334,7 @@ def attend_padded(
 
 
 def _of_queries(numbers: jax.Array | None, start: int, end: int) -> jax.Array | None:
-    """The numbers of these queries, broadcastable to `[R, K, G, T, S]`; a scalar or None stays."""
+    """The numbers of these queries, broadcastable to `[R, K, G, T, S]`; scalars and None are returned unchanged."""
     return numbers if numbers is None or numbers.ndim == 0 else numbers[:, None, None, start:end, None]
 
 

@@ -1,4 +1,4 @@
-"""cuDNN flash attention on NVIDIA GPUs, for padded rows and for packed rows whose texts share nothing."""
+"""cuDNN flash attention on NVIDIA GPUs, for padded rows and for packed rows whose texts share no tokens."""
 
 from __future__ import annotations
 
@@ -15,32 +15,38 @@ from trl_jax.mesh.mesh import TENSOR, platform, undivided
 from trl_jax.nn.attention.ranges import SAVED
 
 _AMPERE, _HOPPER = 8.0, 9.0  # minimum compute capability for padded rows and for packed rows
-# JAX versions whose internal call handles packed rows correctly, also with grouped heads. jax.nn does not expose it.
+# JAX versions (from, before) whose internal call handles packed rows correctly, also with grouped heads. jax.nn does
+# not expose it.
 _PACKS, _UNTRIED = (0, 11, 2), (0, 13)
 _HEADS = PartitionSpec(None, None, TENSOR)  # of `[R, T, H, C]`
 _absent: float | None = None  # compute capability set by `compile_for`
 
 
-def attends(q_RTHC: jax.Array) -> bool:
+def supports(q_RTHC: jax.Array) -> bool:
     """Whether the GPU supports these queries on padded rows."""
     _, length, _, channels = q_RTHC.shape
-    return takes(channels, q_RTHC.dtype) and length % 2 == 0 and platform() == "gpu" and _capability() >= _AMPERE
+    return (
+        supports_head_dim(channels, q_RTHC.dtype)
+        and length % 2 == 0
+        and platform() == "gpu"
+        and _capability() >= _AMPERE
+    )
 
 
-def attends_packed(q_RTHC: jax.Array, packed: Packed) -> bool:
+def supports_packed(q_RTHC: jax.Array, packed: Packed) -> bool:
     """Whether the GPU supports these queries on packed rows: several texts per row, each contiguous and in order."""
     apart = packed.prompt is None and packed.context is None and packed.texts.places.shape[1] > 1
-    here = takes(q_RTHC.shape[-1], q_RTHC.dtype) and platform() == "gpu" and _capability() >= _HOPPER
+    here = supports_head_dim(q_RTHC.shape[-1], q_RTHC.dtype) and platform() == "gpu" and _capability() >= _HOPPER
     return apart and here and _packing() is not None
 
 
-def takes(channels: int, dtype: jnp.dtype | str) -> bool:
+def supports_head_dim(channels: int, dtype: jnp.dtype | str) -> bool:
     """Whether cuDNN supports heads with this many channels in this dtype."""
     return jnp.dtype(dtype) == jnp.bfloat16 and channels % 8 == 0 and channels <= 128
 
 
 def compile_for(capability: float) -> None:
-    """From now on, compile for a GPU with this compute capability, which this machine does not have. (JAX's call would
+    """From now on, compile for a GPU with this compute capability, which this machine need not have. (JAX's call would
     query the local GPU.)"""
     global _absent
     _absent, call = capability, _packing()
@@ -58,7 +64,7 @@ def _capability() -> float:
 
 
 def _packing() -> Any:
-    """JAX's call for packed rows; None if this JAX version is not known to have a correct one."""
+    """JAX's internal call for packed rows; None if this JAX version is not known to have a correct one."""
     return packed_attention() if _PACKS <= jax.__version_info__ < _UNTRIED else None
 
 
@@ -72,7 +78,7 @@ def attend_cudnn(
 ) -> jax.Array:
     """Causal attention, `[R, T, H, C]`; results past `lengths` int32 `[R]` are not computed.
 
-    No mask is needed: only padding attends to what is to the right of a text. cuDNN would compute a gradient of it.
+    No mask is needed: real tokens never attend to right-padding, and cuDNN would compute a gradient of a mask.
     """
     if isinstance(scale, jax.Array):
         q_RTHC, scale = (q_RTHC * scale).astype(q_RTHC.dtype), 1.0
@@ -89,11 +95,11 @@ def attend_cudnn(
 def attend_cudnn_packed(
     q_RTHC: jax.Array, k_RTKC: jax.Array, v_RTKC: jax.Array, packed: Packed, *, scale: float | jax.Array
 ) -> jax.Array:
-    """Causal attention within each text of packed rows, `[R, T, H, C]`; zeros where there is no text.
+    """Causal attention within each text of packed rows, `[R, T, H, C]`; zeros between texts.
 
     The kernel neither reads nor writes the gaps between texts, nor their gradients, so inputs and results are masked
-    there. A checkpoint policy saves for the backward pass either all results of the kernel (`keeps`) or, by name, its
-    output.
+    there. For the backward pass, checkpoint policies save either all results of the kernel (`save_policy`) or, by name,
+    its output.
     """
     call, length = _packing(), q_RTHC.shape[1]
     places = packed.texts.places
@@ -116,9 +122,10 @@ def attend_cudnn_packed(
     return out if _sums_are_small(sizes, q_RTHC) else checkpoint_name(out, SAVED)
 
 
-def keeps(primitive: Any, *inputs: Any, **options: Any) -> bool:
-    """Checkpoint policy: save what the kernel returns for packed rows, including the sums for its backward pass, which
-    would otherwise run it again. For padded rows, its results are larger than all else in a layer."""
+def save_policy(primitive: Any, *inputs: Any, **options: Any) -> bool:
+    """Checkpoint policy: save what the kernel returns for packed rows, including the sums for its backward pass;
+    otherwise the backward pass would run the kernel again. For padded rows, these results are larger than everything
+    else in a layer and are not saved."""
     if not primitive.name.startswith("dot_product_attention_fwd"):
         return False
     queries, sizes = inputs[0], inputs[4]

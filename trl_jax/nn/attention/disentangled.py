@@ -16,12 +16,12 @@ from trl_jax.nn.linear import Dropout, Linear
 
 @dataclass(frozen=True)
 class Distances:
-    """Settings of relative distances: each distance has a row in a table, with `span` rows per direction.
+    """Settings of relative distances. A table has one row per distance (or bucket), `span` rows per direction.
 
     Without `longest`, every distance below `span` has its own row. With it, only distances up to half of `span` do;
     from there to `longest`, buckets widen logarithmically. `key_to_query`: add products of query content and key
-    distance. `query_to_key`: add products of key content and query distance. `shared`: project the table with the maps
-    of queries and keys themselves. `normed`: norm the table first. `key_bias`: the key maps have a bias.
+    distance. `query_to_key`: add products of key content and query distance. `shared`: project the table with the query
+    and key maps of the content. `normed`: norm the table first. `key_bias`: the key maps have a bias.
     """
 
     span: int
@@ -38,7 +38,7 @@ class Distances:
         return np.clip(places + self.span, 0, 2 * self.span - 1)
 
     def _bucketed(self, distances: np.ndarray) -> np.ndarray:
-        """Bucket distances in float32, as in training."""
+        """Bucket distances in float32, as the models were trained."""
         near = self.span // 2
         far = np.maximum(np.abs(distances), near).astype(np.float32)
         turns = np.log(far / np.float32(near)) / np.log(np.float32((self.longest - 1) / near))
@@ -60,7 +60,7 @@ class DisentangledAttention(nnx.Module):
         self.head_dim, self.distances = features // heads, distances
 
     def __call__(self, x: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None) -> jax.Array:
-        """`[R, T, D]` to the same, on padded rows; `inputs.scale` is not used."""
+        """`[R, T, D]` to `[R, T, D]`, on padded rows; `inputs.scale` is not used."""
         q, k, v = (self._heads(linear(x)) for linear in (self.q, self.k, self.v))
         facts, table = self.distances, inputs.distances
         of_keys = self._heads((self.distance_k or self.k)(table)) if facts.key_to_query else None

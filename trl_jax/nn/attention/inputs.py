@@ -10,14 +10,15 @@ from jax.sharding import PartitionSpec
 
 from trl_jax.core.outputs import Packed
 from trl_jax.mesh.mesh import SEQUENCE, TENSOR, as_summed, psum
-from trl_jax.nn.cache import CachePlaces, KeysValues, LayersCache
+from trl_jax.nn.cache import CacheFill, KeysValues, LayersCache
 from trl_jax.nn.text_order import PreviousTokens, TextOrder
 
 # Inputs
 
 
 class LayerInputs(NamedTuple):
-    """The inputs that differ between layers: arrays with a leading layer axis L for the scan, or those of one layer.
+    """The inputs that differ between layers: arrays with a leading layer axis L for the scan, or the inputs of one
+    layer.
 
     rope: int32, index of the layer's rope. scale: float32. window, chunk: int32. None if all layers are alike.
     embedded: `[R, T, P]`, the layer's own token embeddings; None if there are none.
@@ -42,23 +43,23 @@ class AttentionInputs(NamedTuple):
         no positions.
     query_scale: float32 `[R, T, 1, 1]`, multiplies the queries, or None.
     window: int32 scalar, or `[R, T]` per query; a query at t attends to keys s with |t - s| < window. None: no limit.
-    ahead: int32 `[R, T]`, how many of the tokens after it in its text a causal query attends to as well, whatever the
-        window (see `tokens_ahead`). None: none.
+    ahead: int32 `[R, T]`, how many later tokens of its text a causal query also attends to, regardless of the window
+        (see `tokens_ahead`). None: none.
     in_text: int32 `[R, T]`, position of each token in its text, if layers attend within chunks; else None.
     valid: bool `[R, T]`, keys that may be attended to. None for packed rows, and for causal attention with padding only
         on the right.
     packed: what each token attends to, for rows of several texts; None if each row is one text.
-    striped: how tokens are split over the sequence axis of the mesh; queries and `packed` are then this device's share.
-        None if every device has all tokens.
+    striped: how tokens are split over the sequence axis of the mesh; queries and `packed` are then local to this
+        device. None if every device has all tokens.
     previous: the preceding tokens of each token, for convolutions on packed rows; None if each row is one text.
     order: the texts of packed rows, for recurrent layers; None if each row is one text.
-    lengths: int32 `[R]`, text lengths, if the recurrent state after the last token of each text is wanted; else None.
+    lengths: int32 `[R]`, text lengths, if the recurrent state after the last token of each text is needed; else None.
     embedded: as in `LayerInputs`; not used by attention.
     distances: `[2 x span, D]`, the table of disentangled attention, or None.
     reused: keys and values of an earlier layer, for a layer that computes none; else None.
     cache: the cache of this layer, or of the layer whose keys and values it reuses; each row then has one token. None
         if all tokens are computed here.
-    places: how much of the cache is filled.
+    fill: how much of the cache is filled.
     virtual: int32 `[R, T]`, the index of each virtual token, negative for other tokens, if layers have keys and values
         for virtual tokens; else None.
     """
@@ -80,7 +81,7 @@ class AttentionInputs(NamedTuple):
     distances: jax.Array | None = None
     reused: KeysValues | None = None
     cache: LayersCache | None = None
-    places: CachePlaces | None = None
+    fill: CacheFill | None = None
     virtual: jax.Array | None = None
 
     def of_layer(self, layer: LayerInputs) -> AttentionInputs:
@@ -104,17 +105,17 @@ class AttentionInputs(NamedTuple):
 
 
 class Striped(NamedTuple):
-    """Sequence parallelism: blocks of `block` tokens of each row are dealt to `devices` devices in turn.
+    """Sequence parallelism: blocks of `block` tokens of each row are distributed round-robin over `devices` devices.
 
-    Under a causal mask this balances the work; with contiguous shares, the last device would have most of it (Brandon
-    et al. 2023, arXiv:2311.09431).
+    This balances the work under a causal mask; with contiguous shards, the last device would do most of it (Brandon et
+    al. 2023, arXiv:2311.09431).
     """
 
     devices: int
     block: int
 
     def local(self, array: jax.Array, fill: int = 0) -> jax.Array:
-        """This device's share `[R, T', ...]` of all tokens `[R, T, ...]`; T is padded with `fill` to divide evenly."""
+        """This device's shard `[R, T', ...]` of all tokens `[R, T, ...]`; T is padded with `fill` to divide evenly."""
         rows, length, *rest = array.shape
         missing = -length % (self.devices * self.block)
         filled = jnp.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * len(rest), constant_values=fill)
@@ -123,16 +124,15 @@ class Striped(NamedTuple):
         return local.reshape(rows, -1, *rest)
 
     def gathered(self, heads: jax.Array) -> jax.Array:
-        """All tokens `[R, T, K, C]`, from every device's `[R, T', K, C]`."""
+        """All-gather the tokens: `[R, T, K, C]` from every device's `[R, T', K, C]`."""
         rows, _, *rest = heads.shape
 
         def gather(local: jax.Array) -> jax.Array:
             own = as_summed(local).reshape(rows, -1, self.block, *local.shape[2:])  # the gradient is a sum
             return jax.lax.all_gather(own, SEQUENCE, axis=2).astype(local.dtype)
 
-        if (
-            jax.sharding.get_abstract_mesh().shape[TENSOR] > 1
-        ):  # per shard of the heads: XLA would gather that axis, too
+        # Gather per shard of the heads: otherwise XLA would all-gather that axis, too.
+        if jax.sharding.get_abstract_mesh().shape[TENSOR] > 1:
             before, after = PartitionSpec(None, None, TENSOR), PartitionSpec(None, None, None, None, TENSOR)
             gather = jax.shard_map(gather, in_specs=before, out_specs=after, axis_names={TENSOR}, check_vma=False)
         return gather(heads).reshape(rows, -1, *rest)
@@ -140,7 +140,7 @@ class Striped(NamedTuple):
     def read(self, h: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
         """Hidden states `[N, D]` of the tokens at `places` in `rows` (int32 `[N]`), the same on each device.
 
-        Places count the tokens of all devices; `h` `[R, T', D]` is this device's share.
+        Places count the tokens of all devices; `h` `[R, T', D]` is this device's shard.
         """
         number, within = jnp.divmod(places, self.block)
         local = h[rows, number // self.devices * self.block + within]
@@ -148,7 +148,7 @@ class Striped(NamedTuple):
         return psum(jnp.where(mine[:, None], local, 0), SEQUENCE)
 
     def summed(self, sums: Any) -> Any:
-        """Add up the sums of all devices."""
+        """Sum over all devices."""
         return jax.tree.map(lambda part: psum(part, SEQUENCE), sums)
 
     def places(self, start: int, end: int) -> jax.Array:
@@ -167,6 +167,6 @@ class Striped(NamedTuple):
 
 
 def striped(block: int) -> Striped | None:
-    """How tokens are split on the current mesh; None if every device has all of them."""
+    """How tokens are striped on the current mesh; None if every device has all of them."""
     devices = jax.sharding.get_abstract_mesh().shape.get(SEQUENCE, 1)
     return Striped(devices, block) if devices > 1 else None

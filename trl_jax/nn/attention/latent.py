@@ -17,9 +17,9 @@ from trl_jax.nn.rope import rotate
 class LatentAttention(nnx.Module):
     """Self-attention with low-rank queries, keys and values; `arch` is a models.arch.Arch.
 
-    The last `rotary_dim` of the `head_dim` channels of a query or key carry positions; for keys, all heads share them.
-    The cache stores the latents from which keys and values are computed. When decoding, the key map is absorbed into
-    the query, so that all heads attend to the same latents as keys and values.
+    The last `rotary_dim` of the `head_dim` channels of queries and keys are rotated; all heads share these channels of
+    the keys. The cache stores the latents from which keys and values are computed. When decoding, the key map is
+    absorbed into the query, so that all heads attend to the same latents as keys and values.
     """
 
     def __init__(self, arch):
@@ -41,7 +41,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
     ) -> tuple[jax.Array, Latents]:
-        """`[R, T, D]` to the same, and the latents for the cache; dropout is only supported for padded rows."""
+        """`[R, T, D]` to `[R, T, D]`, and the latents for the cache; dropout is only supported for padded rows."""
         nope_RTHC, rope_RTHC = self._queries(x_RTD, inputs)
         latent_RTC, rope_RTC = self._latents(x_RTD, inputs)
         kept = Latents(jnp.concatenate([latent_RTC, rope_RTC], axis=-1))
@@ -56,7 +56,7 @@ class LatentAttention(nnx.Module):
         return self.o(out.reshape(*x_RTD.shape[:-1], -1)), kept
 
     def _queries(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array]:
-        """Query channels without positions, and those with."""
+        """Query channels without and with rotary positions."""
         arch = self.arch
         q = x_RTD if arch.latent.query_rank is None else self.q_norm(self.q_down(x_RTD))
         q_RTHC = self.q(q).reshape(*x_RTD.shape[:-1], arch.num_heads, arch.head_dim)
@@ -64,7 +64,7 @@ class LatentAttention(nnx.Module):
         return nope, self._rotated(rope, inputs)
 
     def _latents(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array]:
-        """The latents of keys and values, and the key channels with positions, which all heads share."""
+        """The latents of keys and values, and the rotated key channels, which all heads share."""
         down, rope = jnp.split(self.kv_down(x_RTD), [self.arch.latent.key_rank], axis=-1)
         return self.kv_norm(down), self._rotated(rope[:, :, None], inputs)[:, :, 0]
 

@@ -13,7 +13,7 @@ from trl_jax.core.outputs import BLOCK, Packed
 from trl_jax.mesh.mesh import platform
 from trl_jax.nn.attention.inputs import AttentionInputs, Striped
 from trl_jax.nn.attention.ranges import SAVED, KeyRanges, by_text
-from trl_jax.nn.attention.splash import attend_splash, splashes
+from trl_jax.nn.attention.splash import attend_splash, supports_splash
 
 # Key ranges, and choice of kernel
 
@@ -55,8 +55,8 @@ def attend_by_text(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """As `attend_packed`, if `inputs.packed.texts` is set. The keys and values of each text are made contiguous (those
-    that texts share are copied), so that each query attends to a single range even with a context or a window."""
+    """As `attend_packed`, if `inputs.packed.texts` is set. The keys and values of each text are made contiguous (shared
+    ones are copied), so that each query attends to a single range even with a context or a window."""
     texts = inputs.packed.texts
     rows, count, length = texts.places.shape
     slots = texts.rows[:, 0]  # within the first text that contains the token
@@ -65,7 +65,7 @@ def attend_by_text(
         jnp.pad(by_text(y, texts).reshape(-1, *y.shape[2:]), ((0, missing), (0, 0), (0, 0))) for y in (k_RTKC, v_RTKC)
     )
     place = slots + jnp.arange(rows, dtype=jnp.int32)[:, None] * (count * length)
-    nearest = slots % length  # number of tokens that precede the query in its text
+    nearest = slots % length  # number of tokens before the query in its text
     if inputs.window is not None:
         nearest = jnp.minimum(nearest, inputs.window - 1)
     inside = slots < count * length
@@ -84,7 +84,7 @@ def attend_rows(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention over rows of one text each and any length, with the packed kernels. `inputs` as in
+    """Causal attention over rows of one text each, of any length, with the packed kernels. `inputs` as in
     `attend_packed`, but with `lengths` instead of `packed`; results past these lengths are zeros."""
     rows, length = q_RTHC.shape[:2]
     missing = -length % BLOCK
@@ -100,7 +100,7 @@ def attend_rows(
 
 
 def seen_both_ways(packed: Packed) -> Packed:
-    """Extend the ranges of causal texts so that tokens also attend to what follows. Texts must not share tokens."""
+    """Extend the ranges of causal texts so that tokens also attend to later tokens. Texts must not share tokens."""
     length = packed.first.shape[-1]
     last = jnp.diff(packed.first, axis=-1, append=-1) != 0
     ends = jax.lax.cummin(jnp.where(last, jnp.arange(1, length + 1), length), axis=last.ndim - 1, reverse=True)
@@ -110,7 +110,7 @@ def seen_both_ways(packed: Packed) -> Packed:
 def _run_kernel(q_RTHC, k_SKC, v_SKC, ranges: KeyRanges, longest: int, **scores) -> jax.Array:
     """Run the kernel for the platform; a range has at most `longest` keys."""
     qkv = q_RTHC.reshape(-1, *q_RTHC.shape[2:]), k_SKC, v_SKC
-    if platform() == "tpu" and splashes(k_SKC, ranges, longest):
+    if platform() == "tpu" and supports_splash(k_SKC, ranges, longest):
         out = attend_splash(*qkv, ranges, longest=longest, **scores)
     else:
         out = attend_blocks(*qkv, ranges, **scores)
@@ -135,7 +135,7 @@ def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | Non
         return KeyRanges(jnp.maximum(begin, branch + (place - first) - window + 1), branch, nearest, last)
     if packed.prompt is None:
         return KeyRanges(nearest, last)
-    # A completion before its prompt: its first token follows the last token of the prompt, not its neighbor.
+    # A completion stored before its prompt: its first token follows the last token of the prompt, not its neighbor.
     prompt = (packed.prompt + offset).reshape(-1)
     before, position = place < prompt, end - 1 - place
     second = prompt + jnp.maximum(position - window + 1, 0)
@@ -143,14 +143,14 @@ def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | Non
 
 
 def _places(rows: int, queries: int, striped: Striped | None) -> jax.Array:
-    """The places of all queries, counted along all rows: int32 `[N]`."""
+    """The positions of all queries, counted along all rows: int32 `[N]`."""
     blocks = jnp.arange(rows * queries // BLOCK) if striped is None else striped.blocks(rows, queries // BLOCK)
     return (blocks[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)).reshape(-1)
 
 
 def _with_ahead(ranges: KeyRanges, inputs: AttentionInputs, length: int) -> KeyRanges:
-    """Extend key ranges to the tokens that `inputs.ahead` adds; what follows in a completion in reverse order is on
-    its left."""
+    """Extend key ranges to the tokens that `inputs.ahead` adds. In a completion stored in reverse order, later tokens
+    are to the left."""
     packed, ahead = inputs.packed, inputs.ahead
     left = 0
     if packed.prompt is not None:
@@ -195,8 +195,8 @@ def attend_blocks(
 
 
 def _key_blocks(ranges: KeyRanges, count: int) -> tuple[jax.Array, jax.Array]:
-    """For each block of queries, the blocks of keys that any of them attends to, first and in order, `[N, count]`, and
-    their number `[N]`."""
+    """For each block of queries: the key blocks, those that any query attends to first and in order, `[N, count]`, and
+    the number of these `[N]`."""
     needed = jax.tree.map(lambda y: y[:, :BLOCK], ranges).blocks(BLOCK, BLOCK, count)  # same ranges for all heads
     order = jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32)
     return order, jnp.sum(needed, axis=1, dtype=jnp.int32)

@@ -55,7 +55,7 @@ def by_text(x: jax.Array, texts: RowView) -> jax.Array:
 
 
 def by_token(x: jax.Array, texts: RowView) -> jax.Array:
-    """The inverse of `by_text`; of the identical copies of a shared token, one is used."""
+    """The inverse of `by_text`; one of the identical copies of a shared token is used."""
     rows = len(texts.places)
     gathered = _to_tokens(x.reshape(rows, -1, x[0, 0].size), texts.places.reshape(rows, -1), texts.rows)
     return gathered.reshape(*gathered.shape[:2], *x.shape[2:])

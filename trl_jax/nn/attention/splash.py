@@ -21,7 +21,7 @@ BLOCK = 512  # queries and keys per block; larger blocks skip less, smaller ones
 _LANES = 128
 
 
-def splashes(k_SKC: jax.Array, ranges: KeyRanges, longest: int) -> bool:
+def supports_splash(k_SKC: jax.Array, ranges: KeyRanges, longest: int) -> bool:
     """Whether the kernel applies: each query has one range, of at most `longest` keys, encoded in 32 bits."""
     return ranges.second is None and (_padded(len(k_SKC)) - 1).bit_length() + longest.bit_length() <= 32
 

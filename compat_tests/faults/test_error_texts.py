@@ -1,4 +1,4 @@
-"""Errors and reports: none shows a file's content or goes on for pages, and what they say is so."""
+"""Errors and logs: none shows a file's content or is pages long, and what they say is true."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_header_of_many_axes(good, tmp_path):
 
 @pytest.mark.parametrize("axis", [[0], "axis"])
 def test_a_header_with_an_axis_that_is_no_number(axis, good, tmp_path):
-    """Times the other axis it would be a list, or a text, of a trillion entries."""
+    """Its product with the other axis would be a list or a text of a trillion entries."""
     folder = copied(good, tmp_path)
     header, data = header_of(folder / WEIGHTS)
     header["score.weight"]["shape"] = [axis, 10**12]
@@ -129,7 +129,7 @@ def stream_of(rows):
     return IterableDataset.from_generator(lambda: iter(rows))
 
 
-# ---- what of a file is shown ----
+# ---- how much of a file is shown ----
 
 
 def test_a_link_to_a_file_of_the_system_shows_nothing_of_it(good, tmp_path):
@@ -148,7 +148,7 @@ def test_a_link_to_a_file_of_the_system_shows_nothing_of_it(good, tmp_path):
         (folder / name).write_bytes(content)
 
 
-# ---- names that are there twice ----
+# ---- duplicate names ----
 
 
 def test_a_tensor_that_is_in_a_header_twice(tmp_path):
@@ -158,7 +158,7 @@ def test_a_tensor_that_is_in_a_header_twice(tmp_path):
         text += ', "a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}'
         text += ', "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
         (tmp_path / name).write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(8))
-    assert set(load_file(tmp_path / WEIGHTS)) == {"a", "b"}  # safetensors itself says nothing
+    assert set(load_file(tmp_path / WEIGHTS)) == {"a", "b"}  # safetensors itself does not complain
     for read in (lambda: CheckpointFiles(tmp_path), lambda: open_tensors(tmp_path / "adapter_model.safetensors")):
         with pytest.raises(ValueError, match="not a readable safetensors file: .*duplicate name 'a' in a JSON object"):
             read()
@@ -193,7 +193,7 @@ def test_a_tensor_that_is_in_two_pickled_shards(tmp_path):
 
 
 class PanicException(BaseException):
-    """As pyo3's of that name, which safetensors raises where a tensor does not fit."""
+    """Like pyo3's exception of that name, which safetensors raises if a tensor does not fit in memory."""
 
 
 @pytest.mark.parametrize(
@@ -221,12 +221,12 @@ def test_what_does_not_fit_is_named(error, good, tmp_path, monkeypatch):
 
 def test_other_errors_stay_what_they_are(tmp_path):
     for error in (OSError(5, "I/O"), RuntimeError("INTERNAL"), KeyboardInterrupt(), ValueError()):
-        with pytest.raises(type(error)) as caught, text.naming(tmp_path):
+        with pytest.raises(type(error)) as caught, text.out_of_memory_names(tmp_path):
             raise error
         assert caught.value is error
 
 
-# ---- a checkpoint of TRL's ----
+# ---- checkpoints of TRL ----
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="reads torch's files")
@@ -255,7 +255,7 @@ def test_an_optimizer_file_of_trls_that_is_none(content, good, tmp_path):
     assert "x:0" not in str(error.value)
 
 
-# ---- what is said of earlier checkpoints ----
+# ---- what is said about earlier checkpoints ----
 
 
 def test_no_earlier_checkpoint_is_promised_where_there_is_none(tmp_path, monkeypatch):
@@ -302,7 +302,7 @@ def make_rows():
     return Dataset.from_list(preference_rows(8))
 
 
-# ---- files of somebody else ----
+# ---- files of other tools ----
 
 
 @pytest.mark.parametrize("kind", ["latin-1", "utf-16", "folder", "bytes"])

@@ -1,4 +1,4 @@
-"""Words of GPUs under `python -m trl_jax`, on a computer whose torch has none."""
+"""GPU-specific code in scripts under `python -m trl_jax`, on a machine where torch has no GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from compat_tests.cli.test_front import ROOT, run
+from compat_tests.cli.test_main_module import ROOT, run
 from compat_tests.effort import only_thorough
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS

@@ -1,4 +1,4 @@
-"""An argument in another one's place is named before the model is looked for."""
+"""An argument passed in the position of another one raises an error that names it, before the model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Asynchronous checkpoints, written while training continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(checkpoint, tmp_path):
 
 
 class Looks(TrainerCallback):
-    """Looks at each checkpoint when it is told of it."""
+    """Reads each checkpoint in on_save."""
 
     def __init__(self):
         self.seen = []
@@ -41,7 +41,8 @@ class Looks(TrainerCallback):
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was(train, monkeypatch):
-    """The first checkpoint gets its manifest only after step 3; a run that waits for each has the same bytes."""
+    """The first checkpoint gets its manifest only after step 3; a run that waits for each checkpoint saves the same
+    bytes."""
     third, real = threading.Event(), checkpoint.write_manifest
 
     class Tells(TrainerCallback):
@@ -102,7 +103,7 @@ def test_a_method_set_on_a_trainer_that_would_be_passed_over_is_refused(name, ch
 
 
 def test_where_memory_is_short_the_run_waits(train, monkeypatch):
-    monkeypatch.setattr(devices, "available", lambda: 1000)
+    monkeypatch.setattr(devices, "available_host_memory", lambda: 1000)
     monkeypatch.setattr(resume, "host_copy", lambda tree: pytest.fail("copied"))
     assert (train("short") / "checkpoint-4" / MANIFEST).exists()
 
@@ -118,7 +119,7 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_the_writing(caplog):
     assert "the disk" in caplog.text
     with pytest.raises(OSError, match="the disk"), jobs.settled():
         jobs.begin(fails)
-    jobs.settle()  # told once
+    jobs.settle()  # the error is raised only once
 
 
 def test_the_copy_is_of_another_memory_and_leaves_the_array_free_to_be_donated():
@@ -126,23 +127,23 @@ def test_the_copy_is_of_another_memory_and_leaves_the_array_free_to_be_donated()
     kept = host_copy(tree)
     where = tree["a"].unsafe_buffer_pointer()
     given = jax.jit(lambda x: x + 1, donate_argnums=0)(tree["a"])
-    assert given.unsafe_buffer_pointer() == where  # not copied first
+    assert given.unsafe_buffer_pointer() == where  # donated without a copy
     assert kept["a"].tolist() == [0, 1, 2, 3, 4] and kept["b"].dtype == jnp.bfloat16 and kept["c"] == 7
     assert all(isinstance(leaf, np.ndarray) for leaf in kept.values())
 
 
 def test_spare_memory_is_no_more_than_the_machine_has():
-    spare = devices.available()
+    spare = devices.available_host_memory()
     assert spare is None or 0 < spare < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_a_containers_limit_is_the_hosts(tmp_path, monkeypatch):
-    installed, spare = devices.total(), devices.available()
+    installed, spare = devices.host_memory(), devices.available_host_memory()
     monkeypatch.setattr(devices, "GROUP", tmp_path)
-    assert devices.total() >= installed
+    assert devices.host_memory() >= installed
     (tmp_path / "memory.max").write_text("max\n")
-    assert devices.total() >= installed
+    assert devices.host_memory() >= installed
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
-    assert devices.total() == 1_000_000
-    assert spare is None or devices.available() == 600_000
+    assert devices.host_memory() == 1_000_000
+    assert spare is None or devices.available_host_memory() == 600_000

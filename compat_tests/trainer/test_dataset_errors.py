@@ -1,4 +1,4 @@
-"""Datasets that TRL's trainers refuse, refused in TRL's words by each of ours."""
+"""Datasets that TRL's trainers refuse: each of ours raises TRL's error message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trl_jax.training import data
 
 KINDS = ("Reward", "SFT", "DPO", "KTO")
 ALL = (*KINDS, "ORPO", "CPO", "GRPO", "RLOO", "Distillation")
-SEEING = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")  # train on rows with images
+SEEING = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")  # trainers that accept rows with images
 YET = "and rows with images are not supported yet"
 _OPTIONS = {"dataset_num_proc", "max_length", "packing", "padding_free"}
 
@@ -41,7 +41,7 @@ def talk(role, *parts):
 
 
 def messages(kind, *parts):
-    """A row whose contents are in parts, these among them."""
+    """A row whose messages have content parts, including these."""
     asked, told = talk("user", *parts), talk("assistant")
     if kind == "SFT":
         return {"messages": asked + told}
@@ -58,7 +58,8 @@ PARTS |= {"audio": {"type": "input_audio", "input_audio": "a.wav"}}
 
 @pytest.mark.parametrize("kind", ALL)
 def test_messages_with_images(kind, make, monkeypatch):
-    """Before weights are read; the row is named, also of a stream, whose later rows are checked as they come."""
+    """Raised before weights are read. The error names the row, also in a stream, whose later rows are checked as they
+    are read."""
     plain = [messages(kind, {"type": "text", "text": "b"}) for _ in range(4)]
     bad = messages(kind, PARTS["images"])
 
@@ -205,7 +206,7 @@ def test_rows_that_a_transform_makes_ready(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_prepared_before_jax_starts(kind, make, monkeypatch):
-    """JAX's threads are none yet that processes of dataset_num_proc could deadlock with."""
+    """Processes for dataset_num_proc are forked before JAX starts threads, which could deadlock them."""
     order, config, trainer = [], getattr(trl_jax, f"{kind}Config"), getattr(trl_jax, f"{kind}Trainer")
     devices, prepare = config.jax_devices, trainer.prepare_dataset
     monkeypatch.setattr(config, "jax_devices", lambda self: (order.append("devices"), devices(self))[1])
@@ -217,7 +218,7 @@ def test_rows_are_prepared_before_jax_starts(kind, make, monkeypatch):
 
 @pytest.mark.parametrize("kind", usually({"Reward", "SFT"}.__contains__, KINDS))
 def test_nothing_forks_beside_jax(kind, make, recwarn, caplog, monkeypatch):
-    """Rows are the same as those of two processes, and one line says why there is one; few rows need none."""
+    """Rows are the same as with two processes, and one log line says why only one is used; few rows need no line."""
     jax.block_until_ready(jax.numpy.zeros(1))
     rows = Dataset.from_list(rows_of(kind, 8) * 2)
     alone = make(trl_jax, kind, rows)

@@ -1,5 +1,4 @@
-"""Runs that are taken up again, beside TRL's: with `ignore_data_skip`, which begins an epoch again, and for longer than
-they were meant to be."""
+"""Resumed runs against TRL: with `ignore_data_skip`, which restarts the epoch, and with more steps than before."""
 
 from __future__ import annotations
 
@@ -15,13 +14,14 @@ from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows
 
-ROWS = {"GRPO": prompt_rows(8), "SFT": text_rows(16)}  # four steps an epoch, of each
+ROWS = {"GRPO": prompt_rows(8), "SFT": text_rows(16)}  # four steps per epoch for each
 CONFIG = BASE | {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
 OF = {"GRPO": STEPS | {"num_generations": 4}, "SFT": {"max_length": 64}}
 
 
 def taken_up_again(package, kind, folder, out, step, rows, last):
-    """The logs of a run that goes on behind `step` to the `last`, with other rows; and what prompts it completes."""
+    """The logs of a run resumed after `step` that trains until `last` on other rows, and the prompts that it
+    completes."""
     seen = []
 
     def look(prompts, completions, **columns):
@@ -51,7 +51,7 @@ def test_the_epoch_begins_again_as_trls_does(kind, step, last, checkpoint, tmp_p
         np.testing.assert_allclose([log[name] for log in ours], [log[name] for log in theirs], rtol=1e-4, atol=1e-6)
 
 
-# TRL begins each resumed epoch with the first one's order.
+# TRL starts each resumed epoch with the order of the first.
 @pytest.mark.parametrize("rows", [thorough(8), 5])
 def test_behind_an_epoch_the_next_one_begins_with_prompts_that_there_are(rows, checkpoint, tmp_path):
     logs, seen = taken_up_again(trl_jax, "GRPO", checkpoint(**SMALL), tmp_path, 4, prompt_rows(20)[-rows:], 6)
@@ -60,7 +60,7 @@ def test_behind_an_epoch_the_next_one_begins_with_prompts_that_there_are(rows, c
 
 
 def sft(package, folder, out, **config):
-    """A trainer whose rate falls to 0, saved at each step."""
+    """A trainer whose learning rate decays to 0, saved at each step."""
     args = package.SFTConfig(str(out), **CONFIG | OF["SFT"] | {"lr_scheduler_type": "linear"} | config)
     return package.SFTTrainer(str(folder), args=args, train_dataset=Dataset.from_list(ROWS["SFT"]))
 
@@ -70,7 +70,7 @@ def rates(trainer):
 
 
 def test_a_run_that_is_made_longer_goes_on_at_the_longer_ones_rate(checkpoint, tmp_path):
-    """TRL takes its first step at the rate of the shorter one's end, which is 0; and a run that is over goes on."""
+    """TRL's first step uses the final rate of the shorter run, which is 0. A finished run can be continued."""
     trl, folder, found = pytest.importorskip("trl"), checkpoint(**SMALL), []
     for package in (trl, trl_jax):
         out = tmp_path / package.__name__
@@ -85,7 +85,7 @@ def test_a_run_that_is_made_longer_goes_on_at_the_longer_ones_rate(checkpoint, t
 
 
 def test_another_rate_counts_in_a_second_run(checkpoint, tmp_path):
-    """TRL's optimizer has that of the first."""
+    """TRL's optimizer keeps the rate of the first run."""
     trl, found = pytest.importorskip("trl"), []
     for package in (trl, trl_jax):
         trainer = sft(package, checkpoint(**SMALL), tmp_path, max_steps=2, save_strategy="no")

@@ -1,4 +1,4 @@
-"""Signals, changed arguments, foreign checkpoints, callbacks that raise: what a run goes on from.
+"""Continuing after signals, changed arguments, third-party checkpoints and callbacks that raise.
 
 The number in a test's name is that of the case in the project's table of faults.
 """
@@ -147,7 +147,7 @@ def test_row20_another_dataset_is_refused(rows, train, tmp_path):
 )
 def test_row20_another_order_is_refused_within_an_epoch(then, now, named, train):
     train("run", max_steps=2, **then)
-    with pytest.raises(ValueError, match="is in the middle of an epoch in the order of") as error:
+    with pytest.raises(ValueError, match="was saved in the middle of an epoch whose row order came from") as error:
         train("run", True, max_steps=4, **now)
     assert all(name in str(error.value) for name in named) and "or ignore_data_skip=True to restart" in str(error.value)
     assert train("run", True, max_steps=3, ignore_data_skip=True, **now).state.global_step == 3
@@ -164,8 +164,8 @@ def test_row20_other_libraries_are_told_of_once(train, monkeypatch, caplog):
     monkeypatch.setattr(resume, "libraries", lambda: now | {"jax": "9.9", "transformers": "8.8"})
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         train("run", True, max_steps=3)
-    [line] = [record.message for record in caplog.records if "other versions" in record.message]
-    assert f"written with: jax: {now['jax']} -> 9.9; transformers: {now['transformers']} -> 8.8." in line
+    [line] = [record.message for record in caplog.records if "other library versions" in record.message]
+    assert f"saved with: jax: {now['jax']} -> 9.9; transformers: {now['transformers']} -> 8.8." in line
 
 
 @pytest.mark.parametrize(
@@ -218,22 +218,22 @@ def test_row20_a_checkpoint_of_the_model_alone_goes_on_as_in_trl(train, tmp_path
     (tmp_path / "theirs" / "checkpoint-2").rename(tmp_path / "of trl")
     here = train("here", str(tmp_path / "of trl"), max_steps=6, **config)
     found["trl's here"] = [log for log in here.state.log_history if "grad_norm" in log][2:]
-    later = train("ours", str(tmp_path / "ours" / "checkpoint-4"), max_steps=6, **config)  # a whole one
+    later = train("ours", str(tmp_path / "ours" / "checkpoint-4"), max_steps=6, **config)  # a complete checkpoint
     found["twice"] = [log for log in later.state.log_history if "grad_norm" in log][2:]
     for name in ("ours", "trl's here", "twice"):
         for own, other in zip(found[name], found["theirs"], strict=True):
             assert own["step"] == other["step"]
             for key, mark in (("loss", 1e-5), ("grad_norm", 2e-4), ("learning_rate", 1e-12)):
                 assert abs(own[key] - other[key]) <= mark, (name, own["step"], key)
-    assert found["ours"][0]["learning_rate"] == 0 < found["ours"][1]["learning_rate"]  # the warmup comes again
+    assert found["ours"][0]["learning_rate"] == 0 < found["ours"][1]["learning_rate"]  # the warmup is repeated
 
 
 @pytest.fixture(scope="module")
 def trls(checkpoint, tmp_path_factory):
-    """A run of TRL's with a checkpoint in the middle of it, and what it came to."""
+    """A TRL run with a checkpoint in the middle, and its result."""
     trl = pytest.importorskip("trl")
     out = tmp_path_factory.mktemp("trl")
-    # TRL loads the whole of its checkpoint again only where torch is old enough, so the rest of its run is the first's.
+    # TRL reloads all of its checkpoint only with some torch versions, so its uninterrupted run is the reference.
     trainer = make(trl, checkpoint(**FACTS), out, train=table(32), config=CONFIG | {"num_train_epochs": 2})
     trainer.train()
     return out, trainer
@@ -247,7 +247,7 @@ def test_row21_a_run_of_trls_goes_on_here(trls, train):
     assert steps[0].keys() == steps[1].keys() == {3, 6}
     for name, mark in (("loss", 1e-5), ("grad_norm", 2e-4), ("learning_rate", 1e-12)):
         assert abs(steps[0][6][name] - steps[1][6][name]) <= mark, name
-    counted = [run[6]["num_tokens"] - run[3]["num_tokens"] for run in steps]  # those before were in no log yet
+    counted = [run[6]["num_tokens"] - run[3]["num_tokens"] for run in steps]  # the earlier ones had not been logged yet
     assert counted[0] == counted[1]
     expected = {name: value.detach().numpy() for name, value in theirs.model.named_parameters()}
     np.testing.assert_allclose(ours.model.params["score.weight"], expected["score.weight"], rtol=0, atol=2e-4)
@@ -263,7 +263,7 @@ def test_row21_without_torch_it_says_what_restarts(trls, train, monkeypatch, cap
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         ours = train("ours", str(trls[0] / "checkpoint-6"), num_train_epochs=2)
-    assert "optimizer.pt takes torch to read, which is not installed: AdamW's moments restart from zero." in caplog.text
+    assert "optimizer.pt requires torch, which is not installed: AdamW's moments restart from zero." in caplog.text
     assert ours.parts.setup.progress.optimizer_state[1].count == 2
 
 
@@ -297,7 +297,7 @@ def test_row38_a_stream_that_ends_early_has_its_state_saved(train, tmp_path, cap
 
     def once():
         passes.append(1)
-        yield from rows if len(passes) <= 3 else ()  # the trainer looks at the first row twice
+        yield from rows if len(passes) <= 3 else ()  # two passes are for looking at the first row
 
     trainer = train("run", train=IterableDataset.from_generator(once), max_steps=40, save_steps=1)
     step = trainer.state.global_step

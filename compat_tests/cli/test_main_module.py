@@ -1,4 +1,5 @@
-"""`python -m trl_jax`: trl's reward names are ours in the process and its children, the others the installed trl's."""
+"""`python -m trl_jax`: trl's trainer names are ours in the process and its children; other names are the installed
+trl's."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ ROOT = str(Path(__file__).parents[2])
 
 
 def run(tmp_path, code, *args, without=(), how=()):
-    """What `python -m trl_jax` prints of a script; modules in `without` cannot be found."""
+    """Run a script with `python -m trl_jax`; modules in `without` cannot be imported."""
     hidden = tmp_path / "hidden"
     hidden.mkdir(exist_ok=True)
-    for name in without:  # a module that says it is missing stands before the installed one
+    for name in without:  # a module that raises ModuleNotFoundError shadows the installed one
         (hidden / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name}', name={name!r})")
     script = tmp_path / "script.py"
     script.write_text(code)
@@ -61,7 +62,7 @@ print(sys.argv[1:], __name__, trl.__version__)
 
 
 def test_the_names_of_all_trainers_are_ours(tmp_path):
-    """And a script that imports transformers before them is as quick: neither its models nor PEFT are imported."""
+    """A script that imports transformers first stays fast: neither its models nor PEFT are imported."""
     done = run(tmp_path, NAMES, "--lr", "1")
     assert done.stdout == "['--lr', '1'] __main__ 1.16.0\n", done.stderr
 
@@ -211,7 +212,7 @@ tokenizer.apply_chat_template(chat)["nothing"]
 
 @only_thorough
 def test_an_error_has_a_note_where_a_chat_template_gives_another_result_than_it_did(tmp_path):
-    """Behind two results that scripts of any year got, one process has none."""
+    """The script first makes two calls whose results have never changed: their errors get no note."""
     done = run(tmp_path, TEMPLATES)
     assert done.returncode == 1 and "return_dict=False gives the token ids alone" in done.stderr, done.stderr
     assert "AssertionError" not in done.stderr, done.stderr
@@ -305,7 +306,7 @@ def test_peft_takes_what_get_peft_config_returns():
     module = SimpleNamespace(get_peft_model=lambda model, peft_config: peft_config)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "peft", peft)
-        patched.setattr(peft, "get_peft_model", peft.get_peft_model)  # put back behind it
+        patched.setattr(peft, "get_peft_model", peft.get_peft_model)  # so that it is restored afterwards
         ADJUSTMENTS["peft.mapping_func"](module)
         given = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
         made = module.get_peft_model("model", given)

@@ -1,4 +1,4 @@
-"""2024: written for one GPU of one kind; every word of it."""
+"""2024: written for a single NVIDIA GPU, with all its device-specific code."""
 
 import sys
 

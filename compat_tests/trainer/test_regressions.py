@@ -1,4 +1,4 @@
-"""Habits of real scripts that once went wrong: each test is a mistake that must not come back."""
+"""Regression tests for habits of real scripts that once failed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What scripts set on a trainer, or change in its arguments, after it was made: it counts as in TRL, or is refused."""
+"""Attributes and arguments that a user changes on an existing trainer: they take effect as in TRL, or are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def nothing_shared():
 
 
 class After(TrainerCallback):
-    """Calls `change(trainer)` once this many steps are taken."""
+    """Calls `change(trainer)` after this many steps."""
 
     def __init__(self, step, change):
         self.step, self.change, self.trainer = step, change, None
@@ -63,7 +63,7 @@ def make(checkpoint, tmp_path):
 
 def of_dpo(trainer):
     trainer.loss_types, trainer.loss_weights, trainer.ld_alpha = ["sigmoid", "apo_zero"], [0.7, 0.4], 0.5
-    trainer.args.beta, trainer.args.label_smoothing = 9.0, 0.4  # which were read once
+    trainer.args.beta, trainer.args.label_smoothing = 9.0, 0.4  # already read, so no longer used
 
 
 def of_dpo_later(trainer):
@@ -85,7 +85,7 @@ def of_sft(trainer):
 def of_sft_later(trainer):
     trainer.args.loss_type = "dft"
     for group in trainer.optimizer.param_groups:
-        group["lr"] *= 10.0  # of the next step
+        group["lr"] *= 10.0  # for the next step
 
 
 def of_reward(trainer):
@@ -108,9 +108,9 @@ CHANGES = {
 
 
 @usual("DPO")
-@pytest.mark.parametrize("kind", usually({"SFT", "DPO"}.__contains__, CHANGES))  # KTO's base is DPO's
+@pytest.mark.parametrize("kind", usually({"SFT", "DPO"}.__contains__, CHANGES))  # KTO shares a base class with DPO
 def test_what_is_changed_before_and_while_a_run_trains_counts_as_in_trl(kind, make, caplog):
-    """An evaluation before the change is compiled, and may not stand in for the one after it."""
+    """An evaluation is compiled before the change; its program must not be reused afterwards."""
     trl, (before, later, words) = pytest.importorskip("trl"), CHANGES[kind]
     logs = []
     for package in (trl_jax, trl):
@@ -127,7 +127,7 @@ def test_what_is_changed_before_and_while_a_run_trains_counts_as_in_trl(kind, ma
 
 ANYWHERE = {"accelerator", "args", "model", "ref_model", "_metrics", "_total_train_tokens", "_tp_size"}
 OF_RUNS = ANYWHERE | {"get_tp_size", "_compute_kl_logps", "current_gradient_accumulation_steps"}
-READ_ONCE = {"precompute_ref_logps", "calculate_KL", "compute_loss_func"}  # they decide which rows there are
+READ_ONCE = {"precompute_ref_logps", "calculate_KL", "compute_loss_func"}  # read once, because they determine the rows
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -184,7 +184,7 @@ SETTLED = {
 def test_what_is_settled_at_construction_is_refused_at_once(make):
     trainer = make(trl_jax, "SFT")
     for name, (value, words) in SETTLED.items():
-        setattr(trainer, name, getattr(trainer, name))  # nothing new
+        setattr(trainer, name, getattr(trainer, name))  # no change
         with pytest.raises(AttributeError, match=f"{name} was set on the trainer.*{words}"):
             setattr(trainer, name, value)
 
@@ -231,14 +231,14 @@ def test_groups_of_parameters_have_the_rate_of_the_next_step():
     assert dict(other) == {"lr": 0.1, "initial_lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     decayed["lr"] = 7
     with pytest.raises(ValueError, match=r"lr was set to \[0.1, 7.0\].*Set the lr of every group"):
-        rates.taken(2)
-    steps.finished = 1  # one that was set counts for one step
-    assert rates.taken(2) == decayed["lr"] == 0.2
+        rates.take_next(2)
+    steps.finished = 1  # a rate that was set applies to one step
+    assert rates.take_next(2) == decayed["lr"] == 0.2
     with pytest.raises(ValueError, match="Set it in on_step_begin or on_step_end"):
         decayed["lr"] = 7
     steps.finished = 2
     decayed["lr"], other["lr"] = 7, 7
-    assert rates.taken(2) == 7 and rates.get_last_lr() == [pytest.approx(0.3)] * 2
+    assert rates.take_next(2) == 7 and rates.get_last_lr() == [pytest.approx(0.3)] * 2
     with pytest.raises(ValueError, match=r"param_groups\[1\]\['weight_decay'\] was set.*in the arguments"):
         other["weight_decay"] = 0.1
     with pytest.raises(AttributeError, match="lr_scheduler.base_lrs was set, which no step reads"):

@@ -1,4 +1,4 @@
-"""The door: it opens at once, every name behind it is there, and TRL's other names say that they are not."""
+"""`import trl_jax`: it is fast, every public name exists, and errors for TRL's other names say that they do not."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ HEAVY = (
 
 
 def fresh(code: str) -> str:
-    """What the code prints in a Python that has imported nothing."""
+    """The output of the code in a fresh Python process."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-# Few models need them: they are imported with the first that does.
+# Few models need these modules, so they are imported with the first one that does.
 OF_FEW = ("trl_jax.exported.aten", "trl_jax.exported.program")
 
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint):
-    """What is loaded, of all those names, after each of three statements in one process, one behind the other."""
+    """Which of all those modules are loaded after each of three consecutive statements in one process."""
     model = f"trl_jax.AutoModelForCausalLM.from_pretrained({str(checkpoint(head='causal'))!r})"
     statements = {
         "door": "import trl_jax; dir(trl_jax); trl_jax.__version__",
@@ -64,7 +64,7 @@ def test_importing_the_door_loads_nothing(loaded):
 
 
 def test_a_configuration_loads_no_part_of_the_engine(loaded):
-    """transformers itself loads torch where it is installed."""
+    """transformers itself imports torch if it is installed."""
     assert "transformers" in loaded["configuration"]
     assert not loaded["configuration"] & {"jax", "flax", "optax", "trl"}
 
@@ -148,7 +148,7 @@ def test_a_script_that_mentions_a_trainer_of_trls_and_never_uses_it_goes_on():
 
 
 def test_editors_see_the_names_that_are_there():
-    """The imports for type checkers name what the table of lazy imports has."""
+    """The imports for type checkers match the table of lazy imports."""
     tree = ast.parse(Path(trl_jax.__file__).read_text())
     [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     assert {name.name: found.module for found in block.body for name in found.names} == trl_jax._WHERE
@@ -197,7 +197,8 @@ def test_trls_modules_are_attributes(module, name):
 
 def test_every_name_of_trls_door_is_here():
     trl = pytest.importorskip("trl")
-    assert {name for name in trl.__all__ if not hasattr(trl_jax, name)} <= {"models"}  # a package of ours, once loaded
+    # A package of ours, after it is imported.
+    assert {name for name in trl.__all__ if not hasattr(trl_jax, name)} <= {"models"}
 
 
 def test_an_unknown_name():

@@ -1,4 +1,4 @@
-"""RLOOTrainer as scripts for TRL up to 0.21 call it: config, policy, ref_policy, reward_model, rows of tokens."""
+"""RLOOTrainer as scripts for TRL up to 0.21 call it: config, policy, ref_policy, reward_model, rows of token ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WITH_BOS = SMALL | {"tokenizer": {"bos": "<s>"}}
 
 @pytest.fixture
 def folders(checkpoint):
-    """Of a policy, of another model for a reference, and of a reward model."""
+    """The folders of a policy, of another model as its reference, and of a reward model."""
     return [str(checkpoint(**facts)) for facts in (WITH_BOS, WITH_BOS | {"seed": 7}, {"tokenizer": {"bos": "<s>"}})]
 
 
@@ -40,7 +40,7 @@ def old_config(out, **more):
 
 
 def tokenized(tokenizer, n=8):
-    """Rows as the examples of TRL 0.21 made them."""
+    """Rows as TRL 0.21's examples prepare them."""
     rows = Dataset.from_list(prompt_rows(n))
     return rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, remove_columns=rows.column_names)
 
@@ -63,7 +63,7 @@ def test_a_policy_its_reference_and_a_reward_model(folders, tmp_path):
         train_dataset=tokenized(tokenizer),
         eval_dataset=tokenized(tokenizer, 2),
     )
-    # 16 completions a generation in 2 steps, each twice; 30 completions are 2 generations.
+    # 16 completions per generation in 2 steps, each used twice; 30 completions are 2 generations.
     assert (args.generation_batch_size, args.steps_per_generation, args.max_steps) == (16, 4, 8)
     assert trainer.policy is trainer.model
     trainer.ref_model.save_pretrained(tmp_path / "reference")
@@ -74,7 +74,7 @@ def test_a_policy_its_reference_and_a_reward_model(folders, tmp_path):
     scorer = AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1).eval()
 
     def score(prompts, completion_ids, **columns):
-        """Of the tokens themselves, read at the last one."""
+        """The reward model's score of the token ids, read at the last token."""
         ids = [tokenizer(prompt)["input_ids"] + own for prompt, own in zip(prompts, completion_ids, strict=True)]
         with torch.inference_mode():
             hidden = [scorer.model(torch.tensor([own])).last_hidden_state[0, -1] for own in ids]
@@ -87,9 +87,9 @@ def test_a_policy_its_reference_and_a_reward_model(folders, tmp_path):
     modern = trl_jax.RLOOTrainer(policy, [score, unended], today, Dataset.from_list(prompt_rows(8)))
     modern.train()
     found, wanted = trainer.state.log_history[0], modern.state.log_history[0]
-    for name in ("reward", "reward_std", "entropy", "completions/mean_length"):  # of the same completions
+    for name in ("reward", "reward_std", "entropy", "completions/mean_length"):  # the completions are the same
         assert found[name] == pytest.approx(wanted[name], abs=1e-4)
-    assert wanted["kl"] == pytest.approx(0, abs=1e-6) and found["kl"] > 0.1  # from another reference
+    assert wanted["kl"] == pytest.approx(0, abs=1e-6) and found["kl"] > 0.1  # the reference differs
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -101,7 +101,7 @@ def test_a_function_of_texts(folders, tmp_path):
     seen = []
     options = {"processing_class": None, "train_dataset": Dataset.from_list(prompt_rows(8))}
     args = old_config(tmp_path, total_episodes=8, num_sample_generations=0)
-    names = {"policy": folders[0], "ref_policy": folders[0]}  # one name, read twice
+    names = {"policy": folders[0], "ref_policy": folders[0]}  # one checkpoint, loaded twice
     trainer = trl_jax.RLOOTrainer(config=args, **names, reward_model=of_texts, **options)
     trainer.train()
     asks = [row["prompt"] for row in prompt_rows(8)]

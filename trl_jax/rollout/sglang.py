@@ -1,0 +1,237 @@
+"""SGLang's endpoints.
+
+Completions and the scores of texts come from `/generate`. `/update_weights_from_disk` loads weights from a folder: it
+waits for the completions in progress, holds back new ones and empties the prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import numpy as np
+
+from trl_jax.core.text import brief
+from trl_jax.data.checks import token_ids
+from trl_jax.rollout.server import (
+    Limits,
+    Prompt,
+    Requirements,
+    Sampled,
+    SamplingOptions,
+    ServerError,
+    Transport,
+    is_local,
+    message,
+)
+
+logger = logging.getLogger(__name__)
+
+# The names of generation_kwargs, which are vLLM's -> SGLang's, where they differ.
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "include_stop_str_in_output": "no_stop_trim"}
+_ABSENT = ("allowed_token_ids", "bad_words")
+_STRUCTURES = {"regex": "regex", "json": "json_schema", "grammar": "ebnf", "structural_tag": "structural_tag"}
+
+
+class Sglang:
+    """An `Engine` of SGLang servers. LoRA adapters are merged before they are loaded."""
+
+    takes_adapters = False
+
+    def __init__(self, urls: Sequence[str], needs: Requirements, limits: Limits):
+        # /health generates a token, which a server cannot do while it loads weights
+        self.transport = Transport(urls, limits, "SGLang", self.command, alive="/ping")
+        self._needs = needs
+        self._deterministic, self._most_filtered = False, 0  # known after `ready`
+
+    def command(self, url: str) -> str:
+        host = "" if is_local(url) else " --host 0.0.0.0"
+        return f"sglang serve --model-path {self._needs.model} --port {urlsplit(url).port or 80}{host}"
+
+    # At the start
+
+    def ready(self, cards: Sequence[Mapping[str, Any]]) -> None:
+        transport, needs = self.transport, self._needs
+        if needs.image_token is not None:
+            raise ServerError(
+                f"The server at {transport.urls[0]} is SGLang's, and prompts with images by SGLang are not in this "
+                "release of trl_jax. Start a vLLM server, or set use_vllm=False."
+            )
+        for url, card in zip(transport.urls, cards, strict=True):
+            longest = card["max_model_len"]
+            if longest < needs.max_tokens:
+                raise ServerError(
+                    f"The SGLang server at {url} has --context-length {longest}, but a prompt with its completion may "
+                    f"have {needs.max_tokens} tokens. Start it with: {self.command(url)} --context-length "
+                    f"{needs.max_tokens}"
+                )
+        infos = transport.each("GET", "/server_info", missing_ok=True)
+        for url, info in zip(transport.urls, infos, strict=True):
+            if info is None or "sampling_mask_max_tokens" not in info:
+                raise transport.unusable(
+                    url,
+                    "has no /server_info like that of SGLang 0.5.23, which trl_jax uses: it is older, or SGLang-JAX",
+                )
+        self._deterministic = any(info["enable_deterministic_inference"] for info in infos)
+        self._most_filtered = min(info["sampling_mask_max_tokens"] for info in infos)
+        self._check_logprobs()
+
+    def _check_logprobs(self) -> None:
+        """Check the vocabulary and that log-probabilities change with the temperature.
+
+        A token id above the vocabulary in a prompt would end the server.
+        """
+        last = self._needs.vocab_size - 1
+        asked = {
+            "input_ids": [[0], [0]], "return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [last],
+            "sampling_params": [{"max_new_tokens": 1, "temperature": temperature} for temperature in (1.0, 2.0)],
+        }  # fmt: skip
+        for url, reply in zip(self.transport.urls, self._generated(asked), strict=True):
+            if isinstance(reply, str):
+                raise self.transport.unusable(url, f"does not take the token id {last} ({reply})")
+            names = ("output_top_logprobs", "output_token_ids_logprobs")
+            found = np.asarray([[one["meta_info"][name][0][0][0] for name in names] for one in reply], np.float64)
+            if self._needs.processed_logps and np.all(np.abs(found[0] - found[1]) < 1e-4):
+                raise self.transport.unusable(
+                    url,
+                    "runs with SGLANG_RETURN_ORIGINAL_LOGPROB=1, whose log-probabilities ignore temperature and bias "
+                    "the importance sampling correction (vllm_importance_sampling_correction=False does without it)",
+                )
+
+    def _generated(self, body: dict[str, Any]) -> list[Any]:
+        """The servers' replies to the same request, or the text of a refusal."""
+        transport = self.transport
+
+        async def one(client: httpx2.AsyncClient, url: str) -> Any:
+            reply = await transport.answer(client, url, "POST", "/generate", body)
+            return reply.json() if reply.status_code == 200 else message(reply)
+
+        async def ask(client: httpx2.AsyncClient) -> list[Any]:
+            return await transport.watched(client, [asyncio.create_task(one(client, url)) for url in transport.urls])
+
+        return transport.run(ask)
+
+    # Completions
+
+    def parameters(self, options: SamplingOptions) -> dict[str, Any]:
+        """As in `Engine`.
+
+        Raises:
+            ValueError: SGLang does not have one of the parameters, or would return log-probabilities that ignore it.
+        """
+        others = {_NAMES.get(name, name): value for name, value in options.others.items()}
+        if absent := [name for name in _ABSENT if name in others]:
+            raise ValueError(f"generation_kwargs has {absent}, which SGLang does not have. Leave it out.")
+        parameters = {
+            "max_new_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "top_p": 1.0 if options.top_p is None else options.top_p,
+            "top_k": -1 if options.top_k is None else options.top_k,
+            "min_p": 0.0 if options.min_p is None else options.min_p,
+            "repetition_penalty": 1.0 if options.repetition_penalty is None else options.repetition_penalty,
+            "stop_token_ids": list(options.ends),
+        }
+        structure, strings = others.pop("structured_outputs", {}), others.pop("stop_strings", None)
+        parameters |= others | ({} if strings is None else {"stop": strings, "no_stop_trim": True})
+        parameters["top_k"] = parameters["top_k"] if parameters["top_k"] > 0 else -1
+        parameters |= _structure(structure if options.regex is None else {"regex": options.regex})
+        self._check_filters(parameters)
+        if parameters["repetition_penalty"] != 1.0:
+            logger.warning(
+                "repetition_penalty=%s: SGLang penalizes the tokens of a completion, not those of its prompt, which "
+                "vLLM and transformers penalize, too.",
+                parameters["repetition_penalty"],
+            )
+        return parameters
+
+    def _check_filters(self, parameters: Mapping[str, Any]) -> None:
+        """Raise ValueError if log-probabilities would ignore a filter, or a filter would end the server."""
+        top_k, most = parameters["top_k"], self._most_filtered
+        if self._deterministic and parameters["min_p"] > 0:
+            raise ValueError(
+                f"min_p={parameters['min_p']} ends an SGLang server that runs with --enable-deterministic-inference. "
+                "Start it without, or leave min_p out."
+            )
+        if not self._needs.processed_logps or 0 < top_k <= most:
+            return
+        filters = {name: parameters[name] for name, off in (("top_p", 1.0), ("min_p", 0.0)) if parameters[name] != off}
+        if top_k > 0:
+            filters["top_k"] = top_k
+        if filters:
+            raise ValueError(
+                f"SGLang's log-probabilities take {', '.join(filters)} into account only with a top_k of at most "
+                f"{most} (--sampling-mask-max-tokens), got {filters}, and bias the importance sampling correction. "
+                "Set such a top_k, or vllm_importance_sampling_correction=False."
+            )
+
+    async def complete(
+        self, client: httpx2.AsyncClient, place: int, prompt: Prompt, parameters: Mapping[str, Any]
+    ) -> Sampled:
+        transport, url = self.transport, self.transport.urls[place]
+        own = dict(parameters)
+        if prompt.most is not None:
+            own["max_new_tokens"] = min(prompt.most, own["max_new_tokens"])
+        filtered = self._needs.processed_logps and own["top_k"] > 0
+        body = {  # instead of `n`, whose completions have the same seed
+            "input_ids": [prompt.ids] * prompt.group, "return_logprob": True, "return_sampling_mask": filtered,
+            "sampling_params": [own | {"sampling_seed": prompt.seed + number} for number in range(prompt.group)],
+        }  # fmt: skip
+        reply = await transport.answer(client, url, "POST", "/generate", body, within=transport.limits.request)
+        found = transport.accepted(url, reply)
+        if len(found) != prompt.group:
+            raise transport.unusable(url, f"returned {len(found)} completions for {prompt.group}")
+        completions, logps = [], []
+        for one in found:
+            info = one["meta_info"]
+            if info["finish_reason"]["type"] == "abort":
+                raise ServerError(f"The SGLang server at {url} aborted a completion ({brief(info['finish_reason'])}).")
+            completions.append(token_ids(one["output_ids"], self._needs.vocab_size, f"A completion of {url}"))
+            # The first ones are of the tokens that are left by the filters, the others of all tokens.
+            values = (
+                info["output_token_sampling_logprobs"] if filtered else [at[0] for at in info["output_token_logprobs"]]
+            )
+            logps.append(transport.logps(url, values, completions[-1]))
+        return Sampled(completions, logps, 0.0)
+
+    def score(self, ids: Sequence[int]) -> list[np.ndarray]:
+        body = {
+            "input_ids": list(map(int, ids)), "sampling_params": {"max_new_tokens": 0}, "return_logprob": True,
+            "logprob_start_len": 0,
+        }  # fmt: skip
+        scores = []
+        for url, reply in zip(self.transport.urls, self._generated(body), strict=True):
+            if isinstance(reply, str):
+                raise self.transport.unusable(url, f"refused to score a text ({reply})")
+            found = [value for value, *_ in reply["meta_info"]["input_token_logprobs"][1:]]
+            scores.append(self.transport.logps(url, found, np.asarray(ids[1:])))
+        return scores
+
+    # Weights
+
+    def load(self, folder: str, version: str) -> None:
+        body = {"model_path": folder, "load_format": "auto", "weight_version": version}
+        doing, within = f"load the weights in {folder}", self.transport.limits.load
+        self.transport.each("POST", "/update_weights_from_disk", body, doing=doing, within=within)
+
+    def versions(self) -> list[str]:
+        return [reply["weight_version"] for reply in self.transport.each("GET", "/model_info")]
+
+
+def _structure(asked: Mapping[str, Any]) -> dict[str, str]:
+    """SGLang's parameter for vLLM's `structured_outputs`.
+
+    Raises:
+        ValueError: SGLang has none.
+    """
+    if absent := [name for name in asked if name not in _STRUCTURES]:
+        raise ValueError(
+            f"structured_outputs in generation_kwargs has {absent}, which SGLang does not have. It has: "
+            f"{', '.join(_STRUCTURES)}."
+        )
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in asked.items()}
+    return {_STRUCTURES[name]: text for name, text in texts.items()}

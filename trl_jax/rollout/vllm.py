@@ -1,0 +1,264 @@
+"""vLLM's endpoints.
+
+Completions come from `/v1/completions`. The images of a prompt are processed by `/v1/chat/completions/render`, and what
+that returns goes to `/inference/v1/generate` with the token ids. Weights are loaded from a folder by the endpoints of
+vLLM's development mode (`Vllm.load`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import numpy as np
+
+from trl_jax.core.text import brief
+from trl_jax.data.checks import token_ids
+from trl_jax.rollout.server import (
+    Limits,
+    Prompt,
+    Requirements,
+    Sampled,
+    SamplingOptions,
+    ServerError,
+    ServerSilent,
+    StaleWeights,
+    Transport,
+    message,
+)
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+
+
+class Vllm:
+    """An `Engine` of vLLM servers."""
+
+    def __init__(self, urls: Sequence[str], needs: Requirements, limits: Limits):
+        self.transport = Transport(urls, limits, "vLLM", self.command)
+        self.takes_adapters = False  # known after `ready`
+        self._needs = needs
+        self._models = [needs.model] * len(urls)  # the names under which they are served
+        self._adapter: str | None = None  # the name of the adapter that was loaded last
+
+    def command(self, url: str) -> str:
+        command = (
+            f"VLLM_SERVER_DEV_MODE=1 vllm serve {self._needs.model} --port {urlsplit(url).port or 80} "
+            "--logprobs-mode processed_logprobs"
+        )
+        if not self.takes_adapters:
+            return command
+        rank = next(rank for rank in _RANKS if rank >= min(self._needs.adapter_rank, _RANKS[-1]))
+        return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {command} --enable-lora --max-lora-rank {rank}"
+
+    # At the start
+
+    def ready(self, cards: Sequence[Mapping[str, Any]]) -> None:
+        transport, needs = self.transport, self._needs
+        for place, (url, card) in enumerate(zip(transport.urls, cards, strict=True)):
+            self._models[place] = card["id"]
+            longest = card.get("max_model_len")
+            if longest is not None and longest < needs.max_tokens:
+                raise ServerError(
+                    f"The vLLM server at {url} has --max-model-len {longest}, but a prompt with its completion may "
+                    f"have {needs.max_tokens} tokens. Start it with: {self.command(url)} --max-model-len "
+                    f"{needs.max_tokens}"
+                )
+        ranks = []
+        for path in ("/server_info?config_format=json", "/weight_info"):
+            for url, reply in zip(transport.urls, transport.each("GET", path, missing_ok=True), strict=True):
+                if reply is None:
+                    raise transport.unusable(
+                        url,
+                        f"has no {path.partition('?')[0]}, which vLLM 0.32 and later have in development mode "
+                        "(VLLM_SERVER_DEV_MODE=1)",
+                    )
+                if path.startswith("/server_info"):
+                    self._check_logprobs_mode(url, reply)
+                    ranks.append((reply["vllm_config"].get("lora_config") or {}).get("max_lora_rank"))
+        self.takes_adapters = needs.adapter_rank is not None and all(ranks)
+        if self.takes_adapters and min(ranks) < needs.adapter_rank:
+            url = transport.urls[ranks.index(min(ranks))]
+            raise transport.unusable(
+                url, f"has --max-lora-rank {min(ranks)}, and the adapter that is trained {needs.adapter_rank}"
+            )
+        probe = {"prompt": [needs.vocab_size - 1], "max_tokens": 1}
+        for url, model, own in zip(transport.urls, self._models, self._probes(probe), strict=True):
+            if isinstance(own, str):
+                raise transport.unusable(
+                    url, f"serves {model!r}, which does not take the token id {needs.vocab_size - 1} ({own})"
+                )
+
+    def _check_logprobs_mode(self, url: str, info: Mapping[str, Any]) -> None:
+        mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+        if self._needs.processed_logps and mode != "processed_logprobs":
+            raise self.transport.unusable(
+                url,
+                f"runs with --logprobs-mode {mode}, whose log-probabilities ignore temperature and filters and bias "
+                "the importance sampling correction (vllm_importance_sampling_correction=False does without it)",
+            )
+
+    def _probes(self, body: dict[str, Any]) -> list[dict[str, Any] | str]:
+        """The servers' replies to the same request, or the text of a refusal."""
+        transport = self.transport
+
+        async def one(client: httpx2.AsyncClient, place: int) -> dict[str, Any] | str:
+            named = body | {"model": self._served(place)}
+            reply = await transport.answer(client, transport.urls[place], "POST", "/v1/completions", named)
+            return reply.json() if reply.status_code == 200 else message(reply)
+
+        async def ask(client: httpx2.AsyncClient) -> list[dict[str, Any] | str]:
+            tasks = [asyncio.create_task(one(client, place)) for place in range(len(transport.urls))]
+            return await transport.watched(client, tasks)
+
+        return transport.run(ask)
+
+    def _served(self, place: int) -> str:
+        """The name of what completes the prompts at a server: the model, or the adapter on it."""
+        return self._models[place] if self._adapter is None else self._adapter
+
+    # Completions
+
+    def parameters(self, options: SamplingOptions) -> dict[str, Any]:
+        parameters = {
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "top_p": 1.0 if options.top_p is None else options.top_p,
+            "top_k": 0 if options.top_k is None else max(options.top_k, 0),
+            "min_p": 0.0 if options.min_p is None else options.min_p,
+            "repetition_penalty": 1.0 if options.repetition_penalty is None else options.repetition_penalty,
+            "stop_token_ids": list(options.ends),
+        }
+        strings = options.others.get("stop_strings")
+        parameters |= {name: value for name, value in options.others.items() if name != "stop_strings"}
+        if strings is not None:
+            parameters |= {"stop": strings, "include_stop_str_in_output": True}
+        if options.never is not None:
+            parameters["logit_bias"] = {**parameters.get("logit_bias", {}), str(options.never): -100.0}
+        return parameters if options.regex is None else parameters | {"structured_outputs": {"regex": options.regex}}
+
+    async def complete(
+        self, client: httpx2.AsyncClient, place: int, prompt: Prompt, parameters: Mapping[str, Any]
+    ) -> Sampled:
+        transport, url = self.transport, self.transport.urls[place]
+        body = dict(parameters) | {
+            "prompt": prompt.ids, "n": prompt.group, "seed": prompt.seed, "logprobs": 0, "return_token_ids": True,
+            "model": self._served(place),
+        }  # fmt: skip
+        if prompt.most is not None:
+            body["max_tokens"] = min(prompt.most, body["max_tokens"])
+        path = "/inference/v1/generate" if prompt.images else "/v1/completions"
+        body = await self._with_images(client, url, body, prompt.images) if prompt.images else body
+        reply = await transport.answer(client, url, "POST", path, body, within=transport.limits.request)
+        if reply.status_code == 404 and self._adapter is not None:
+            raise StaleWeights(f"{url} has no adapter {self._adapter!r}")
+        return self._read(url, transport.accepted(url, reply), prompt.group)
+
+    async def _with_images(
+        self, client: httpx2.AsyncClient, url: str, body: Mapping[str, Any], images: Sequence[str]
+    ) -> dict[str, Any]:
+        """Convert a body of `/v1/completions` with the prompt's images to a body of `/inference/v1/generate`.
+
+        Raises:
+            ServerError: the server cannot process images, or counts their tokens differently.
+        """
+        body = {name: value for name, value in body.items() if name != "return_token_ids"}
+        ids, model = body.pop("prompt"), body.pop("model")
+        parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+        asked = {"model": model, "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        reply = await self.transport.answer(client, url, "POST", "/v1/chat/completions/render", asked)
+        if reply.status_code == 404:
+            raise ServerError(
+                f"The vLLM server at {url} has no /v1/chat/completions/render, which prompts with images need. Start "
+                f"it with: {self.command(url)} --enable-scale-out"
+            )
+        features = dict(self.transport.accepted(url, reply)["features"])
+        places, given = _runs(ids, self._needs.image_token), features["mm_placeholders"]["image"]
+        if [own["length"] for own in places] != [own["length"] for own in given]:
+            raise ServerError(
+                f"The vLLM server at {url} has images of {[own['length'] for own in given]} tokens, and the prompt "
+                f"of {[own['length'] for own in places]}: it processes them otherwise, or this model's images are not "
+                "one run of image tokens each, which is not in this release of trl_jax. Set use_vllm=False."
+            )
+        features["mm_placeholders"] = {**features["mm_placeholders"], "image": places}
+        sampling = body | {"output_kind": 2}  # all completions at once, when the last one has ended
+        return {"model": model, "token_ids": ids, "features": features, "sampling_params": sampling}
+
+    def _read(self, url: str, reply: Mapping[str, Any], group: int) -> Sampled:
+        choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+        if len(choices) != group or any(choice.get("token_ids") is None for choice in choices):
+            raise self.transport.unusable(
+                url, f"returned {brief(reply['choices'])} for {group} completions with their token ids"
+            )
+        completions, logps = [], []
+        for choice in choices:
+            completions.append(token_ids(choice["token_ids"], self._needs.vocab_size, f"A completion of {url}"))
+            found = choice["logprobs"]
+            if "content" in found:  # of /inference/v1/generate
+                found = [of_token["logprob"] for of_token in found["content"]]
+            else:
+                found = found["token_logprobs"]
+            logps.append(self.transport.logps(url, found, completions[-1]))
+        return Sampled(completions, logps, 0.0)
+
+    def score(self, ids: Sequence[int]) -> list[np.ndarray]:
+        body = {"prompt": list(map(int, ids)), "max_tokens": 1, "prompt_logprobs": 0}
+        scores = []
+        for url, reply in zip(self.transport.urls, self._probes(body), strict=True):
+            if isinstance(reply, str):
+                raise self.transport.unusable(url, f"refused to score a text ({reply})")
+            given = reply["choices"][0]["prompt_logprobs"][1:]
+            own = [at[str(int(token))]["logprob"] for at, token in zip(given, ids[1:], strict=True)]
+            scores.append(np.asarray(own, np.float32))
+        return scores
+
+    # Weights
+
+    def load(self, folder: str, version: str) -> None:
+        each = self.transport.each
+        each("POST", "/pause?mode=wait")
+        try:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            doing, within = f"load the weights in {folder}", self.transport.limits.load
+            each("POST", "/collective_rpc", body, doing=doing, within=within)
+            each("POST", "/reset_prefix_cache")
+            each("POST", "/update_weight_version", {"new_version": version})
+        except ServerSilent:
+            raise
+        except ServerError:
+            each("POST", "/resume")
+            raise
+        each("POST", "/resume")
+        self._adapter = None
+
+    def load_adapter(self, folder: str, version: str) -> None:
+        each, before = self.transport.each, self._adapter
+        doing, within = f"load the adapter in {folder}", self.transport.limits.load
+        body = {"lora_name": version, "lora_path": folder}
+        replies = each("POST", "/v1/load_lora_adapter", body, missing_ok=True, doing=doing, within=within)
+        for url, reply in zip(self.transport.urls, replies, strict=True):
+            if reply is None:
+                raise self.transport.unusable(
+                    url, f"could not {doing}: it does not see the folder, or lacks VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                )
+        self._adapter = version
+        if before is not None:
+            each("POST", "/v1/unload_lora_adapter", {"lora_name": before}, missing_ok=True)
+
+    def versions(self) -> list[str]:
+        return [reply["weight_version"] for reply in self.transport.each("GET", "/weight_info")]
+
+
+def _runs(ids: Sequence[int], token: int) -> list[dict[str, int]]:
+    """Where a token stands in a row: the offset and the length of each run."""
+    found: list[dict[str, int]] = []
+    for place, own in enumerate(ids):
+        if own != token:
+            continue
+        if found and found[-1]["offset"] + found[-1]["length"] == place:
+            found[-1]["length"] += 1
+        else:
+            found.append({"offset": place, "length": 1})
+    return found
