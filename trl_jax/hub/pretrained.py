@@ -284,7 +284,7 @@ class Parameter(np.ndarray):
     __iadd__, __isub__, __imul__, __itruediv__ = map(_in_place, ("__iadd__", "__isub__", "__imul__", "__itruediv__"))
 
     def _check_writable(self) -> None:
-        """Raise ValueError unless it is a script's own copy, as from `clone`."""
+        """Raise ValueError unless this is the script's own copy, for example from `clone`."""
         if not self.flags.writeable:
             raise ValueError(
                 f"Cannot write into {self._name or 'a parameter'}: these are a copy of its values, so the model would "
@@ -309,7 +309,7 @@ class Parameter(np.ndarray):
 
 
 def _snapshot(values: Any) -> Parameter:
-    """A copy that a script cannot write into: the model would not change."""
+    """A read-only copy, because writing into it would not change the model."""
     parameter = np.array(values).view(Parameter)
     parameter.flags.writeable = False
     return parameter
@@ -374,7 +374,7 @@ class TransformersModelApi:
     config: Any
     frozen_names: frozenset[str] | set[str] = frozenset()  # parameters, by name, that `train()` does not update
     model_tags: list[str] | None = None
-    was_merged: bool = False  # by `merge_and_unload`: PEFT leaves the parameters of such a model frozen
+    was_merged: bool = False  # by `merge_and_unload`, after which PEFT leaves all parameters frozen
     accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -520,8 +520,8 @@ class TransformersModelApi:
         return "cpu"
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model. A dtype is what its weights are saved in from now on, while they train in float32. A device
-        has no effect, because JAX decides where arrays are.
+        """Return the model. A dtype sets the dtype in which its weights are saved from now on; they still train in
+        float32. A device has no effect, because JAX decides where arrays are.
 
         Raises:
             ValueError: weights are not saved in this dtype.

@@ -368,27 +368,26 @@ _SAMPLES = 4096  # values of each parameter that are compared
 
 
 class TorchOriginal:
-    """A torch model that a script passed. A run computes with a copy of its weights, so this notices when the script
-    changes them later, as in TRL's trainers it may."""
+    """Detects changes that a script makes to the torch model it passed, after the run has copied the weights."""
 
     def __init__(self, model: Any):
         self._model = weakref.ref(model)
         self.mark()
 
     def mark(self) -> None:
-        """Take the model as it is now for what the run has copied."""
+        """Record the current state of the model as the one that the run has copied."""
         model = self._model()
         self._values = {name: _mark(one) for name, one in model.named_parameters()}
         self._flags, self._dtype = _flags(model), _dtype_of(model)
 
     def changed_dtype(self) -> str | None:
-        """The dtype that the script has cast it to since; None if it has not."""
+        """The dtype to which the model was cast since `mark`; None if it was not."""
         model = self._model()
         found = self._dtype if model is None else _dtype_of(model)
         return None if found == self._dtype else found
 
     def changed(self) -> str | None:
-        """The name of a parameter whose values changed since, or that came or went; None if there is none."""
+        """The name of a parameter that was changed, added or removed since `mark`; None if there is none."""
         model = self._model()
         if model is None:
             return None
@@ -398,24 +397,24 @@ class TorchOriginal:
         return next(name for name in [*values, *self._values] if values.get(name) != self._values.get(name))
 
     def same_parameters(self) -> bool:
-        """Whether it has the same parameters as before, in the same shapes."""
+        """Whether the model still has the same parameters with the same shapes."""
         shapes = {name: tuple(one.shape) for name, one in self._model().named_parameters()}
         return shapes == {name: shape for name, (_, shape, *_) in self._values.items()}
 
     def changed_flags(self) -> dict[str, bool]:
-        """`requires_grad` of the parameters for which the script has set another value since."""
+        """The parameters whose `requires_grad` was changed since `mark`, with the new value."""
         model = self._model()
         found = {} if model is None else _flags(model)
         return {name: flag for name, flag in found.items() if self._flags.get(name) != flag}
 
 
 def originals(models: Mapping[str, Any]) -> dict[str, TorchOriginal]:
-    """The torch models among these arguments, by name. They are not kept alive."""
+    """The torch models among these arguments, by name. Only weak references to them are kept."""
     return {name: TorchOriginal(model) for name, model in models.items() if is_torch_model(model)}
 
 
 def check_originals(known: Mapping[str, TorchOriginal]) -> None:
-    """Raise ValueError if a script has changed a torch model whose weights a run has copied for good."""
+    """Raise ValueError if a script has changed one of these torch models, whose weights a run copies only once."""
     for name, original in known.items():
         if parameter := original.changed():
             raise ValueError(
@@ -425,7 +424,7 @@ def check_originals(known: Mapping[str, TorchOriginal]) -> None:
 
 
 def _dtype_of(model: Any) -> str | None:
-    """The dtype of its first parameter in floats."""
+    """The dtype of the model's first floating-point parameter."""
     return next((dtype_name(one.dtype) for one in model.parameters() if one.is_floating_point()), None)
 
 
@@ -434,8 +433,8 @@ def _flags(model: Any) -> dict[str, bool]:
 
 
 def _mark(parameter: Any) -> tuple:
-    """What tells that a parameter was changed in place, through its `data` or as a whole. It is the same on another
-    device and in a larger dtype."""
+    """A fingerprint of a parameter, which changes if it is modified in place, through `data`, or replaced, but not if
+    it is moved to another device or cast to a larger dtype."""
     version = 0 if parameter.is_inference() else parameter._version
     if parameter.is_meta:
         return version, tuple(parameter.shape)
@@ -445,7 +444,7 @@ def _mark(parameter: Any) -> tuple:
 
 
 class _Refresh:
-    """A hook that calls a function before a torch model is read. A copy of the model, or its pickle, has none."""
+    """A hook that calls `refresh` before a torch model is read. Copies and pickles of the model do not have it."""
 
     def __init__(self, refresh: Callable[[], None], *, of_copies: bool):
         self._refresh, self._of_copies = refresh, of_copies
@@ -465,10 +464,10 @@ def _nothing() -> Callable:
 
 @contextmanager
 def refreshed(model: Any, refresh: Callable[[], None], *, of_copies: bool) -> Iterator[None]:
-    """A context in which `refresh` is called before a script computes with the model, generates with it or saves it.
+    """A context in which `refresh` is called before the model computes, generates or is saved.
 
     Args:
-        of_copies: also before it is copied. `refresh` must not add modules then.
+        of_copies: whether to call it before the model is copied, too; `refresh` must not add modules then.
     """
     from transformers import PreTrainedModel
 
@@ -556,7 +555,7 @@ def _tied(base: Any) -> Iterator[str]:
 
 
 def _adapter_layers(model: Any, dropout: bool) -> Iterator[str]:
-    """Layers of a PeftModel's LoRA that compute something else than its config says."""
+    """Descriptions of LoRA layers of a PeftModel that do not match its config."""
     [name] = model.peft_config
     config = model.peft_config[name]
     if config.peft_type != "LORA":

@@ -226,7 +226,7 @@ class BaseTrainer(abc.ABC):
     # Construction, step by step.
 
     def _other_models(self) -> dict[str, Any]:
-        """The models of the arguments that do not train, by the name of the argument."""
+        """The models among the arguments that are not trained, by the name of the argument."""
         own = vars(self)
         rewards = {f"reward_funcs[{index}]": one for index, one in enumerate(own.get("_reward_funcs", ()))}
         return {"ref_model": own.get("_ref_model"), "teacher_model": own.get("_teacher"), **rewards}
@@ -376,7 +376,7 @@ class BaseTrainer(abc.ABC):
         return self.parts.training.train(resume_from_checkpoint)
 
     def _follow_torch_models(self, *, trains: bool = False) -> None:
-        """Notice what a script has changed in torch models that it passed, before a run uses its copies of them."""
+        """Apply or refuse changes that the script made to its torch models since their weights were copied."""
         check_originals(self._originals)
         self.parts.training.follow_torch_model(trains=trains)
 

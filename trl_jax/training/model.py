@@ -183,14 +183,14 @@ def take_over(
     *,
     trains: bool,
 ) -> None:
-    """Take over what a script changed in the torch model since its weights were copied: the dtype that it is saved in,
-    values, and what is frozen.
+    """Apply changes that a script made to the torch model since its weights were copied: values, frozen parameters, and
+    the dtype that it is saved in.
 
     Args:
-        trains: whether the model is about to train. If not, what cannot be taken over only causes a warning.
+        trains: whether the model is about to be trained. If not, changes that cannot be applied only cause a warning.
 
     Raises:
-        ValueError: it has an adapter, or other parameters than before.
+        ValueError: the model has an adapter, or other parameters than before.
     """
     if (dtype := original.changed_dtype()) is not None:
         model.to(dtype)

@@ -73,7 +73,7 @@ class Progress:
     found_batch_size: by auto_find_batch_size.
     fill_last: whether the last micro-batch of an epoch is padded with examples, as in the run that is resumed; None:
         only on several devices.
-    loaded_dataset: the rows of a script's own get_train_dataloader, in the last train(); None without one.
+    loaded_dataset: the rows of a user-defined get_train_dataloader in the last train(); None without one.
     in_train: whether train() is running.
     told: topics of the lines that the run has already printed (`training.logging.tell`).
     interrupts: the signals of the last train().
@@ -245,7 +245,7 @@ class Setup:
 
     @property
     def length(self) -> RunLength:
-        """The length of the run, from its arguments and its training set, or that of a script's own dataloader."""
+        """The length of the run, from its arguments and its training set or user-defined dataloader."""
         args, loaded = self.args, self.progress.loaded_dataset
         rows = self.train_dataset if loaded is None else loaded
         if self.task.online:

@@ -114,8 +114,7 @@ class Training:
                 raise
 
     def follow_torch_model(self, *, trains: bool = False) -> None:
-        """Take over what the script has changed in the torch model that it passed, before the model is used. Not during
-        train(), which only warns of it."""
+        """Apply changes that the script made to the torch model it passed. During train() they only cause a warning."""
         setup = self._setup
         if self._original is not None and not setup.progress.in_train:
             given = setup.model, self._torch_model, self._original, setup.args, setup.sharding_plan
@@ -132,8 +131,8 @@ class Training:
         setup = self._setup
         if name := self._original.changed() or next(iter(self._original.changed_flags()), None):
             logger.warning(
-                "The torch model was changed during training: %s. This has no effect: the weights that train are in "
-                "trainer.model, and what is frozen is decided before train().", name
+                "The torch model was changed during training: %s. This has no effect, because the trained weights are "
+                "in trainer.model, and frozen parameters are determined before train().", name
             )  # fmt: skip
         copy_back_to_torch(setup.model.backend, setup.model.params, setup.model.config, self._torch_model)
         self._original.mark()
@@ -217,8 +216,8 @@ class Training:
         return TrainOutput(setup.state.global_step, train_loss, metrics)
 
     def _batches_of_script(self) -> Any:
-        """What a script's own get_train_dataloader returns; None without one. The run is as long as its rows, which may
-        be others than `train_dataset`."""
+        """The result of a user-defined get_train_dataloader; None without one. Its rows, which may differ from
+        `train_dataset`, decide the length of the run."""
         setup, name = self._setup, "get_train_dataloader"
         if setup.rollout is not None or not (name in setup.overridden or name in self._hooks.set_by_script()):
             return None
