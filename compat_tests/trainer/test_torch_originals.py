@@ -133,6 +133,14 @@ def test_callbacks_that_use_the_torch_model_see_the_weights_of_their_step(folder
     assert len(set(seen[1])) == 4
 
 
+def test_a_torch_model_cannot_become_the_trainers(folder, tmp_path):
+    trainer = make(trl_jax, folder, tmp_path)
+    with pytest.raises(
+        TypeError, match="trainer.model must be a model of trl_jax, got a LlamaForSequenceClassification"
+    ):
+        trainer.model = classifier(folder)
+
+
 def test_a_change_during_training_is_named(folder, tmp_path, caplog):
     class Meddling(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -76,6 +76,11 @@ def _editable(name: str, doc: str) -> property:
         return vars(self._editable)[name]
 
     def write(self: BaseTrainer, value: Any) -> None:
+        if name == "model" and not isinstance(value, PreTrainedModel):
+            raise TypeError(
+                f"trainer.model must be a model of trl_jax, got a {type(value).__name__}. Pass it as model= to a new "
+                "trainer."
+            )
         setattr(self._editable, name, value)
 
     return property(read, write, doc=doc)
