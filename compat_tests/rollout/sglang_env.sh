@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Make an environment with SGLang for the CPU, for the tests that SGLANG=1 runs against a real server:
+# Create a virtual environment with SGLang on the CPU, for the tests against a real server (SGLANG=1):
 #
 #   bash compat_tests/rollout/sglang_env.sh
 #   SGLANG=1 bash compat_tests/run.sh compat_tests/rollout/test_sglang.py
 #
-# SGLANG_VENV=.venv-other chooses the environment's folder, PYTHON=/path/to/python the interpreter.
+# Set SGLANG_VENV=.venv-other for another folder, and PYTHON=/path/to/python for another interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -13,14 +13,14 @@ venv=${SGLANG_VENV:-.venv-sglang}
 echo "== Installing sglang and what it imports on a CPU, 3 GB with torch for the CPU"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" torch==2.13.0 torchvision==0.28.0
-# The dependencies of sglang without kernels for CUDA.
+# The dependencies of sglang, except CUDA kernels.
 "${pip[@]}" aiohttp anthropic "apache-tvm-ffi<0.2" build datasets distro easydict einops fastapi gguf interegular IPython \
     "llguidance>=1.7.6,<2" loguru "mistral_common>=1.11.5" msgspec ninja numpy openai openai-harmony orjson \
     partial_json_parser pillow prometheus-client psutil pybase64 pydantic python-multipart pyzmq regex requests scipy \
     sentencepiece setproctitle soundfile tiktoken transformers==5.19.0 tqdm uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash \
     zstandard
 "${pip[@]}" --no-deps sglang==0.5.23 compressed-tensors==0.18.0
-# sgl_kernel has no build for the CPU in the package index, and what is asked of it here is never called.
+# sgl_kernel has no CPU wheel. The functions that sglang imports from it are never called here, so stubs suffice.
 site=$("$venv/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 mkdir -p "$site/sgl_kernel"
 cat > "$site/sgl_kernel/__init__.py" <<'KERNEL'
@@ -33,7 +33,7 @@ def __getattr__(name):
 
     return absent
 KERNEL
-# Where torch is built for the CPU and torchvision for CUDA, its operators, which texts do not need, cannot be loaded.
+# A torchvision built for CUDA cannot load its operators with a CPU build of torch. Text models do not need them.
 "$venv/bin/python" -c "import torchvision" 2> /dev/null ||
     : | tee "$site/torchvision/_meta_registrations.py" > "$site/torchvision/_autograd_registrations.py"
 "$venv/bin/python" -c "import importlib.metadata as found; print('sglang', found.version('sglang'))"

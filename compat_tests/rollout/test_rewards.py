@@ -1,4 +1,4 @@
-"""Reward functions of every kind: beside TRL's own `_calculate_rewards`, and what is told of bad ones."""
+"""Reward functions of every kind, compared with TRL's `_calculate_rewards`, and the errors for bad ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ALL = [lengths, later, Object(), functools.partial(scaled, factor=0.5), AsyncObj
 
 
 def of_trl(functions, monkeypatch):
-    """TRL's own, of what it reads of a trainer alone."""
+    """TRL's rewards, computed on a stub with the trainer attributes that `_calculate_rewards` reads."""
     from trl import GRPOTrainer
     from trl.trainer import grpo_trainer
 
@@ -103,7 +103,7 @@ def test_rewards_are_trls(monkeypatch):
         "a": [5], "b": [1, 2.0]}  # fmt: skip
     ours.functions = ours.functions[:1]
     ours(ROWS, PROMPTS, COMPLETIONS, IDS)
-    assert ours.metrics() == ours.extra() == {}  # nothing of the call before
+    assert ours.metrics() == ours.extra() == {}  # nothing from the previous call
 
 
 def test_names_are_trls_and_each_is_different():
@@ -152,7 +152,7 @@ def test_the_loop_is_the_same_in_every_call():
         rewards(ROWS, PROMPTS, COMPLETIONS, IDS)
     assert loops[0] is loops[1]
 
-    async def within():  # as in a notebook, whose thread has a loop of its own
+    async def within():  # as in a notebook, whose thread already runs an event loop
         return rewards(ROWS, PROMPTS, COMPLETIONS, IDS)
 
     assert asyncio.run(within()).shape == (4, 1)
@@ -364,7 +364,7 @@ def test_what_is_logged_under_a_name_of_the_trainers_own_is_kept_apart(caplog):
     for _ in range(2):
         rewards(ROWS, PROMPTS, COMPLETIONS, IDS)
     columns = {"step_3": "step", "prompt_2": "prompt", "completion_2": "completion", "advantage_2": "advantage"}
-    columns |= {"step_2_2": "step_2", "note": "note"}  # step_2 has the rewards of the function
+    columns |= {"step_2_2": "step_2", "note": "note"}  # step_2 is the column of the function's rewards
     assert reward_columns(rewards.names) == ["step_2"]
     assert rewards.extra() == {name: [value] * 4 for name, value in sorted(columns.items())}
     assert rewards.metrics() == {"reward_2": 5.0, "kl_2": 5.0, "rewards/step/mean_2": 5.0, "mine": 5.0}
@@ -405,23 +405,23 @@ def test_what_is_passed_is_checked(given, options, kind, text):
 
 
 def by_place(a, b):
-    """As called by position."""
+    """Names its parameters as for calls by position."""
 
 
 def of_completions(completions):
-    """Without **kwargs."""
+    """Has no **kwargs."""
 
 
 def of_answers(completions, answer, **kwargs):
-    """With a column of the dataset."""
+    """Needs a column of the dataset."""
 
 
 def all_by_name(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
-    """With all arguments but columns."""
+    """Names all arguments except dataset columns, without **kwargs."""
 
 
 def of_position(completions, /, **kwargs):
-    """Whose name cannot be used."""
+    """Has a positional-only parameter, which cannot be passed by name."""
 
 
 class Judge:

@@ -1,4 +1,4 @@
-"""The order of prompts beside TRL's sampler, over several epochs and from where a run was cut off."""
+"""The order of prompts is that of TRL's sampler, over several epochs and after resuming at any step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ours(rows, chunk, repeats, **options):
 
 
 def epochs(made, count):
-    """The chunks that are given out, each as many times as it is, of `count` more epochs."""
+    """The chunks of the next `count` epochs, including repeats."""
     for _ in range(count):
         made.next_epoch()
         while made.has_next:

@@ -1,4 +1,4 @@
-"""Log-probabilities that a sampler reports: in the loss, the metrics and the checkpoint, as in TRL."""
+"""The sampler's log-probabilities in the loss, the metrics and the checkpoint, as in TRL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CORRECTED = {
 
 
 class NoEngine:
-    """In the place of TRL's vLLM: completions come from a rollout_func."""
+    """Replaces TRL's vLLM engine: completions come from a rollout_func."""
 
     def __init__(self, **options):
         self.options = options
@@ -38,8 +38,8 @@ class NoEngine:
 
 
 def rollout(prompts, trainer):
-    """Tokens of a fixed order with log-probabilities near those of the tiny model, -log(vocabulary), one of them
-    missing; every third completion is cut off."""
+    """Deterministic random completions; every third is truncated (no EOS token). Their log-probabilities are close to
+    those of the tiny model, -log(vocabulary size), and one is missing."""
     random = np.random.default_rng(len(prompts))
     made = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
     for number, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""What a person sees of a run that writes its own completions: the line beside the bar, and the picture."""
+"""What a user sees of online training: the text beside the progress bar, and the plot."""
 
 from __future__ import annotations
 

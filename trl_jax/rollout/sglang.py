@@ -1,7 +1,7 @@
-"""SGLang's endpoints.
+"""The `Engine` for SGLang servers.
 
-Completions and the scores of texts come from `/generate`. `/update_weights_from_disk` loads weights from a folder: it
-waits for the completions in progress, holds back new ones and empties the prefix cache.
+`/generate` completes prompts and scores texts. `/update_weights_from_disk` loads weights from a folder: it waits for
+running completions, blocks new ones meanwhile, and flushes the prefix cache.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from trl_jax.rollout.server import (
 
 logger = logging.getLogger(__name__)
 
-# The names of generation_kwargs, which are vLLM's -> SGLang's, where they differ.
+# generation_kwargs use vLLM's names. vLLM's name -> SGLang's, where they differ:
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "include_stop_str_in_output": "no_stop_trim"}
 _ABSENT = ("allowed_token_ids", "bad_words")
 _STRUCTURES = {"regex": "regex", "json": "json_schema", "grammar": "ebnf", "structural_tag": "structural_tag"}
 
 
 class Sglang:
-    """An `Engine` of SGLang servers. LoRA adapters are merged before they are loaded."""
+    """An `Engine` of SGLang servers. It does not load LoRA adapters: they must be merged into the checkpoint."""
 
     takes_adapters = False
 
     def __init__(self, urls: Sequence[str], needs: Requirements, limits: Limits):
-        # /health generates a token, which a server cannot do while it loads weights
+        # Not /health: it generates a token, which the server cannot do while it loads weights.
         self.transport = Transport(urls, limits, "SGLang", self.command, alive="/ping")
         self._needs = needs
         self._deterministic, self._most_filtered = False, 0  # known after `ready`
@@ -53,7 +53,7 @@ class Sglang:
         host = "" if is_local(url) else " --host 0.0.0.0"
         return f"sglang serve --model-path {self._needs.model} --port {urlsplit(url).port or 80}{host}"
 
-    # At the start
+    # Startup checks
 
     def ready(self, cards: Sequence[Mapping[str, Any]]) -> None:
         transport, needs = self.transport, self._needs
@@ -82,9 +82,10 @@ class Sglang:
         self._check_logprobs()
 
     def _check_logprobs(self) -> None:
-        """Check the vocabulary and that log-probabilities change with the temperature.
+        """Check the size of the vocabulary, and that log-probabilities depend on the temperature.
 
-        A token id above the vocabulary in a prompt would end the server.
+        The last token id is passed as `token_ids_logprob` because an out-of-vocabulary id in a prompt would crash the
+        server.
         """
         last = self._needs.vocab_size - 1
         asked = {
@@ -104,7 +105,7 @@ class Sglang:
                 )
 
     def _generated(self, body: dict[str, Any]) -> list[Any]:
-        """The servers' replies to the same request, or the text of a refusal."""
+        """POST to `/generate` on every server; returns the JSON replies, or the error message of a refusal."""
         transport = self.transport
 
         async def one(client: httpx2.AsyncClient, url: str) -> Any:
@@ -119,10 +120,10 @@ class Sglang:
     # Completions
 
     def parameters(self, options: SamplingOptions) -> dict[str, Any]:
-        """As in `Engine`.
+        """See `Engine.parameters`. `options.never` is not supported: it is only set for images, which `ready` rejects.
 
         Raises:
-            ValueError: SGLang does not have one of the parameters, or would return log-probabilities that ignore it.
+            ValueError: SGLang lacks one of the parameters, would ignore it in log-probabilities, or would crash on it.
         """
         others = {_NAMES.get(name, name): value for name, value in options.others.items()}
         if absent := [name for name in _ABSENT if name in others]:
@@ -150,7 +151,7 @@ class Sglang:
         return parameters
 
     def _check_filters(self, parameters: Mapping[str, Any]) -> None:
-        """Raise ValueError if log-probabilities would ignore a filter, or a filter would end the server."""
+        """Raise ValueError if log-probabilities would ignore a filter, or if a filter would crash the server."""
         top_k, most = parameters["top_k"], self._most_filtered
         if self._deterministic and parameters["min_p"] > 0:
             raise ValueError(
@@ -177,7 +178,7 @@ class Sglang:
         if prompt.most is not None:
             own["max_new_tokens"] = min(prompt.most, own["max_new_tokens"])
         filtered = self._needs.processed_logps and own["top_k"] > 0
-        body = {  # instead of `n`, whose completions have the same seed
+        body = {  # a batch of copies instead of `n`, which would give all completions the same seed
             "input_ids": [prompt.ids] * prompt.group, "return_logprob": True, "return_sampling_mask": filtered,
             "sampling_params": [own | {"sampling_seed": prompt.seed + number} for number in range(prompt.group)],
         }  # fmt: skip
@@ -191,7 +192,8 @@ class Sglang:
             if info["finish_reason"]["type"] == "abort":
                 raise ServerError(f"The SGLang server at {url} aborted a completion ({brief(info['finish_reason'])}).")
             completions.append(token_ids(one["output_ids"], self._needs.vocab_size, f"A completion of {url}"))
-            # The first ones are of the tokens that are left by the filters, the others of all tokens.
+            # output_token_sampling_logprobs are normalized over the tokens that pass the filters, output_token_logprobs
+            # over the whole vocabulary.
             values = (
                 info["output_token_sampling_logprobs"] if filtered else [at[0] for at in info["output_token_logprobs"]]
             )
@@ -223,10 +225,10 @@ class Sglang:
 
 
 def _structure(asked: Mapping[str, Any]) -> dict[str, str]:
-    """SGLang's parameter for vLLM's `structured_outputs`.
+    """Convert vLLM's `structured_outputs` to SGLang's sampling parameters.
 
     Raises:
-        ValueError: SGLang has none.
+        ValueError: SGLang has no equivalent.
     """
     if absent := [name for name in asked if name not in _STRUCTURES]:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""vLLM's endpoints.
+"""The `Engine` for vLLM servers.
 
-Completions come from `/v1/completions`. The images of a prompt are processed by `/v1/chat/completions/render`, and what
-that returns goes to `/inference/v1/generate` with the token ids. Weights are loaded from a folder by the endpoints of
-vLLM's development mode (`Vllm.load`).
+Text prompts are completed by `/v1/completions`. For prompts with images, `/v1/chat/completions/render` processes the
+images, and the result is sent to `/inference/v1/generate` with the token ids. Weights are loaded from a folder with the
+endpoints of vLLM's development mode (see `Vllm.load`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trl_jax.rollout.server import (
     message,
 )
 
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank accepts
 
 
 class Vllm:
@@ -40,8 +40,8 @@ class Vllm:
         self.transport = Transport(urls, limits, "vLLM", self.command)
         self.takes_adapters = False  # known after `ready`
         self._needs = needs
-        self._models = [needs.model] * len(urls)  # the names under which they are served
-        self._adapter: str | None = None  # the name of the adapter that was loaded last
+        self._models = [needs.model] * len(urls)  # each server's name for the base model
+        self._adapter: str | None = None  # name of the current adapter
 
     def command(self, url: str) -> str:
         command = (
@@ -53,7 +53,7 @@ class Vllm:
         rank = next(rank for rank in _RANKS if rank >= min(self._needs.adapter_rank, _RANKS[-1]))
         return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {command} --enable-lora --max-lora-rank {rank}"
 
-    # At the start
+    # Startup checks
 
     def ready(self, cards: Sequence[Mapping[str, Any]]) -> None:
         transport, needs = self.transport, self._needs
@@ -101,7 +101,7 @@ class Vllm:
             )
 
     def _probes(self, body: dict[str, Any]) -> list[dict[str, Any] | str]:
-        """The servers' replies to the same request, or the text of a refusal."""
+        """Send a completion request to every server; returns the JSON replies, or the error message of a refusal."""
         transport = self.transport
 
         async def one(client: httpx2.AsyncClient, place: int) -> dict[str, Any] | str:
@@ -116,7 +116,7 @@ class Vllm:
         return transport.run(ask)
 
     def _served(self, place: int) -> str:
-        """The name of what completes the prompts at a server: the model, or the adapter on it."""
+        """The `model` of requests to a server: the current adapter's name, or the base model's."""
         return self._models[place] if self._adapter is None else self._adapter
 
     # Completions
@@ -159,10 +159,10 @@ class Vllm:
     async def _with_images(
         self, client: httpx2.AsyncClient, url: str, body: Mapping[str, Any], images: Sequence[str]
     ) -> dict[str, Any]:
-        """Convert a body of `/v1/completions` with the prompt's images to a body of `/inference/v1/generate`.
+        """Convert a request of `/v1/completions` and the prompt's images to a request of `/inference/v1/generate`.
 
         Raises:
-            ServerError: the server cannot process images, or counts their tokens differently.
+            ServerError: the server cannot process images, or the number of tokens per image differs from the prompt's.
         """
         body = {name: value for name, value in body.items() if name != "return_token_ids"}
         ids, model = body.pop("prompt"), body.pop("model")
@@ -183,7 +183,7 @@ class Vllm:
                 "one run of image tokens each, which is not in this release of trl_jax. Set use_vllm=False."
             )
         features["mm_placeholders"] = {**features["mm_placeholders"], "image": places}
-        sampling = body | {"output_kind": 2}  # all completions at once, when the last one has ended
+        sampling = body | {"output_kind": 2}  # FINAL_ONLY: one reply when all completions are finished
         return {"model": model, "token_ids": ids, "features": features, "sampling_params": sampling}
 
     def _read(self, url: str, reply: Mapping[str, Any], group: int) -> Sampled:
@@ -196,7 +196,7 @@ class Vllm:
         for choice in choices:
             completions.append(token_ids(choice["token_ids"], self._needs.vocab_size, f"A completion of {url}"))
             found = choice["logprobs"]
-            if "content" in found:  # of /inference/v1/generate
+            if "content" in found:  # from /inference/v1/generate
                 found = [of_token["logprob"] for of_token in found["content"]]
             else:
                 found = found["token_logprobs"]
@@ -252,7 +252,7 @@ class Vllm:
 
 
 def _runs(ids: Sequence[int], token: int) -> list[dict[str, int]]:
-    """Where a token stands in a row: the offset and the length of each run."""
+    """Offset and length of each run of consecutive occurrences of `token`."""
     found: list[dict[str, int]] = []
     for place, own in enumerate(ids):
         if own != token:

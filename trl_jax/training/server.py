@@ -1,6 +1,6 @@
-"""Online training with vLLM or SGLang servers: they get the policy's weights after each step, and complete the prompts.
+"""Online training with vLLM or SGLang servers: they complete the prompts, and get the new weights after each update.
 
-With several training processes, only the first one talks to the servers. It shares the replies with the others.
+With several training processes, only the first one talks to the servers. It broadcasts the replies to the others.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from trl_jax.training.state import Setup
 _KEPT = 2  # the current version and the previous one, which a server may still be reading
 _MEMORY = Path("/dev/shm")
 _NAME = "trl_jax-weights-"
-_SCORED = 32  # tokens of the text that verifies the loaded weights
-_CLOSE = 0.1  # nats per token; 16-bit computation stays far below
-_ATTEMPTS = 3  # at a generation during which servers are restarted
-_OWNERS = ("vllm", "sglang")  # of models, as /v1/models names them
+_SCORED = 32  # length in tokens of the text that verifies the loaded weights
+_CLOSE = 0.1  # tolerance in nats per token, far above the rounding errors of 16-bit computation
+_ATTEMPTS = 3  # attempts at a generation if servers lose their weights meanwhile
+_OWNERS = ("vllm", "sglang")  # `owned_by` in /v1/models
 
 
 def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers:
-    """Wait until every server answers, and check that it can be used.
+    """Wait until every server is up, detect the engine, and check that the servers meet the run's requirements.
 
     Raises:
-        ServerError: a server does not answer within the timeout, or it serves something else than the run needs, with
-            the command that starts it right.
+        ServerError: a server does not respond within the timeout or is unsuitable, or the engines differ. Unless they
+            differ, the message has the command that starts a suitable server.
     """
 
     def command(url: str) -> str:
@@ -78,7 +78,7 @@ def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers
 
 
 def _engine(owner: str) -> type[Engine]:
-    """The engine whose servers name `owner` as the owner of their models."""
+    """The `Engine` class for an `owned_by` of /v1/models."""
     if owner == "vllm":
         from trl_jax.rollout.vllm import Vllm
 
@@ -90,11 +90,11 @@ def _engine(owner: str) -> type[Engine]:
 
 @dataclass(frozen=True)
 class ServerParts:
-    """The servers of a run, as chosen by its trainer.
+    """A trainer's configuration of generation on servers.
 
-    sampling: parameters of requests.
-    root: the folder for weights.
-    ahead: whether the servers generate while the previous step trains.
+    sampling: the sampling parameters of requests (`Engine.parameters`).
+    root: folder in which the weights are handed over.
+    ahead: whether the servers generate the next completions while a step trains.
     sync_steps: number of steps between two updates of the servers' weights.
     """
 
@@ -106,7 +106,7 @@ class ServerParts:
 
 
 class Completions(NamedTuple):
-    """Like `Sampled`, with the seconds spent on weights, generation and waiting, by the names they are logged under."""
+    """Like `Sampled`. `seconds` maps the logged metrics, such as perf/weight_sync_s, to seconds."""
 
     completions: list[np.ndarray]
     logps: list[np.ndarray]
@@ -114,37 +114,39 @@ class Completions(NamedTuple):
 
 
 class ServerPolicy:
-    """The policy on servers.
+    """Generates with the current policy on servers, and keeps their weights up to date.
 
     Args:
-        stream: the source of each prompt's seed.
+        stream: the random generator of the prompts' seeds.
     """
 
     def __init__(self, setup: Setup, parts: ServerParts, stream: TorchGenerator):
         self._setup, self._servers, self._sampling = setup, parts.servers, parts.sampling
         self._stream, self._sync_steps = stream, parts.sync_steps
-        self._loaded: list[weakref.ref[jax.Array]] = []  # the arrays that the servers have loaded
-        self._loaded_at = 0  # the step at which they were loaded
-        self._has_base = False  # whether the servers have the base model, if they take adapters
+        self._loaded: list[weakref.ref[jax.Array]] = []  # the parameters that the servers have
+        self._loaded_at = 0  # global step at which they were loaded
+        self._has_base = False  # with adapters: whether the servers have the base model
         self._asked: list[Future[Sampled]] = []  # generations that may still be running
         self._folders = WeightFolders(parts.root, self._save)
         weakref.finalize(self, shutil.rmtree, self._folders.folder, ignore_errors=True)
 
     def refresh(self, text: Sequence[int]) -> None:
-        """Load the current weights into the servers, unless they have them or the next update is not due.
+        """Load the current weights into the servers, unless they are up to date or the next sync is not due.
+
+        Waits for running generations first.
 
         Args:
-            text: token ids of a text that the servers and the policy score, to verify that they have the same weights.
+            text: token ids that both the servers and the policy score afterwards, to verify that their weights match.
 
         Raises:
-            ServerError: a server does not load the weights, or its scores differ from the policy's.
+            ServerError: a server fails to load the weights, or its log-probabilities differ from the policy's.
         """
         arrays, step = list(self._setup.model.params.values()), self._setup.state.global_step
         if self._loaded and self._sync_steps > 1 and step // self._sync_steps == self._loaded_at // self._sync_steps:
             return
         if len(arrays) == len(self._loaded) and all(a is b() for a, b in zip(arrays, self._loaded, strict=True)):
             return
-        wait(self._asked)  # running generations need the weights that the servers have now
+        wait(self._asked)  # running generations still use the previous weights
         if self._servers.engine.takes_adapters:
             self._load_adapter()
         else:
@@ -161,16 +163,18 @@ class ServerPolicy:
         most: Sequence[int] | None = None,
         images: Sequence[Sequence[str]] | None = None,
     ) -> Callable[[], Completions]:
-        """Start to complete each prompt `group` times with the current weights.
+        """Sync the weights if due (`refresh`), then start completing each prompt `group` times.
 
         Args:
-            most: maximum number of tokens in each prompt's completions; None uses the parameters of requests.
-            images: of each prompt, as data URLs; None without images.
+            progress: called in a background thread with the numbers of completions and of tokens generated so far.
+            most: maximum number of tokens per completion for each prompt, in addition to the limit in the sampling
+                parameters.
+            images: data URLs for each prompt; None if no prompt has images.
 
         Returns:
-            A function that waits for the completions. If a server lost the weights meanwhile, all prompts are completed
-            again with the then current weights. Raises ServerError if a server refuses, does not answer, or loses its
-            weights repeatedly.
+            A function that waits for the completions. If a server lost its weights meanwhile, it loads the weights that
+            are current by then and has all prompts completed again. It raises ServerError if a server refuses a
+            request, does not respond, or loses its weights repeatedly.
         """
         seeds = self._stream.words(len(prompt_ids)).tolist()
 
@@ -210,7 +214,7 @@ class ServerPolicy:
         self._setup.model.merge_and_unload().save_pretrained(folder)
 
     def _load_adapter(self) -> None:
-        """Load the adapter, and before it the base model if the servers may have another one."""
+        """Load the adapter; load the base model first if the servers may not have it."""
         model = self._setup.model
         if not self._has_base:
             base = self._folders.write(model.get_base_model().save_pretrained)
@@ -240,11 +244,11 @@ class ServerPolicy:
 
 
 def by_first(do: Callable[[], Any]) -> Any:
-    """Call `do` in the first process only, and return its result in all processes.
+    """Call `do` in the first process only, and broadcast its result to all processes.
 
     Raises:
-        StaleWeights: `do` raised it.
-        RuntimeError: in the other processes, if `do` raised something else.
+        StaleWeights: in all processes, if `do` raised it.
+        RuntimeError: in the other processes, if `do` raised anything else.
     """
     if not several():
         return do()
@@ -263,18 +267,18 @@ def by_first(do: Callable[[], Any]) -> Any:
     return value
 
 
-# Folders through which servers get weights
+# Folders in which weights are handed over
 
 
 class WeightFolders:
-    """Versions of a run's weights, in a folder of its own. Each version appears atomically.
+    """Writes numbered versions of a run's weights and keeps the last two. Each appears by an atomic rename.
 
     Args:
         root: parent of the run's folder.
-        save: writes a checkpoint into a new folder. All processes call it together, and the first one writes.
+        save: saves a checkpoint to a new folder. It is called in all processes, and only the first one writes.
 
     Attributes:
-        folder: the run's own, which `close` removes.
+        folder: the run's folder, unique to it.
     """
 
     def __init__(self, root: Path, save: Callable[[Path], None]):
@@ -286,13 +290,13 @@ class WeightFolders:
         self._kept: list[Path] = []
 
     def write(self, save: Callable[[Path], None] | None = None) -> tuple[str, str]:
-        """Save the next version; returns its folder and a name that no other run uses.
+        """Save the next version and return its folder and its label, which is unique across runs.
 
         Args:
-            save: writes something other than the run's weights.
+            save: used instead of the constructor's `save`.
 
         Raises:
-            OSError: the folder cannot be written; the message names the argument to choose another one.
+            OSError: writing failed. All versions are removed, and the message names the argument for another folder.
         """
         number = next(self._numbers)
         place, unfinished = self.folder / f"{number:06d}", self.folder / f"{number:06d}.unfinished"
@@ -316,26 +320,26 @@ class WeightFolders:
         return str(place.resolve()), f"{self._run}/{number}"
 
     def close(self) -> None:
-        """Remove all versions."""
+        """Remove the run's folder with all versions."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._kept.clear()
 
 
 def adapter_rank(model: PreTrainedModel) -> int | None:
-    """The largest rank of an adapter that vLLM computes as PEFT does; None if the model has no such adapter."""
+    """The largest rank of the model's LoRA adapter; None without one, or if vLLM cannot run it unmerged."""
     backend = model.backend
     if not isinstance(backend, LoraBackend):
         return None
     plan, config = backend.plan, backend.config
     changed = plan.full.layers or plan.full.tensors or plan.saved_tables or plan.carried or backend.base.formats
     kinds = config.use_dora or config.lora_bias or config.bias != "none"
-    kinds |= config.init_lora_weights not in (True, False, "gaussian")  # others change the base model
+    kinds |= config.init_lora_weights not in (True, False, "gaussian")  # the others modify the base weights
     matrices = all(one.module.kind in ("linear", "conv1d") and not one.module.experts for one in plan.modules)
     return None if changed or kinds or not matrices else max(one.rank for one in plan.modules)
 
 
 def _remove_orphans(root: Path) -> None:
-    """Remove folders that killed processes of this machine left in shared memory."""
+    """Remove weight folders whose process on this machine no longer exists, such as after a SIGKILL."""
     for folder in root.glob(f"{_NAME}*"):
         process = folder.name.removeprefix(_NAME).partition("-")[0]
         if process.isdigit() and not Path("/proc", process).exists():
@@ -343,5 +347,5 @@ def _remove_orphans(root: Path) -> None:
 
 
 def default_root(output_dir: str) -> Path:
-    """Where weights for a server on this machine go: shared memory, or `output_dir` on systems without /dev/shm."""
+    """The folder for weights if all servers are on this machine: /dev/shm if it is writable, else `output_dir`."""
     return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(output_dir)
