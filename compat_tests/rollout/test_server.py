@@ -117,7 +117,7 @@ def test_replayed_completions_train_as_those_of_this_process(serve, make, tmp_pa
             assert stub.loads == len(seen) == 3 and not stub.paused
             names = [path for path, _ in stub.seen if path not in ("/v1/completions", "/weight_info")]
             cycle = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
-            assert names == ["/v1/models", "/server_info", *3 * cycle]
+            assert names == ["/v1/models", "/server_info", "/resume", *3 * cycle]
         (run,) = (tmp_path / kind).iterdir()
         assert sorted(path.name for path in run.iterdir()) == ["000002", "000003"]
         asked = [body for path, body in stubs[0].seen if "stop_token_ids" in (body or {})]
@@ -438,6 +438,20 @@ def test_arguments_that_servers_do_not_take(serve, make):
 # Units
 
 
+def test_a_server_that_was_left_paused_is_resumed_and_aborted_completions_are_errors(serve, folder):
+    stub, needs = serve(), Requirements(str(folder), 100, 16, True)
+    stub.paused = True
+    servers = connect([stub.url], needs, Limits(30.0))
+    assert not stub.paused and servers.engine.context_length == 512
+    reply = stub._post_completions
+    stub._post_completions = lambda body: (200, {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "abort"}]})
+    with pytest.raises(ServerError, match="aborted a completion"):
+        servers.begin([[1]], {"max_tokens": 1}, group=1, seeds=[0]).result()
+    stub._post_completions, stub._get_models = reply, lambda: {"data": []}
+    with pytest.raises(ServerError, match=r"serves a model of None \(owned_by in /v1/models\)"):
+        connect([stub.url], needs, Limits(30.0))
+
+
 def test_prompts_with_images(serve, folder):
     """A prompt with two images of three tokens each, and one without images."""
     stub, needs = serve(), Requirements(str(folder), 100, 16, True, image_token=5)
@@ -475,6 +489,9 @@ def test_parameters_of_requests():
     assert found["logit_bias"] == {"1": 2.0, "7": -100.0} and "structured_outputs" not in found
     assert server_urls(None, "::1", 8000) == ["http://[::1]:8000"]
     assert server_urls("http://a:1/, https://b", "", 0) == ["http://a:1", "https://b"]
+    for wrong in ("http://[::1", "http://a:99999", "ftp://a", "http://"):
+        with pytest.raises(ValueError, match="vllm_server_base_url must be URLs such as"):
+            server_urls(wrong, "", 0)
     here = ["http://localhost:1", "http://0.0.0.0:1", "http://127.0.0.2", "http://[::1]:1"]
     assert all(map(is_local, here)) and not any(map(is_local, ["http://10.0.0.2", "http://node7:8000"]))
 
@@ -527,7 +544,7 @@ def test_log_probabilities_of_sglang_after_filters(serve, make, folder):
     assert found.logps[0][0] > stub._logps([1, 2], 0.7)[first] + 0.1
     stub.deterministic = False
     for config, text in (({"top_p": 0.9}, "top_p"), ({"min_p": 0.1}, "min_p"), ({"top_k": 5000}, "top_k")):
-        with pytest.raises(ValueError, match=f"take {text} into account only with a top_k of at most 4096"):
+        with pytest.raises(ValueError, match=f"take {text} into account only with a top_k below 4096"):
             make([stub], **config)
     make([stub], kind="RLOO", top_p=0.9)  # RLOO does not use them
     stub.deterministic = True

@@ -152,6 +152,12 @@ def is_local(url: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
+def port_of(url: str) -> int:
+    """The port of a URL, 443 or 80 if it names none."""
+    parts = urlsplit(url)
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
     """The server URLs: split from the comma-separated `base_url` if given, else built from `host` and `port`.
 
@@ -161,13 +167,21 @@ def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
     if base_url is None:
         return [f"http://{f'[{host}]' if ':' in host else host}:{port}"]
     urls = [url.strip().rstrip("/") for url in base_url.split(",") if url.strip()]
-    wrong = [url for url in urls if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname]
+    wrong = [url for url in urls if not _is_http(url)]
     if wrong or not urls:
         raise ValueError(
             f"vllm_server_base_url must be URLs such as 'http://10.0.0.2:8000', separated by commas, got "
             f"{(wrong or [base_url])[0]!r}."
         )
     return urls
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not match, or a port out of range
+        return False
 
 
 def data_url(picture: Any) -> str:
@@ -182,10 +196,12 @@ class Engine(Protocol):
 
     Attributes:
         takes_adapters: whether `load_adapter` may be called. Only valid after `ready`.
+        context_length: the servers' smallest context length in tokens; None if unknown. Only valid after `ready`.
     """
 
     transport: Transport
     takes_adapters: bool
+    context_length: int | None
 
     def __init__(self, urls: Sequence[str], needs: Requirements, limits: Limits): ...
 
@@ -387,6 +403,19 @@ class Transport:
 
         async def ask(client: httpx2.AsyncClient) -> list[Any]:
             return await self.watched(client, [asyncio.create_task(one(client, url)) for url in self.urls])
+
+        return self.run(ask)
+
+    def post_each(self, path: str, bodies: Sequence[Any]) -> list[Any]:
+        """Post a body to each server. Returns their replies as JSON; the text of the refusal where one refuses."""
+
+        async def one(client: httpx2.AsyncClient, url: str, body: Any) -> Any:
+            reply = await self.answer(client, url, "POST", path, body)
+            return reply.json() if reply.status_code == 200 else message(reply)
+
+        async def ask(client: httpx2.AsyncClient) -> list[Any]:
+            servers = zip(self.urls, bodies, strict=True)
+            return await self.watched(client, [asyncio.create_task(one(client, *server)) for server in servers])
 
         return self.run(ask)
 

@@ -6,12 +6,10 @@ running completions, blocks new ones meanwhile, and flushes the prefix cache.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 import numpy as np
@@ -27,7 +25,7 @@ from trl_jax.rollout.server import (
     ServerError,
     Transport,
     is_local,
-    message,
+    port_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,12 +44,12 @@ class Sglang:
     def __init__(self, urls: Sequence[str], needs: Requirements, limits: Limits):
         # Not /health: it generates a token, which the server cannot do while it loads weights.
         self.transport = Transport(urls, limits, "SGLang", self.command, alive="/ping")
-        self._needs = needs
+        self._needs, self.context_length = needs, None
         self._deterministic, self._most_filtered = False, 0  # known after `ready`
 
     def command(self, url: str) -> str:
         host = "" if is_local(url) else " --host 0.0.0.0"
-        return f"sglang serve --model-path {self._needs.model} --port {urlsplit(url).port or 80}{host}"
+        return f"sglang serve --model-path {self._needs.model} --port {port_of(url)}{host}"
 
     # Startup checks
 
@@ -64,6 +62,7 @@ class Sglang:
             )
         for url, card in zip(transport.urls, cards, strict=True):
             longest = card["max_model_len"]
+            self.context_length = min(longest, self.context_length or longest)
             if longest < needs.max_tokens:
                 raise ServerError(
                     f"The SGLang server at {url} has --context-length {longest}, but a prompt with its completion may "
@@ -78,6 +77,11 @@ class Sglang:
                     "has no /server_info like that of SGLang 0.5.23, which trl_jax uses: it is older, or SGLang-JAX",
                 )
         self._deterministic = any(info["enable_deterministic_inference"] for info in infos)
+        if not all(info["enable_deterministic_inference"] for info in infos):
+            logger.warning(
+                "SGLang ignores seeds unless it runs with --enable-deterministic-inference: a repeated run samples "
+                "other completions."
+            )
         self._most_filtered = min(info["sampling_mask_max_tokens"] for info in infos)
         self._check_logprobs()
 
@@ -87,14 +91,16 @@ class Sglang:
         The last token id is passed as `token_ids_logprob` because an out-of-vocabulary id in a prompt would crash the
         server.
         """
-        last = self._needs.vocab_size - 1
+        transport, last = self.transport, self._needs.vocab_size - 1
         asked = {
             "input_ids": [[0], [0]], "return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [last],
             "sampling_params": [{"max_new_tokens": 1, "temperature": temperature} for temperature in (1.0, 2.0)],
         }  # fmt: skip
-        for url, reply in zip(self.transport.urls, self._generated(asked), strict=True):
+        for url, reply in zip(
+            transport.urls, transport.post_each("/generate", [asked] * len(transport.urls)), strict=True
+        ):
             if isinstance(reply, str):
-                raise self.transport.unusable(url, f"does not take the token id {last} ({reply})")
+                raise transport.unusable(url, f"does not take the token id {last} ({reply})")
             names = ("output_top_logprobs", "output_token_ids_logprobs")
             found = np.asarray([[one["meta_info"][name][0][0][0] for name in names] for one in reply], np.float64)
             if self._needs.processed_logps and np.all(np.abs(found[0] - found[1]) < 1e-4):
@@ -103,19 +109,6 @@ class Sglang:
                     "runs with SGLANG_RETURN_ORIGINAL_LOGPROB=1, whose log-probabilities ignore temperature and bias "
                     "the importance sampling correction (vllm_importance_sampling_correction=False does without it)",
                 )
-
-    def _generated(self, body: dict[str, Any]) -> list[Any]:
-        """POST to `/generate` on every server; returns the JSON replies, or the error message of a refusal."""
-        transport = self.transport
-
-        async def one(client: httpx2.AsyncClient, url: str) -> Any:
-            reply = await transport.answer(client, url, "POST", "/generate", body)
-            return reply.json() if reply.status_code == 200 else message(reply)
-
-        async def ask(client: httpx2.AsyncClient) -> list[Any]:
-            return await transport.watched(client, [asyncio.create_task(one(client, url)) for url in transport.urls])
-
-        return transport.run(ask)
 
     # Completions
 
@@ -158,14 +151,14 @@ class Sglang:
                 f"min_p={parameters['min_p']} ends an SGLang server that runs with --enable-deterministic-inference. "
                 "Start it without, or leave min_p out."
             )
-        if not self._needs.processed_logps or 0 < top_k <= most:
+        if not self._needs.processed_logps or 0 < top_k < most:
             return
         filters = {name: parameters[name] for name, off in (("top_p", 1.0), ("min_p", 0.0)) if parameters[name] != off}
         if top_k > 0:
             filters["top_k"] = top_k
         if filters:
             raise ValueError(
-                f"SGLang's log-probabilities take {', '.join(filters)} into account only with a top_k of at most "
+                f"SGLang's log-probabilities take {', '.join(filters)} into account only with a top_k below "
                 f"{most} (--sampling-mask-max-tokens), got {filters}, and bias the importance sampling correction. "
                 "Set such a top_k, or vllm_importance_sampling_correction=False."
             )
@@ -206,9 +199,11 @@ class Sglang:
             "logprob_start_len": 0,
         }  # fmt: skip
         scores = []
-        for url, reply in zip(self.transport.urls, self._generated(body), strict=True):
+        transport = self.transport
+        replies = transport.post_each("/generate", [body] * len(transport.urls))
+        for url, reply in zip(transport.urls, replies, strict=True):
             if isinstance(reply, str):
-                raise self.transport.unusable(url, f"refused to score a text ({reply})")
+                raise transport.unusable(url, f"refused to score a text ({reply})")
             found = [value for value, *_ in reply["meta_info"]["input_token_logprobs"][1:]]
             scores.append(self.transport.logps(url, found, np.asarray(ids[1:])))
         return scores

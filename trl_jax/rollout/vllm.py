@@ -7,10 +7,8 @@ endpoints of vLLM's development mode (see `Vllm.load`).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 import numpy as np
@@ -27,7 +25,7 @@ from trl_jax.rollout.server import (
     ServerSilent,
     StaleWeights,
     Transport,
-    message,
+    port_of,
 )
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank accepts
@@ -38,14 +36,14 @@ class Vllm:
 
     def __init__(self, urls: Sequence[str], needs: Requirements, limits: Limits):
         self.transport = Transport(urls, limits, "vLLM", self.command)
-        self.takes_adapters = False  # known after `ready`
+        self.takes_adapters, self.context_length = False, None  # known after `ready`
         self._needs = needs
         self._models = [needs.model] * len(urls)  # each server's name for the base model
         self._adapter: str | None = None  # name of the current adapter
 
     def command(self, url: str) -> str:
         command = (
-            f"VLLM_SERVER_DEV_MODE=1 vllm serve {self._needs.model} --port {urlsplit(url).port or 80} "
+            f"VLLM_SERVER_DEV_MODE=1 vllm serve {self._needs.model} --port {port_of(url)} "
             "--logprobs-mode processed_logprobs"
         )
         if not self.takes_adapters:
@@ -60,6 +58,7 @@ class Vllm:
         for place, (url, card) in enumerate(zip(transport.urls, cards, strict=True)):
             self._models[place] = card["id"]
             longest = card.get("max_model_len")
+            self.context_length = min(filter(None, (longest, self.context_length)), default=None)
             if longest is not None and longest < needs.max_tokens:
                 raise ServerError(
                     f"The vLLM server at {url} has --max-model-len {longest}, but a prompt with its completion may "
@@ -78,6 +77,7 @@ class Vllm:
                 if path.startswith("/server_info"):
                     self._check_logprobs_mode(url, reply)
                     ranks.append((reply["vllm_config"].get("lora_config") or {}).get("max_lora_rank"))
+        transport.each("POST", "/resume")  # a run that was killed while it loaded weights leaves a server paused
         self.takes_adapters = needs.adapter_rank is not None and all(ranks)
         if self.takes_adapters and min(ranks) < needs.adapter_rank:
             url = transport.urls[ranks.index(min(ranks))]
@@ -85,7 +85,7 @@ class Vllm:
                 url, f"has --max-lora-rank {min(ranks)}, and the adapter that is trained {needs.adapter_rank}"
             )
         probe = {"prompt": [needs.vocab_size - 1], "max_tokens": 1}
-        for url, model, own in zip(transport.urls, self._models, self._probes(probe), strict=True):
+        for url, model, own in zip(transport.urls, self._models, self._completed(probe), strict=True):
             if isinstance(own, str):
                 raise transport.unusable(
                     url, f"serves {model!r}, which does not take the token id {needs.vocab_size - 1} ({own})"
@@ -100,24 +100,14 @@ class Vllm:
                 "the importance sampling correction (vllm_importance_sampling_correction=False does without it)",
             )
 
-    def _probes(self, body: dict[str, Any]) -> list[dict[str, Any] | str]:
-        """Send a completion request to every server; returns the JSON replies, or the error message of a refusal."""
-        transport = self.transport
-
-        async def one(client: httpx2.AsyncClient, place: int) -> dict[str, Any] | str:
-            named = body | {"model": self._served(place)}
-            reply = await transport.answer(client, transport.urls[place], "POST", "/v1/completions", named)
-            return reply.json() if reply.status_code == 200 else message(reply)
-
-        async def ask(client: httpx2.AsyncClient) -> list[dict[str, Any] | str]:
-            tasks = [asyncio.create_task(one(client, place)) for place in range(len(transport.urls))]
-            return await transport.watched(client, tasks)
-
-        return transport.run(ask)
-
     def _served(self, place: int) -> str:
         """The `model` of requests to a server: the current adapter's name, or the base model's."""
         return self._models[place] if self._adapter is None else self._adapter
+
+    def _completed(self, body: Mapping[str, Any]) -> list[dict[str, Any] | str]:
+        """The replies of all servers to a request for completions; the text of the refusal where one refuses."""
+        bodies = [body | {"model": self._served(place)} for place in range(len(self.transport.urls))]
+        return self.transport.post_each("/v1/completions", bodies)
 
     # Completions
 
@@ -174,8 +164,11 @@ class Vllm:
                 f"The vLLM server at {url} has no /v1/chat/completions/render, which prompts with images need. Start "
                 f"it with: {self.command(url)} --enable-scale-out"
             )
-        features = dict(self.transport.accepted(url, reply)["features"])
-        places, given = _runs(ids, self._needs.image_token), features["mm_placeholders"]["image"]
+        features = dict(self.transport.accepted(url, reply)["features"] or {})
+        given = features.get("mm_placeholders", {}).get("image")
+        if given is None:
+            raise self.transport.unusable(url, "found no images in a prompt with images")
+        places = _runs(ids, self._needs.image_token)
         if [own["length"] for own in places] != [own["length"] for own in given]:
             raise ServerError(
                 f"The vLLM server at {url} has images of {[own['length'] for own in given]} tokens, and the prompt "
@@ -194,8 +187,12 @@ class Vllm:
             )
         completions, logps = [], []
         for choice in choices:
+            if choice.get("finish_reason") == "abort":
+                raise ServerError(f"The vLLM server at {url} aborted a completion: another run may have paused it.")
             completions.append(token_ids(choice["token_ids"], self._needs.vocab_size, f"A completion of {url}"))
             found = choice["logprobs"]
+            if found is None:
+                raise self.transport.unusable(url, "returned a completion without log-probabilities")
             if "content" in found:  # from /inference/v1/generate
                 found = [of_token["logprob"] for of_token in found["content"]]
             else:
@@ -206,7 +203,7 @@ class Vllm:
     def score(self, ids: Sequence[int]) -> list[np.ndarray]:
         body = {"prompt": list(map(int, ids)), "max_tokens": 1, "prompt_logprobs": 0}
         scores = []
-        for url, reply in zip(self.transport.urls, self._probes(body), strict=True):
+        for url, reply in zip(self.transport.urls, self._completed(body), strict=True):
             if isinstance(reply, str):
                 raise self.transport.unusable(url, f"refused to score a text ({reply})")
             given = reply["choices"][0]["prompt_logprobs"][1:]
@@ -217,9 +214,9 @@ class Vllm:
     # Weights
 
     def load(self, folder: str, version: str) -> None:
-        each = self.transport.each
-        each("POST", "/pause?mode=wait")
+        each, adapter = self.transport.each, self._adapter
         try:
+            each("POST", "/pause?mode=wait")
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
             doing, within = f"load the weights in {folder}", self.transport.limits.load
             each("POST", "/collective_rpc", body, doing=doing, within=within)
@@ -231,6 +228,8 @@ class Vllm:
             each("POST", "/resume")
             raise
         each("POST", "/resume")
+        if adapter is not None:
+            each("POST", "/v1/unload_lora_adapter", {"lora_name": adapter}, missing_ok=True)
         self._adapter = None
 
     def load_adapter(self, folder: str, version: str) -> None:

@@ -368,18 +368,23 @@ class RolloutTrainer(BaseTrainer):
                 "machines have under the same path. The weights are handed over in it."
             )
         root = default_root(args.output_dir) if args.vllm_weights_dir is None else Path(args.vllm_weights_dir)
+        others = as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {}
+        others = {name: value for name, value in others.items() if value is not None}
         needs = Requirements(
-            model.name_or_path, run.vocab_size, args.max_completion_length + (args.max_prompt_length or 1),
-            "sampling_logps" in run.task.logps, None if run.encoder is None else run.encoder.image_token_id,
-            adapter_rank(model) if run.encoder is None else None,
-        )  # fmt: skip
+            model=model.name_or_path,
+            vocab_size=run.vocab_size,
+            max_tokens=others.get("max_tokens", args.max_completion_length) + (args.max_prompt_length or 1),
+            processed_logps="sampling_logps" in run.task.logps,
+            image_token=None if run.encoder is None else run.encoder.image_token_id,
+            adapter_rank=adapter_rank(model) if run.encoder is None else None,
+        )
         servers = by_first(lambda: connect(urls, needs, self._limits()))
         options = SamplingOptions(
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
             min_p=args.min_p, repetition_penalty=args.repetition_penalty,
             ends=eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
             never=needs.image_token,  # in a completion it would stand for an image that is not there
-            others=as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {},
+            others=others,
         )  # fmt: skip
         sampling = servers.engine.parameters(options)
         ahead = self._generates_ahead()

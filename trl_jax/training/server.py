@@ -6,6 +6,7 @@ With several training processes, only the first one talks to the servers. It bro
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import secrets
 import shutil
@@ -62,8 +63,8 @@ def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers
     unknown = Transport(urls, limits, "vLLM or SGLang", command)
     unknown.each("GET", "/health")
     models = [reply["data"] for reply in unknown.each("GET", "/v1/models")]
-    cards = [next(card for card in own if card.get("parent") is None) for own in models]
-    owners = [card["owned_by"] for card in cards]
+    cards = [next((card for card in own if card.get("parent") is None), {}) for own in models]
+    owners = [card.get("owned_by") for card in cards]
     for url, owner in zip(urls, owners, strict=True):
         if owner not in _OWNERS:
             raise unknown.unusable(url, f"serves a model of {owner!r} (owned_by in /v1/models)")
@@ -225,7 +226,9 @@ class ServerPolicy:
 
     def _prove(self, text: Sequence[int]) -> None:
         setup = self._setup
-        length = min(_SCORED, setup.model.max_positions or _SCORED)
+        # The servers generate one token after the text.
+        room = min(filter(None, (setup.model.max_positions, self._servers.engine.context_length)), default=math.inf) - 1
+        length = int(min(_SCORED, max(room, 2)))
         image = None if setup.encoder is None else setup.encoder.image_token_id
         text = [token for token in text if token != image]
         ids = np.resize(np.asarray(text, np.int32), length)
@@ -301,8 +304,7 @@ class WeightFolders:
         number = next(self._numbers)
         place, unfinished = self.folder / f"{number:06d}", self.folder / f"{number:06d}.unfinished"
         try:
-            if is_first():
-                unfinished.mkdir(parents=True)
+            by_first(lambda: unfinished.mkdir(parents=True))
             (save or self._save)(unfinished)
             if is_first():
                 os.replace(unfinished, place)
@@ -316,7 +318,7 @@ class WeightFolders:
                 str(place),
             ) from error
         while len(self._kept) > _KEPT:
-            shutil.rmtree(self._kept.pop(0))
+            shutil.rmtree(self._kept.pop(0), ignore_errors=True)
         return str(place.resolve()), f"{self._run}/{number}"
 
     def close(self) -> None:
