@@ -247,7 +247,7 @@ def test_what_belongs_to_another_user_is_not_taken(whose, tmp_path):
 def test_a_folder_that_cannot_be_made_costs_the_cache_alone(tmp_path):
     (tmp_path / "file").write_text("")
     told, places = compiled(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))
-    assert places == set() and f"Compiled programs are not kept: {tmp_path / 'file'} is no folder." in told
+    assert places == set() and f"Compiled programs are not kept: {tmp_path / 'file'} is not a directory." in told
 
 
 def test_a_buckets_address_is_left_to_jax(monkeypatch):

@@ -228,7 +228,7 @@ def test_nothing_forks_beside_jax(kind, make, recwarn, caplog, monkeypatch):
     again.evaluate(rows)
     again.evaluate(rows)
     assert not [warned for warned in recwarn if "os.fork()" in str(warned.message)]
-    assert caplog.text.count("dataset_num_proc=2: eval_dataset is tokenized in this process alone") == 1
+    assert caplog.text.count("dataset_num_proc=2: eval_dataset is tokenized in this process only") == 1
 
 
 def test_rows_are_packed_apart_by_dataset_num_proc_beside_jax(make):

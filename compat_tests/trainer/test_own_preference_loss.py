@@ -164,7 +164,7 @@ def test_what_a_loss_of_preferences_cannot_do_is_said(checkpoint, tmp_path):
             lambda self, model, inputs: DPOTrainer._compute_loss(self, model, inputs | changed, False),
             "another ref_chosen",
         ),
-        (lambda self, model, inputs: float(log_probs(model, inputs)[0].sum()), r"appended to self\._metrics"),
+        (lambda self, model, inputs: float(log_probs(model, inputs)[0].sum()), r"append the array to self\._metrics"),
     ):
         Own.chosen = chosen
         with pytest.raises(TypeError, match=words):

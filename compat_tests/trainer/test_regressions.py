@@ -67,7 +67,7 @@ def test_an_older_run_in_the_folder_never_costs_the_new_checkpoint(folder, tmp_p
 
 def test_a_stream_of_nothing_but_long_rows_is_an_error(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, train=stream(8), config={"max_steps": 2, "max_length": 1})
-    with pytest.raises(ValueError, match="gave no batch.*max_length"):
+    with pytest.raises(ValueError, match="yielded no batch.*max_length"):
         trainer.train()
 
 
@@ -89,7 +89,7 @@ def test_evaluating_at_the_start_needs_a_set(folder, tmp_path):
 
 def test_an_unknown_evaluation_set(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, eval_dataset={"easy": table(4)})
-    with pytest.raises(ValueError, match="no evaluation set 'hard': the trainer was given easy"):
+    with pytest.raises(ValueError, match="no evaluation set 'hard': the trainer's eval_dataset has easy"):
         trainer.evaluate("hard")
 
 

@@ -89,7 +89,7 @@ def test_a_prefix(trainer, trls, folder):
 
 
 def test_a_name_that_is_none_of_the_sets(trainer):
-    with pytest.raises(ValueError, match="no evaluation set 'c': the trainer was given a, b."):
+    with pytest.raises(ValueError, match="no evaluation set 'c': the trainer's eval_dataset has a, b."):
         trainer.evaluate("c")
 
 
