@@ -383,3 +383,13 @@ def test_where_tokens_after_a_resume_and_a_prefix_differ_from_trl(folder, tmp_pa
     assert tokens[trl][:2] == tokens[trl_jax][:2]
     assert tokens[trl_jax][2:] == [tokens[trl][1] + more for more in tokens[trl][2:]]
     assert names == {trl: {"eval_accuracy"}, trl_jax: {"test_accuracy"}}
+
+
+def test_a_scripts_own_dataloader_of_a_stream(folder, tmp_path):
+    class Own(trl_jax.RewardTrainer):
+        def get_train_dataloader(self):
+            return super().get_train_dataloader()
+
+    args = make(trl_jax, folder, tmp_path, config={"max_steps": 2}).args
+    trainer = Own(str(folder), args, train_dataset=table(16).to_iterable_dataset())
+    assert trainer.train().global_step == 2

@@ -248,3 +248,27 @@ def test_a_merged_model_trains_further_and_says_so(causal, tmp_path, caplog):
     adapted = sft(str(causal), causal, tmp_path, peft_config=trl_jax.LoraConfig(r=2))
     sft(adapted.model.merge_and_unload(), causal, tmp_path)
     assert "model comes from merge_and_unload, after which PEFT leaves all parameters frozen" in caplog.text
+
+
+def test_a_layer_frozen_before_an_evaluation_stays_frozen(folder, tmp_path):
+    model = classifier(folder)
+    trainer = make(trl_jax, model, tmp_path, processing_class=words(folder), config={"max_steps": 1})
+    before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    frozen(model)
+    trainer.evaluate(table(4))
+    trainer.train()
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
+
+
+def test_a_changed_reference_only_warns_in_an_evaluation(causal, tmp_path, caplog):
+    reference, rows = causal_model(causal), Dataset.from_list(preference_rows(8, "prompt"))
+    args = trl_jax.DPOConfig(str(tmp_path), **BASE | {"max_steps": 1})
+    made = trl_jax.DPOTrainer(str(causal), reference, args, train_dataset=rows, eval_dataset=rows)
+    reference.half()
+    made.evaluate()
+    assert "was changed" not in caplog.text
+    scaled(reference.float())
+    made.evaluate()
+    assert "ref_model: its " in caplog.text and "was changed after the trainer was made" in caplog.text
+    with pytest.raises(ValueError, match="ref_model: its .* was changed after the trainer was made"):
+        made.train()

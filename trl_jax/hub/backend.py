@@ -97,6 +97,8 @@ class Backend(abc.ABC):
         Raises:
             ValueError: it cannot save in this dtype.
         """
+        if set(self.dtypes.values()) == {dtype}:
+            return
         raise ValueError(
             f"model.to({dtype}): the {self.name} backend saves weights in the dtype of their checkpoint. Load it with "
             f'model_init_kwargs={{"dtype": {dtype!r}}}.'

@@ -244,7 +244,11 @@ class Parameter(np.ndarray):
     def detach(self) -> Parameter:
         return self
 
-    cpu = float = detach
+    def cpu(self) -> Parameter:
+        """A copy, into which a script may write."""
+        return self.copy()
+
+    float = cpu
 
     @property
     def data(self) -> Parameter:
@@ -265,8 +269,8 @@ class Parameter(np.ndarray):
             )
 
     def to(self, *args: Any, **kwargs: Any) -> Parameter:
-        """No-op: JAX chooses the device, and training the dtype."""
-        return self
+        """A copy, into which a script may write. The dtype stays that of training, and JAX chooses the device."""
+        return self.copy()
 
     def is_floating_point(self) -> bool:
         return np.issubdtype(self.dtype, np.floating) or self.dtype.name.startswith(("bfloat", "float"))

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import logging
+import re
 import sys
 import tempfile
 import weakref
@@ -15,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -264,8 +265,10 @@ def check_adapter_flags(model: Any, trained: Mapping[str, bool]) -> None:
     Raises:
         ValueError: a script has set the flag of some parameters by hand.
     """
-    flags = {name: flag for name, flag in _flags(model).items() if name in trained}
-    if not any(flags.values()):
+    [adapter] = model.peft_config
+    named = {re.sub(rf"\.{re.escape(adapter)}(?=\.|$)", ".default", name): flag for name, flag in _flags(model).items()}
+    flags = {name: flag for name, flag in named.items() if name in trained}
+    if not any(flag for name, flag in flags.items() if ".default" in name):
         logger.warning(
             "The adapter of model was loaded without is_trainable=True, so TRL would train nothing. It is trained here."
         )
@@ -374,11 +377,14 @@ class TorchOriginal:
         self._model = weakref.ref(model)
         self.mark()
 
-    def mark(self) -> None:
-        """Record the current state of the model as the one that the run has copied."""
+    def mark(self, *, flags: bool = True) -> None:
+        """Record the current values of the model, and if `flags` its `requires_grad`, as those that the run has."""
         model = self._model()
-        self._values = {name: _mark(one) for name, one in model.named_parameters()}
-        self._flags, self._dtype = _flags(model), _dtype_of(model)
+        if model is None:
+            return
+        self._values, self._dtype = {name: _mark(one) for name, one in model.named_parameters()}, _dtype_of(model)
+        if flags:
+            self._flags = _flags(model)
 
     def changed_dtype(self) -> str | None:
         """The dtype to which the model was cast since `mark`; None if it was not."""
@@ -386,20 +392,27 @@ class TorchOriginal:
         found = self._dtype if model is None else _dtype_of(model)
         return None if found == self._dtype else found
 
-    def changed(self) -> str | None:
-        """The name of a parameter that was changed, added or removed since `mark`; None if there is none."""
+    def changed(self, *, ignore_casts: bool = False) -> str | None:
+        """The name of a parameter that was changed, added or removed since `mark`; None if there is none.
+
+        Args:
+            ignore_casts: whether a parameter of another dtype than before counts as unchanged.
+        """
         model = self._model()
         if model is None:
             return None
         values = {name: _mark(one) for name, one in model.named_parameters()}
-        if values == self._values:
-            return None
-        return next(name for name in [*values, *self._values] if values.get(name) != self._values.get(name))
+        for name in [*values, *self._values]:
+            now, before = values.get(name), self._values.get(name)
+            cast = None not in (now, before) and now.dtype != before.dtype
+            if now != before and not (cast and ignore_casts):
+                return name
+        return None
 
     def same_parameters(self) -> bool:
         """Whether the model still has the same parameters with the same shapes."""
         shapes = {name: tuple(one.shape) for name, one in self._model().named_parameters()}
-        return shapes == {name: shape for name, (_, shape, *_) in self._values.items()}
+        return shapes == {name: mark.shape for name, mark in self._values.items()}
 
     def changed_flags(self) -> dict[str, bool]:
         """The parameters whose `requires_grad` was changed since `mark`, with the new value."""
@@ -408,19 +421,36 @@ class TorchOriginal:
         return {name: flag for name, flag in found.items() if self._flags.get(name) != flag}
 
 
-def originals(models: Mapping[str, Any]) -> dict[str, TorchOriginal]:
-    """The torch models among these arguments, by name. Only weak references to them are kept."""
-    return {name: TorchOriginal(model) for name, model in models.items() if is_torch_model(model)}
+def originals(models: Mapping[str, Any], policy: Any) -> dict[str, TorchOriginal]:
+    """The torch models among these arguments, by name. Only weak references to them are kept.
+
+    Args:
+        policy: the torch model that is trained, if it is one. Models that share parameters with it are left out.
+    """
+    trained = {id(one) for one in policy.parameters()} if is_torch_model(policy) else set()
+    found = {name: model for name, model in models.items() if is_torch_model(model)}
+    apart = {name: model for name, model in found.items() if trained.isdisjoint(map(id, model.parameters()))}
+    return {name: TorchOriginal(model) for name, model in apart.items()}
 
 
-def check_originals(known: Mapping[str, TorchOriginal]) -> None:
-    """Raise ValueError if a script has changed one of these torch models, whose weights a run copies only once."""
+def check_originals(known: Mapping[str, TorchOriginal], *, trains: bool) -> None:
+    """Notice changes that a script made to these torch models, whose weights a run copies only once. A cast is none.
+
+    Args:
+        trains: whether the run is about to train. If not, changes only cause a warning.
+
+    Raises:
+        ValueError: one was changed.
+    """
     for name, original in known.items():
-        if parameter := original.changed():
-            raise ValueError(
-                f"{name}: its {parameter} was changed after the trainer was made. This would have no effect, because "
-                "the trainer has a copy of its weights. Change it before the trainer is made, or make a new trainer."
+        if parameter := original.changed(ignore_casts=True):
+            told = (
+                f"{name}: its {parameter} was changed after the trainer was made. This has no effect, because the "
+                "trainer has a copy of its weights. Change it before the trainer is made, or make a new trainer."
             )
+            if trains:
+                raise ValueError(told)
+            logger.warning(told)
 
 
 def _dtype_of(model: Any) -> str | None:
@@ -432,15 +462,23 @@ def _flags(model: Any) -> dict[str, bool]:
     return {name: one.requires_grad for name, one in model.named_parameters()}
 
 
-def _mark(parameter: Any) -> tuple:
+class _Mark(NamedTuple):
     """A fingerprint of a parameter, which changes if it is modified in place, through `data`, or replaced, but not if
-    it is moved to another device or cast to a larger dtype."""
-    version = 0 if parameter.is_inference() else parameter._version
-    if parameter.is_meta:
-        return version, tuple(parameter.shape)
-    values = parameter.detach().reshape(-1)
-    total = values[:: max(1, len(values) // _SAMPLES)].double().sum().item()
-    return version, tuple(parameter.shape), total.hex()
+    it is moved to another device."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    version: int
+    total: str
+
+
+def _mark(parameter: Any) -> _Mark:
+    version, total = 0 if parameter.is_inference() else parameter._version, ""
+    if not parameter.is_meta:
+        values = parameter.detach().reshape(-1)
+        # On the CPU, because devices add in another order, and Apple's have no float64.
+        total = values[:: max(1, len(values) // _SAMPLES)].cpu().double().sum().item().hex()
+    return _Mark(tuple(parameter.shape), str(parameter.dtype), version, total)
 
 
 class _Refresh:
@@ -455,11 +493,15 @@ class _Refresh:
     def __reduce__(self) -> tuple:
         if self._of_copies:
             self._refresh()  # copy.deepcopy takes a module's hooks first, then its submodules with their parameters
-        return _nothing, ()
+        return _no_hook, ()
 
 
-def _nothing() -> Callable:
-    return lambda *_: None
+def _no_hook() -> Callable:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """The hook of a copy."""
 
 
 @contextmanager

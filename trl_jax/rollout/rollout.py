@@ -194,7 +194,7 @@ class RolloutSteps:
         """Generate completions for these prompts and shuffle them within each rank."""
         rows = self._read(prompts)
         with self.at_iterates():
-            written = self._written(rows) if self.ahead else None
+            written = self._written(prompts, rows) if self.ahead else None
             experience = self.rollout.make(rows, self.cycle.group, "train", written)
         size = len(rows) // len(self.streams)
         order = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
@@ -203,12 +203,12 @@ class RolloutSteps:
     def _read(self, prompts: Sequence[Any]) -> list[Row]:
         return [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
 
-    def _written(self, rows: Sequence[Row]) -> Written:
+    def _written(self, prompts: Sequence[Any], rows: Sequence[Row]) -> Written:
         """Wait for the completions of these rows, which were started before the steps of the previous generation, or
         start them now if there was none. Then start those of the next generation."""
         group = self.cycle.group
         begun, self._next = self._next, None
-        if begun is None:
+        if begun is None or not begun.is_for(prompts):  # a callback may have ended the epoch
             begun = Begun(self.rollout.begin_ahead(rows, group), self.num_steps)
         written = begun.wait()
         staleness = self.num_steps // self.sync_steps - begun.step // self.sync_steps
@@ -216,7 +216,7 @@ class RolloutSteps:
         still = self.num_micro_batches + self.cycle.repeats < self.num_steps_of_run() * self.cycle.accumulation
         following = self.sampler.following() if still else None
         if following is not None:
-            self._next = Begun(self.rollout.begin_ahead(self._read(following), group), self.num_steps)
+            self._next = Begun(self.rollout.begin_ahead(self._read(following), group), self.num_steps, following)
         return written
 
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -322,10 +322,18 @@ class Begun:
 
     wait: waits for them.
     step: the number of steps taken before they were started.
+    prompts: the chunk of prompts, as the sampler returned it; None for the current one.
     """
 
     wait: Callable[[], Written]
     step: int
+    prompts: Sequence[Any] | None = None
+
+    def is_for(self, prompts: Sequence[Any]) -> bool:
+        """Whether these are the completions of `prompts`."""
+        if self.prompts is None or self.prompts is prompts:
+            return True
+        return isinstance(prompts, np.ndarray) and np.array_equal(prompts, self.prompts)
 
     def ended(self) -> Begun | None:
         """Wait for the completions and return self; None if the servers failed, in which case a later `wait` raises."""

@@ -226,7 +226,7 @@ class BaseTrainer(abc.ABC):
             self._setup, spec.hooks, self._publisher,
             lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model,
         )  # fmt: skip
-        self._originals = originals(self._other_models())
+        self._originals = originals(self._other_models(), torch_model)
 
     # Construction, step by step.
 
@@ -382,7 +382,8 @@ class BaseTrainer(abc.ABC):
 
     def _follow_torch_models(self, *, trains: bool = False) -> None:
         """Apply or refuse changes that the script made to its torch models since their weights were copied."""
-        check_originals(self._originals)
+        if not self._setup.progress.in_train:
+            check_originals(self._originals, trains=trains)
         self.parts.training.follow_torch_model(trains=trains)
 
     @property

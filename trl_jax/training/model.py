@@ -168,7 +168,7 @@ def from_torch(
         if head == "lm":
             model.generation_config = torch_model.generation_config
     if frozen := frozen_names(torch_model):
-        _freeze(model, frozen)
+        _set_trainable(model, frozen, False)
     if trains and is_adapted(torch_model) and not model.backend.virtual.count:
         check_adapter_flags(torch_model, {name: model.is_trained(name) for name in model.names()})
     return model
@@ -193,15 +193,18 @@ def take_over(
         ValueError: the model has an adapter, or other parameters than before.
     """
     if (dtype := original.changed_dtype()) is not None:
-        model.to(dtype)
-    name, flags = original.changed(), original.changed_flags() if trains else {}
-    if dtype is not None and isinstance(model.backend, AdaptedBackend):
-        original.mark()  # casting has rounded the values
-        return
-    if name is None and not flags:
-        original.mark()
-        return
+        try:
+            model.to(dtype)
+        except ValueError as error:
+            if trains:
+                raise
+            logger.warning("The torch model was cast: %s", error)
     adapted, found = isinstance(model.backend, AdaptedBackend), None
+    name = original.changed(ignore_casts=adapted)  # the base model keeps its values, without the cast's rounding
+    flags = original.changed_flags() if trains else {}
+    if name is None and not flags:
+        original.mark(flags=trains)
+        return
     if name is not None and not adapted and original.same_parameters():
         images = any(path.startswith("vision.") for path in model.arrays)
         found = from_torch(torch_model, args, model.backend.head, images=images).params
@@ -213,22 +216,23 @@ def take_over(
         if trains:
             raise ValueError(told)
         logger.warning(told)
+        return  # a later train() refuses the change
     if found is not None:
         model.params = found if plan is None else plan.placed(found)
     for trainable in (False, True):
-        changed = _computed(model, [one for one, flag in flags.items() if flag is trainable])
-        model.set_trainable(*changed, trainable=trainable)
-    original.mark()
+        _set_trainable(model, [one for one, flag in flags.items() if flag is trainable], trainable)
+    original.mark(flags=trains)
 
 
-def _freeze(model: PreTrainedModel, names: list[str]) -> None:
+def _set_trainable(model: PreTrainedModel, names: list[str], trainable: bool) -> None:
+    """Set `requires_grad` of parameters by their names in the torch model."""
     names = _computed(model, names)
     if unknown := sorted(set(names) - set(model.names())):
         raise ValueError(
-            f"model: {unknown[0]} has requires_grad=False, but trl_jax has no parameter of this name. Pass the "
+            f"model: {unknown[0]} has requires_grad={trainable}, but trl_jax has no parameter of this name. Pass the "
             "checkpoint's folder, and set the flag on trainer.model's parameters."
         )
-    model.set_trainable(*names, trainable=False)
+    model.set_trainable(*names, trainable=trainable)
 
 
 def _computed(model: PreTrainedModel, names: list[str]) -> list[str]:

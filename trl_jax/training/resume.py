@@ -87,10 +87,10 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
     reached = point.state.global_step >= length.max_steps
     if saved is not None:
         counts_rows = setup.rollout is None and not args.restarts_epoch
-        _check_place(saved, setup.train_dataset, point.state.global_step, counts_rows=counts_rows)
+        _check_place(saved, setup.train_rows, point.state.global_step, counts_rows=counts_rows)
         _check_frozen(saved, checkpointer.frozen_digests())
         if not (reached or args.restarts_epoch):
-            _check_order(saved, order_of(args, setup.train_dataset, setup.step_examples))
+            _check_order(saved, order_of(args, setup.train_rows, setup.step_examples))
     params = weights_of(setup.model, folder, args.seed, setup.sharding_plan)
     if saved is None:
         params, state, progress = _of_transformers(setup, point, params, tx)
@@ -163,7 +163,7 @@ def _of_transformers(setup: Setup, point: ResumePoint, params: dict, tx: Any) ->
     if setup.rollout is not None:
         steps, only = setup.rollout, point.model_only
         return params, state, rollout_progress(point.folder, point.state, steps, setup.step_examples, model_only=only)
-    steps = len(loader(setup, setup.train_dataset, training=True)) if isinstance(setup.train_dataset, Dataset) else None
+    steps = len(loader(setup, setup.train_rows, training=True)) if isinstance(setup.train_rows, Dataset) else None
     return params, state, loop_progress(point.state, steps, setup.step_examples)
 
 
@@ -434,7 +434,7 @@ class Checkpointer:
         fill_last = setup.shards > 1 if setup.progress.fill_last is None else setup.progress.fill_last
         facts = {"tokens_seen": setup.progress.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
         facts |= {"shards": setup.shards, "step_examples": setup.step_examples, "fills": fill_last}
-        order = order_of(setup.args, setup.train_dataset, setup.step_examples)
+        order = order_of(setup.args, setup.train_rows, setup.step_examples)
         facts |= {"order": order, "rollout": rollout, "frozen": self.frozen_digests()}
         text, steps = progress_json(progress, facts), list(progress.unreported)
 

@@ -250,18 +250,18 @@ def by_first(do: Callable[[], Any]) -> Any:
     """Call `do` in the first process only, and broadcast its result to all processes.
 
     Raises:
-        StaleWeights: in all processes, if `do` raised it.
+        StaleWeights, ServerError: in all processes, if `do` raised it.
         RuntimeError: in the other processes, if `do` raised anything else.
     """
     if not several():
         return do()
 
-    def attempted() -> tuple[Any, StaleWeights | None] | None:
+    def attempted() -> tuple[Any, StaleWeights | ServerError | None] | None:
         if not is_first():
             return None
         try:
             return do(), None
-        except StaleWeights as error:
+        except (StaleWeights, ServerError) as error:
             return None, error
 
     value, error = of_each_process(attempted)[0]

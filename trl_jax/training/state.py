@@ -244,10 +244,15 @@ class Setup:
         return self.micro_batch_examples * self.args.gradient_accumulation_steps
 
     @property
+    def train_rows(self) -> Dataset | IterableDataset:
+        """The rows of an epoch: `train_dataset`, or those of a user-defined get_train_dataloader."""
+        loaded = self.progress.loaded_dataset
+        return self.train_dataset if loaded is None else loaded
+
+    @property
     def length(self) -> RunLength:
         """The length of the run, from its arguments and its training set or user-defined dataloader."""
-        args, loaded = self.args, self.progress.loaded_dataset
-        rows = self.train_dataset if loaded is None else loaded
+        args, rows = self.args, self.train_rows
         if self.task.online:
             micro_batches = self.task.cycle.micro_batches(len(rows)) if isinstance(rows, Dataset) else None
             lengths = {"epochs": args.num_train_epochs, "max_steps": args.max_steps, "drop_last": False}

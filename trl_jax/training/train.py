@@ -85,7 +85,8 @@ class Training:
         self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
         self._choose, self.choice = choose, choose()
         self._original = None if torch_model is None else TorchOriginal(torch_model)
-        self._copied_at: int | None = None  # the step whose weights the torch model has
+        self._copied: dict[str, jax.Array] | None = None  # the parameters that the torch model has
+        self._told_change: str | None = None  # the parameter that was last named as changed during training
         self.optimizer: Optimizer | None = None
 
     def train(self, resume_from: str | bool | None) -> TrainOutput:
@@ -122,20 +123,24 @@ class Training:
 
     def _refresh_torch_model(self) -> None:
         """Copy the weights of the current step to the torch model, before a callback or a reward function uses it."""
-        step = self._setup.state.global_step
-        if step != self._copied_at:
-            self._copied_at = step
-            self._copy_back()
+        params = self._setup.model.params
+        if params is self._copied or any(array.is_deleted() for array in params.values()):  # donated to a running step
+            return
+        self._copied = params
+        self._copy_back()
 
     def _copy_back(self) -> None:
         setup = self._setup
-        if name := self._original.changed() or next(iter(self._original.changed_flags()), None):
+        name = self._original.changed() or next(iter(self._original.changed_flags()), None)
+        if name not in (None, self._told_change):
+            self._told_change = name
             logger.warning(
-                "The torch model was changed during training: %s. This has no effect, because the trained weights are "
-                "in trainer.model, and frozen parameters are determined before train().", name
+                "The torch model was changed during training: %s. This has no effect on this run, because the trained "
+                "weights are in trainer.model, and frozen parameters are determined before train().", name
             )  # fmt: skip
         copy_back_to_torch(setup.model.backend, setup.model.params, setup.model.config, self._torch_model)
-        self._original.mark()
+        # An adapter that has just been put on the model freezes the others; otherwise flags count in the next train().
+        self._original.mark(flags=not self._original.same_parameters())
 
     def made_optimizer(self) -> Optimizer:
         """The result of create_optimizer, in the form that the step expects."""
@@ -178,11 +183,11 @@ class Training:
     def _run(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
         setup, args, start = self._setup, self._setup.args, time.monotonic()
         self.choice = self._choose()  # arguments may have changed since construction
-        own_batches = self._batches_of_script()
         tx = self.made_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
         if found is not None and args.auto_find_batch_size and setup.progress.found_batch_size is None:
             setup.progress.found_batch_size = found.state.train_batch_size
+        own_batches = self._batches_of_script()
         length = setup.length
         schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: setup.state.global_step)
         self._checkpointer.lr_scheduler = setup.events.handler.lr_scheduler = schedule
@@ -195,6 +200,8 @@ class Training:
         if found is not None:
             random_before = None if found.model_only else RandomState(setup.random_streams)
             progress = resume(setup, self._checkpointer, found, length, tx)
+            if own_batches is not None:
+                own_batches.steps.fill_last = setup.progress.fill_last
         self._checkpointer.begin(found, run_id)
         first, setup.progress.input_tokens_before = setup.state.global_step, setup.state.num_input_tokens_seen
         setup.state.max_steps, setup.state.num_train_epochs = length.max_steps, length.num_epochs
@@ -219,6 +226,7 @@ class Training:
         """The result of a user-defined get_train_dataloader; None without one. Its rows, which may differ from
         `train_dataset`, decide the length of the run."""
         setup, name = self._setup, "get_train_dataloader"
+        setup.progress.loaded_dataset = None
         if setup.rollout is not None or not (name in setup.overridden or name in self._hooks.set_by_script()):
             return None
         batches = self._hooks.get_train_dataloader()
@@ -242,7 +250,9 @@ class Training:
         setup, checkpointer, train_step = self._setup, self._checkpointer, self._train_step
         args, told = setup.args, setup.progress.told
         tell_model(told, args, setup.model, setup.sharding_plan)
-        batches = own_batches or (self._hooks.get_train_dataloader() if setup.rollout is None else setup.rollout)
+        batches = own_batches
+        if batches is None:
+            batches = self._hooks.get_train_dataloader() if setup.rollout is None else setup.rollout
         setup.events.handler.train_dataloader = batches
         steps = batches if setup.rollout is not None else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
@@ -281,7 +291,7 @@ class Training:
         )
         setup.progress.in_train = True
         setup.model.train()
-        self._copied_at, reading = None, contextlib.nullcontext()
+        self._copied, reading = None, contextlib.nullcontext()
         if self._torch_model is not None and not several():
             adds = isinstance(setup.model.backend, AdaptedBackend) and not is_adapted(self._torch_model)
             reading = refreshed(self._torch_model, self._refresh_torch_model, of_copies=not adds)
@@ -325,8 +335,8 @@ class Training:
         """Compute and log the metrics of the whole run."""
         setup, args, state = self._setup, self._setup.args, self._setup.state
         rows = setup.step_examples * max_steps
-        if isinstance(setup.train_dataset, Dataset) and args.max_steps <= 0:
-            rows = len(setup.train_dataset) * args.num_train_epochs
+        if isinstance(setup.train_rows, Dataset) and args.max_steps <= 0:
+            rows = len(setup.train_rows) * args.num_train_epochs
         taken = state.global_step - first  # like the time, counted since this call of train()
         rows *= taken / max(max_steps, 1)
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
