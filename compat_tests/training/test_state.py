@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -32,7 +33,8 @@ def test_what_a_script_may_set_is_not_missing(trainer):
 def test_the_parts_see_what_a_script_sets(trainer, name):
     """Each part reads it from the setup. `Editable` has no fields that trainers do not expose."""
     assert name in {field.name for field in dataclasses.fields(Editable)}
-    before, other = getattr(trainer, name), table(3) if name.endswith("dataset") else object()
+    before = getattr(trainer, name)
+    other = table(3) if name.endswith("dataset") else copy.copy(before) if name == "model" else object()
     try:
         setattr(trainer, name, other)
         assert getattr(trainer.parts.setup, name) is other is getattr(trainer, name)
