@@ -160,9 +160,9 @@ def test_two_runs_without_a_finite_loss():
 def test_a_script_that_one_side_does_not_run():
     lines = report(Record(error="TypeError: no argument max_seq_length"), record())
     assert lines[1].startswith("step 1  loss 2") and lines[-1] == (
-        "The script does not train under TRL: TypeError: no argument max_seq_length The numbers are those of trl_jax."
+        "The script does not train under TRL: TypeError: no argument max_seq_length The numbers are from trl_jax."
     )
-    assert report(record(), Record(error="it ends"))[-1].endswith("it ends The numbers are those of TRL.")
+    assert report(record(), Record(error="it ends"))[-1].endswith("it ends The numbers are from TRL.")
 
 
 @only_thorough

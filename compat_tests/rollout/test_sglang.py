@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import trl_jax
-from compat_tests import tiny
-from compat_tests.parity.grpo_cases import length_reward
+from compat_tests.rollout.real_server import RealServerTests, Server, started
 from compat_tests.rollout.stub_server import SglangStub
-from compat_tests.rollout.test_vllm import FACTS, Server, run, steps
-from trl_jax.rollout.server import ServerError
 
 pytestmark = pytest.mark.skipif(not os.environ.get("SGLANG"), reason="runs under SGLANG=1")
 
@@ -25,8 +19,7 @@ VENV = Path(__file__).parents[2] / os.environ.get("SGLANG_VENV", ".venv-sglang")
 
 
 class SglangServer(Server):
-    """Runs `sglang serve` on a model folder. Restarts use the same port."""
-
+    starts_with = "sglang serve --model-path"
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def command(self) -> list[str]:
@@ -40,11 +33,11 @@ class SglangServer(Server):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder = tiny.tiny_model(tmp_path_factory.mktemp("model"), head="causal", **FACTS)
-    made = SglangServer(folder, tmp_path_factory.mktemp("log") / "sglang.log")
-    made.start()
-    yield made
-    made.kill()
+    yield from started(SglangServer, tmp_path_factory)
+
+
+class TestSglang(RealServerTests):
+    pass
 
 
 def reply(url: str, path: str, body: dict | None):
@@ -76,7 +69,7 @@ def within(mine, real) -> bool:
     return mine is real
 
 
-SAMPLING = {"max_new_tokens": 3, "temperature": 1.0, "stop_token_ids": [0]}
+SAMPLING = {"max_new_tokens": 3, "temperature": 1.0, "stop_token_ids": [0], "ignore_eos": True}
 REQUESTS = [
     ("/v1/models", None), ("/server_info", None), ("/model_info", None),
     ("/generate", {"input_ids": [[5, 6]] * 2, "sampling_params": [SAMPLING] * 2, "return_logprob": True}),
@@ -110,63 +103,3 @@ def test_the_stub_replies_as_the_server(server):
                 assert set(masks[0]) == set(masks[1])
     finally:
         stub.stop()
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}])
-def test_sampler_and_policy_agree_after_20_pushes(sampling, server, tmp_path):
-    trainer = run(server, tmp_path, max_steps=20, **sampling)
-    apart = steps(trainer, "sampling/sampling_logp_difference/mean")
-    assert len(apart) == 20
-    if not sampling:  # filters only remove tokens from the sampler's distribution, not the policy's
-        assert max(apart) < 1e-5
-    assert all(np.isfinite(steps(trainer, "loss"))) and len(steps(trainer, "perf/weight_sync_s")) == 20
-
-
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "Distillation"])
-def test_an_adapter_reaches_the_server_merged(kind, server, tmp_path):
-    peft = trl_jax.LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")
-    arguments = {"peft_config": peft}
-    if kind == "Distillation":
-        arguments["teacher_model"] = str(server.folder)
-    trainer = run(server, tmp_path, kind, arguments, max_steps=3, learning_rate=1e-2)
-    assert len(steps(trainer, "loss")) == 3
-    if kind == "GRPO":
-        assert max(steps(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5
-
-
-def test_a_server_generates_while_a_step_trains(server, tmp_path):
-    trainer = run(server, tmp_path, max_steps=4, generate_ahead=True)
-    assert max(steps(trainer, "sample/staleness_mean")) == 1
-
-
-def test_completions_match_a_pattern(server, tmp_path):
-    seen = []
-
-    def reward(completions, **columns):
-        seen.extend(completions)
-        return length_reward(completions)
-
-    run(server, tmp_path, arguments={"reward_funcs": reward}, max_steps=1, vllm_structured_outputs_regex="(a|b)+")
-    assert seen and all(set(text) <= {"a", "b"} for text in seen)
-
-
-def test_a_server_that_dies_ends_the_run_and_one_that_comes_back_gets_the_weights(server, tmp_path):
-    def dies(completions, **columns):
-        server.kill()
-        return length_reward(completions)
-
-    began = time.monotonic()
-    with pytest.raises(ServerError, match=r"did not answer for 5 s .*Start it with: sglang serve --model-path"):
-        run(server, tmp_path, arguments={"reward_funcs": dies}, max_steps=3, vllm_server_timeout=5.0)
-    assert time.monotonic() - began < 60
-    server.start()
-
-    def returns(completions, **columns):
-        if not again:
-            again.append(server.kill())
-            server.start()
-        return length_reward(completions)
-
-    again = []
-    trainer = run(server, tmp_path, arguments={"reward_funcs": returns}, max_steps=3)
-    assert max(steps(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5

@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import subprocess
-import time
-import urllib.request
 from pathlib import Path
 
-import numpy as np
 import pytest
-from datasets import Dataset
 
 import trl_jax
-from compat_tests import tiny
-from compat_tests.parity.grpo_cases import length_reward, prompt_rows
-from compat_tests.parity.reference import BASE
-from trl_jax.rollout.server import ServerError
+from compat_tests.rollout.real_server import RealServerTests, Server, run, started, steps
 
 pytestmark = pytest.mark.skipif(not os.environ.get("VLLM"), reason="runs under VLLM=1")
 
 VENV = Path(__file__).parents[2] / os.environ.get("VLLM_VENV", ".venv-vllm")
-# vLLM's CPU kernels need a head_dim of at least 32.
-FACTS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
-CONFIG = BASE | {
-    "learning_rate": 1e-3, "num_generations": 4, "max_completion_length": 16, "per_device_train_batch_size": 8,
-    "pad_to_multiple_of": None, "use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 60.0,
-}  # fmt: skip
 
 
-class Server:
-    """Runs `vllm serve` on a model folder. Restarts use the same port."""
-
+class VllmServer(Server):
+    starts_with = "VLLM_SERVER_DEV_MODE=1 vllm serve"
     environment = {
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
-
-    def __init__(self, folder: Path, log: Path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url, self.folder, self.log = f"http://127.0.0.1:{self.port}", folder, log
-        self.process: subprocess.Popen | None = None
-
-    def start(self, *options: str, **variables: str) -> None:
-        environment = os.environ | self.environment | variables | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-        command = [*self.command(), "--port", str(self.port), *options]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        until = time.monotonic() + 300
-        while True:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{self.url}/health", timeout=1)
-                return
-            assert time.monotonic() < until, self.log.read_text()[-3000:]
-            time.sleep(1)
 
     def command(self) -> list[str]:
         return [
@@ -68,104 +28,20 @@ class Server:
             "--logprobs-mode", "processed_logprobs", "--max-model-len", "256",
         ]  # fmt: skip
 
-    def kill(self) -> None:
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, 9)
-            self.process.wait()
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder = tiny.tiny_model(tmp_path_factory.mktemp("model"), head="causal", **FACTS)
-    made = Server(folder, tmp_path_factory.mktemp("log") / "vllm.log")
-    made.start()
-    yield made
-    made.kill()
+    yield from started(VllmServer, tmp_path_factory)
 
 
-def run(server, out, kind="GRPO", arguments=None, **config):
-    options = CONFIG | {"vllm_server_base_url": server.url} | config
-    given = {"reward_funcs": length_reward}
-    if kind == "Distillation":
-        options.pop("num_generations")
-        given = {}
-    args = getattr(trl_jax, f"{kind}Config")(str(out), **options)
-    trainer = getattr(trl_jax, f"{kind}Trainer")(
-        str(server.folder), args=args, train_dataset=Dataset.from_list(prompt_rows(8)), **given | (arguments or {})
-    )
-    trainer.train()
-    return trainer
-
-
-def steps(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}])
-def test_sampler_and_policy_agree_after_20_pushes(sampling, server, tmp_path):
-    trainer = run(server, tmp_path, max_steps=20, **sampling)
-    apart = steps(trainer, "sampling/sampling_logp_difference/mean")
-    assert len(apart) == 20
-    if not sampling:  # filters only remove tokens from the sampler's distribution, not the policy's
-        assert max(apart) < 1e-5
-    assert all(np.isfinite(steps(trainer, "loss"))) and len(steps(trainer, "perf/weight_sync_s")) == 20
-
-
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "Distillation"])
-def test_an_adapter_reaches_the_server_merged(kind, server, tmp_path):
-    peft = trl_jax.LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")
-    arguments = {"peft_config": peft}
-    if kind == "Distillation":
-        arguments["teacher_model"] = str(server.folder)
-    trainer = run(server, tmp_path, kind, arguments, max_steps=3, learning_rate=1e-2)
-    assert len(steps(trainer, "loss")) == 3
-    if kind == "GRPO":
-        assert max(steps(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5
-
-
-def test_a_server_generates_while_a_step_trains(server, tmp_path):
-    trainer = run(server, tmp_path, max_steps=4, generate_ahead=True)
-    assert max(steps(trainer, "sample/staleness_mean")) == 1
-
-
-def test_completions_match_a_pattern(server, tmp_path):
-    seen = []
-
-    def reward(completions, **columns):
-        seen.extend(completions)
-        return length_reward(completions)
-
-    run(server, tmp_path, arguments={"reward_funcs": reward}, max_steps=1, vllm_structured_outputs_regex="(a|b)+")
-    assert seen and all(set(text) <= {"a", "b"} for text in seen)
-
-
-def test_a_server_that_dies_ends_the_run_and_one_that_comes_back_gets_the_weights(server, tmp_path):
-    def dies(completions, **columns):
-        server.kill()
-        return length_reward(completions)
-
-    began = time.monotonic()
-    with pytest.raises(ServerError, match=r"did not answer for 5 s .*Start it with: VLLM_SERVER_DEV_MODE=1 vllm serve"):
-        run(server, tmp_path, arguments={"reward_funcs": dies}, max_steps=3, vllm_server_timeout=5.0)
-    assert time.monotonic() - began < 60
-    server.start()
-
-    def returns(completions, **columns):
-        if not again:
-            again.append(server.kill())
-            server.start()
-        return length_reward(completions)
-
-    again = []
-    trainer = run(server, tmp_path, arguments={"reward_funcs": returns}, max_steps=3)
-    assert max(steps(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5
+class TestVllm(RealServerTests):
+    pass
 
 
 def test_an_adapter_reaches_a_server_that_takes_it_alone(server, tmp_path):
     """The server's log-probabilities match the policy's, also with rsLoRA and a rank pattern. The base model is loaded
     once per run, the adapter once per step."""
-    taking = Server(server.folder, tmp_path / "vllm.log")
+    taking = VllmServer(server.folder, tmp_path / "vllm.log")
     taking.start("--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     try:
         for number, more in enumerate(

@@ -141,7 +141,7 @@ def report(theirs: Record, ours: Record) -> list[str]:
         other = "trl_jax" if theirs.error else "TRL"
         return [
             *_lines_of_one(record),
-            f"The script does not train under {side}: {error} The numbers are those of {other}.",
+            f"The script does not train under {side}: {error} The numbers are from {other}.",
         ]
     return [*_table(theirs, ours), "", *_costs(theirs, ours), "", _verdict(theirs, ours)]
 

@@ -1,4 +1,4 @@
-"""Resolve the names, attributes and arguments of a script to those of trl_jax, and judge them."""
+"""Look up a script's names, attributes and arguments in trl_jax, and report whether they work."""
 
 from __future__ import annotations
 
@@ -205,8 +205,7 @@ def attributes_of(trainer: type) -> frozenset[str]:
 
 
 def follow_trainers(modules: list[Module]) -> None:
-    """Bind parameters that receive a trainer to that trainer: those of rollout functions, and of functions that they
-    call."""
+    """Bind parameters that receive a trainer to that trainer, in rollout functions and in what they call."""
     calls = [call for module in modules for call in module.calls]
     for call in calls:
         for meaning in meanings(call.node.func, call.scope):

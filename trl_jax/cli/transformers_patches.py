@@ -1,9 +1,9 @@
 """Changes of transformers that `python -m trl_jax` makes before a script imports it. `import trl_jax` changes nothing.
 
 Methods of transformers' Trainer that a script calls by name, as in `transformers.Trainer.evaluate(self, ...)`, call
-those of our trainer if `self` is one. transformers' callbacks, trackers and configs are imported without its models:
-otherwise, only to recognize one, they import PEFT, torch's distributed tensors and everything else that a torch model
-needs, which is half of a script's import time.
+our trainer's method if `self` is our trainer. transformers' callbacks, trackers and configs are imported without its
+models: otherwise, only to recognize one, they import PEFT, torch's distributed tensors and everything else that a torch
+model needs, which is half of a script's import time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REDIRECTED = "_answers_for_trl_jax"
 
 
 def redirect_trainer_methods(kind: type) -> None:
-    """Patch the methods of transformers' Trainer, `kind`, to call those of our trainers if `self` is one.
+    """Patch the methods of transformers' Trainer, `kind`, to call our trainer's method if `self` is our trainer.
 
     Other trainers, including TRL's, are not affected.
     """

@@ -421,7 +421,7 @@ class StandIns(MetaPathFinder, Loader):
 
 
 def stands_in(module: str, name: str) -> bool:
-    """Whether the stand-in for a missing package has this name; "" stands for the module itself."""
+    """Whether the stand-in for a missing package has this name; "" means the module itself."""
     return module in _STAND_INS and (not name or name in _STAND_INS[module])
 
 

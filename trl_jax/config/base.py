@@ -343,7 +343,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         None, help="Accepted without effect.", how="warned", why="JAX manages its own memory."
     )
 
-    # Arguments that all of TRL's trainers add to those of transformers, in TRL's order.
+    # Arguments that all of TRL's trainers add to transformers' arguments, in TRL's order.
     model_init_kwargs: dict[str, Any] | str | None = arg(
         None,
         help="Arguments for loading a model given by name, as a dict or JSON: revision, dtype, ...",

@@ -254,7 +254,7 @@ class Example(NamedTuple):
     context: the prefix that it shares with other examples, which the shared layout computes once; None: none.
     virtual: number of virtual tokens at the start of each text, or document.
     images: the images of all its texts. Examples with the same context have the same images.
-    features: for each text, int32 `[T]`: the index of the feature, among those of all `images`, that replaces each
+    features: for each text, int32 `[T]`: the index, among the features of all `images`, of the one that replaces each
         token's embedding; -1 for text. Empty without images.
     positions: for each text, int32 `[T, A]`, if there are images and the model's positions have several axes.
     """

@@ -889,7 +889,7 @@ def edited(chat_template: str) -> str | None:
 
 SEPARATOR = "\x00"
 _TURN = "turn_of_assistant"
-# Tests whether a message is the last one, or comes after some index, usually that of the last user message.
+# Tests whether a message is the last one, or comes after some index, usually the last user message's.
 _PLACE = re.compile(r"\bloop\.last\b|\bloop\.index0?\s*>=?\s*\w+(?:\.\w+)?")
 _END = (
     "{% if messages[-1]['role'] == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}"

@@ -267,8 +267,8 @@ class TextImages(NamedTuple):
     """The images of a text of T tokens.
 
     images: in the order of the text.
-    features: int32 `[T]`, the index of the feature, among those of all `images`, that replaces each token's embedding;
-        -1 for text.
+    features: int32 `[T]`, the index, among the features of all `images`, of the one that replaces each token's
+        embedding; -1 for text.
     positions: int32 `[T, A]` if the model's positions have several axes; None if they are plain token indices.
     key: a digest of the images, for deduplication.
     """

@@ -69,21 +69,25 @@ from trl_jax.training.state import OWN_STEP, Editable, Hooks, Progress, Setup
 from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
 
 
-def _editable(name: str, doc: str) -> property:
+def _editable(name: str, doc: str, check: Callable[[Any], None] = lambda value: None) -> property:
     """A property backed by `Editable`, which all parts of the run read, so that they see what a script sets."""
 
     def read(self: BaseTrainer) -> Any:
         return vars(self._editable)[name]
 
     def write(self: BaseTrainer, value: Any) -> None:
-        if name == "model" and not isinstance(value, PreTrainedModel):
-            raise TypeError(
-                f"trainer.model must be a model of trl_jax, got a {type(value).__name__}. Pass it as model= to a new "
-                "trainer."
-            )
+        check(value)
         setattr(self._editable, name, value)
 
     return property(read, write, doc=doc)
+
+
+def _check_model(value: Any) -> None:
+    if not isinstance(value, PreTrainedModel):
+        raise TypeError(
+            f"trainer.model must be a model of trl_jax, got a {type(value).__name__}. Pass it as model= to a new "
+            "trainer."
+        )
 
 
 class BaseTrainer(abc.ABC):
@@ -585,7 +589,7 @@ class BaseTrainer(abc.ABC):
 
     # Parts of the run.
 
-    model = _editable("model", "The model that trains.")
+    model = _editable("model", "The trained model.", _check_model)
     args = _editable("args", "The configuration.")
     processing_class = _editable("processing_class", "The tokenizer.")
     tokenizer = _editable("processing_class", "The processing class, as it was called before.")
