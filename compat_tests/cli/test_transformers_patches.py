@@ -7,12 +7,14 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import transformers
 
 from compat_tests.effort import only_thorough
+from compat_tests.hub.vision.processors import built_processor
 from compat_tests.trainer.vision_models import pictures, tiny_tiled
-from trl_jax.cli.transformers_patches import accept_no_videos, load_without_videos
+from trl_jax.cli.transformers_patches import accept_no_videos, load_pixtral_processor, load_without_videos
 
 SCRIPT = """
 import sys
@@ -102,3 +104,18 @@ def test_a_processor_of_images_and_videos_loads_without_torchvision(tmp_path, mo
     found.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "processor_config.json").read_text())
     assert saved["video_processor"] == settings
+
+
+def test_the_processor_of_mistral3_loads_without_torchvision(tmp_path, monkeypatch):
+    if importlib.util.find_spec("torchvision") is not None:
+        pytest.skip("there is a torchvision")
+    with monkeypatch.context() as patched:
+        wanted = built_processor("mistral3", patched)
+    wanted.save_pretrained(tmp_path)
+    module = importlib.import_module("transformers.models.pixtral")
+    monkeypatch.setitem(vars(module), "PixtralProcessor", None)  # so that it is restored
+    load_pixtral_processor(module)
+    assert "transformers.models.pixtral.image_processing_pixtral" not in sys.modules
+    found, [picture] = transformers.AutoProcessor.from_pretrained(tmp_path), pictures(1)
+    own, their = (one(images=[picture], text=["see [IMG]"], return_tensors="np") for one in (found, wanted))
+    assert own.keys() == their.keys() and all(np.array_equal(own[name], their[name]) for name in own)

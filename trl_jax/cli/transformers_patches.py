@@ -183,6 +183,21 @@ def load_without_videos(module: ModuleType) -> None:
         module.AutoVideoProcessor.from_pretrained = staticmethod(from_pretrained)
 
 
+def load_pixtral_processor(module: ModuleType) -> None:
+    """Without torchvision, let `transformers.models.pixtral`, `module`, have the processor of mistral3.
+
+    transformers hides the class, but its module needs only a function of the image processor's torchvision version,
+    which the Pillow version has, too.
+    """
+    if importlib.util.find_spec("torchvision") is None and importlib.util.find_spec("PIL") is not None:
+        name = f"{module.__name__}.image_processing_pixtral"
+        sys.modules[name] = import_module(f"{module.__name__}.image_processing_pil_pixtral")
+        try:
+            module.PixtralProcessor = import_module(f"{module.__name__}.processing_pixtral").PixtralProcessor
+        finally:
+            del sys.modules[name]
+
+
 def accept_no_videos(processor_mixin: type) -> None:
     """Let processors be created and saved with a `NoVideos`."""
     plain_check, plain_dict = processor_mixin.check_argument_for_proper_class, processor_mixin.to_dict

@@ -24,7 +24,12 @@ from typing import Any
 
 from trl_jax.cli import torch_cuda
 from trl_jax.cli.main import watching_templates
-from trl_jax.cli.transformers_patches import accept_no_videos, load_without_videos, redirect_trainer_methods
+from trl_jax.cli.transformers_patches import (
+    accept_no_videos,
+    load_pixtral_processor,
+    load_without_videos,
+    redirect_trainer_methods,
+)
 from trl_jax.config.renamed import translated
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, WHERE
 from trl_jax.legacy.arguments import modern_flags
@@ -288,7 +293,7 @@ class Adjusting(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__.loader = module.__loader__ = self._real  # importlib and inspect expect the real loader
         self._real.exec_module(module)
-        ADJUSTMENTS[module.__name__](module)
+        ADJUSTMENTS[module.__name__](sys.modules[module.__name__])  # transformers' lazy modules replace themselves
 
 
 def _accept_old_arguments(module: ModuleType) -> None:
@@ -534,6 +539,7 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.modeling_utils": lambda module: torch_cuda.load_anywhere(module.PreTrainedModel),
     "transformers.models.auto.auto_factory": lambda module: torch_cuda.load_anywhere(module._BaseAutoModelClass),
     "transformers.models.auto.video_processing_auto": load_without_videos,
+    "transformers.models.pixtral": load_pixtral_processor,
     "transformers.processing_utils": lambda module: accept_no_videos(module.ProcessorMixin),
     "transformers.tokenization_utils_base": _tokenizers,
     "transformers.trainer": lambda module: redirect_trainer_methods(module.Trainer),
