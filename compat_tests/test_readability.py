@@ -1,7 +1,9 @@
-"""The package stays readable: how many files a run executes, how many files there are, and how long they are."""
+"""The package stays readable: how many files a run executes, how many files there are, and how long they and their
+functions are."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -24,3 +26,15 @@ def test_the_package_has_few_files_of_a_readable_size():
     lines = {path: path.read_text(encoding="utf-8").count("\n") for path in PACKAGE.rglob("*.py")}
     assert len(lines) <= 290
     assert {path.name: count for path, count in lines.items() if count > 1_000} == {}
+
+
+def test_functions_have_at_most_70_lines_without_docstring():
+    long = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = node.body[0]
+                docstring = 0 if ast.get_docstring(node) is None else first.end_lineno - first.lineno + 1
+                lines = node.end_lineno - node.lineno + 1 - docstring
+                long |= {f"{path.name}: {node.name}": lines} if lines > 70 else {}
+    assert long == {}

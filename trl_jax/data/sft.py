@@ -76,13 +76,9 @@ def prepare(
         return plain if answer_marks is None else _answers_of(plain, answer_marks, num_proc, where)
     check_lengths(packing, packing_strategy, max_length, truncation_mode)
     row_format, completions = settle(
-        first,
-        where,
-        column=dataset_text_field,
-        formatting_func=formatting_func,
-        completion_only_loss=completion_only_loss,
-        assistant_only_loss=assistant_only_loss,
-    )
+        first, where, column=dataset_text_field, formatting_func=formatting_func,
+        completion_only_loss=completion_only_loss, assistant_only_loss=assistant_only_loss,
+    )  # fmt: skip
     for column in row_format.needed if row_format.conversational else ():
         checks.check_no_media(first[column], f"Row 0 of {where}, column {column!r}")
     if assistant_only_loss and row_format.conversational:

@@ -186,11 +186,11 @@ def grpo_loss(
         completions if ratios are per completion.
     """
     groups = token_groups(logps, mask, text, micro_batch, len(advantages))
-    given = (old_logps, ref_logps, entropies, sampling_logps)
-    logps, old, ref, entropies, sampling = (_masked(values, groups) for values in (logps, *given))
+    logps, old, ref, entropies, sampling = (
+        _masked(values, groups) for values in (logps, old_logps, ref_logps, entropies, sampling_logps)
+    )
     old = jax.lax.stop_gradient(logps) if old is None else old
-    if completion_weight is None:
-        completion_weight = groups.equal_weight
+    completion_weight = groups.equal_weight if completion_weight is None else completion_weight
     if token_weight is None:
         token_weight = token_weights(settings, groups.lengths, completion_weight, groups.micro_batch)
     policies = Policies(logps, old, advantages.astype(jnp.float32), groups)
@@ -208,9 +208,13 @@ def grpo_loss(
     loss = jnp.sum(losses)
     if entropy_coef is not None:
         sums |= {"bonus_entropy": groups.by_token(entropies * unmasked), "bonus_tokens": groups.by_token(unmasked)}
-        mean = sums["bonus_entropy"] / jnp.maximum(sums["bonus_tokens"], 1)
-        loss -= entropy_coef * jnp.sum(sums["completion_weight"] * mean)
+        loss -= entropy_coef * _mean_entropy(sums)
     return loss, jax.lax.stop_gradient(sums)
+
+
+def _mean_entropy(sums: Sums) -> jax.Array:
+    means = sums["bonus_entropy"] / jnp.maximum(sums["bonus_tokens"], 1)
+    return jnp.sum(sums["completion_weight"] * means)
 
 
 def _token_losses(

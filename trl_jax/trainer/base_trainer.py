@@ -194,11 +194,7 @@ class BaseTrainer(abc.ABC):
         keep_compilations()  # before anything is compiled
         adapter = None if peft_config is None else as_adapter_config(peft_config)
         model, torch_model = model_loading.split_model(model)
-        if train_dataset is None:
-            raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
-        if self._check_images is not None and not self._takes_transforms:
-            train_dataset, eval_dataset = images_read(train_dataset, "train"), images_read(eval_dataset, "eval")
-        check_type(train_dataset, "train", transforms=self._takes_transforms, images=self._check_images is not None)
+        train_dataset, eval_dataset = self._read(train_dataset, eval_dataset)
         self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
         spec = (spec or setup.TrainerSpec())._replace(
             make_task=self.make_task, hooks=self._hooks(), tags=self._tag_names, paper=self._paper,
@@ -233,6 +229,16 @@ class BaseTrainer(abc.ABC):
         self._originals = originals(self._other_models(), torch_model)
 
     # Construction, step by step.
+
+    def _read(self, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
+        """Check the type of the training rows, and read the images of datasets whose transform opens them."""
+        if train_dataset is None:
+            raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
+        images = self._check_images is not None
+        if images and not self._takes_transforms:
+            train_dataset, eval_dataset = images_read(train_dataset, "train"), images_read(eval_dataset, "eval")
+        check_type(train_dataset, "train", transforms=self._takes_transforms, images=images)
+        return train_dataset, eval_dataset
 
     def _other_models(self) -> dict[str, Any]:
         """The models among the arguments that are not trained, by the name of the argument."""

@@ -356,9 +356,9 @@ def build(
     own_loss = own_methods(hooks.overridden)
 
     quantization = model.quantization_of(given.quantization_config, args)
-    checkpoint, sees = _checkpoint_of(spec, args, task.head, given, own_loss)
+    checkpoint, takes_images = _checkpoint_of(spec, args, task.head, given, own_loss)
     tokens, new_tokens = _tokens(args, task.head, checkpoint, given, spec.tokenizer_sides)
-    if sees:
+    if takes_images:
         tokens = tokens._replace(encoder=image_encoder(checkpoint, torch_model, tokens.tokenizer, given.tokenizer))
 
     # Before the weights are read: bad rows are reported early, and num_proc forks before JAX starts threads.
@@ -375,13 +375,7 @@ def build(
     policy = model.load_policy(checkpoint, args, adapter, quantization, tokens.vocab_size)
     settle_model(policy, torch_model, tokens, args, head=task.head, tags=[*spec.tags, "trl_jax"])
 
-    sharding_plan = divide(policy, args, own_loss)
-
-    reference = None
-    if spec.reference is not None:
-        reference = spec.reference(args, task, Policy(policy, tokens.vocab_size, sharding_plan))
-    if reference is not None:
-        reference, sharding_plan = divide_reference(reference, sharding_plan)
+    reference, sharding_plan = _reference(spec, args, task, policy, tokens.vocab_size, own_loss)
 
     seed_script(args, apart=spec.rollout is not None)
     events = events_of(args, policy, tokens.tokenizer, given.callbacks)
@@ -399,7 +393,7 @@ def build(
         router_aux_loss_coef=balance,
         rollout=None,
         encoder=tokens.encoder,
-        features=FeatureStore(args) if sees and sharding_plan is None and not several() else None,
+        features=FeatureStore(args) if takes_images and sharding_plan is None and not several() else None,
         script_loss=hooks.own_loss,
     )
     begin_state(events, setup.train_batch_size)
@@ -412,10 +406,17 @@ def build(
     os.makedirs(args.output_dir, exist_ok=True)
     if rollout_parts is None:
         return setup
-    steps = rollout_steps(
-        setup, rollout_parts, Forward(setup), _sharded_step(setup.sharding_plan, policy, setup.frozen)
-    )
-    return replace(setup, rollout=steps)
+    sharded = _sharded_step(sharding_plan, policy, setup.frozen)
+    return replace(setup, rollout=rollout_steps(setup, rollout_parts, Forward(setup), sharded))
+
+
+def _reference(
+    spec: TrainerSpec, args: BaseConfig, task: Task, policy: PreTrainedModel, vocab_size: int, own_loss: frozenset[str]
+) -> tuple[ReferenceModel | None, ShardingPlan | None]:
+    """The reference, None without one, and the sharding plan of the policy and the reference."""
+    plan = divide(policy, args, own_loss)
+    reference = None if spec.reference is None else spec.reference(args, task, Policy(policy, vocab_size, plan))
+    return (None, plan) if reference is None else divide_reference(reference, plan)
 
 
 def _checkpoint_of(
@@ -423,19 +424,19 @@ def _checkpoint_of(
 ) -> tuple[Checkpoint | PreTrainedModel, bool]:
     """The model (without weights, unless it was passed as a model), and whether the run uses images: if its rows have
     images, or if tools may return some and the model has a processor."""
-    sees = spec.check_images is not None and has_images(given.train)
+    takes_images = spec.check_images is not None and has_images(given.train)
     may_see = spec.may_get_images and not own_loss and not isinstance(given.adapter, PromptLearningConfig)
     if given.torch_model is None:
         checkpoint = model.find(given.model, args, head)
-        sees = sees or (may_see and _is_multimodal(checkpoint, given.tokenizer))
-        checkpoint = model.with_images(checkpoint) if sees else checkpoint
+        takes_images = takes_images or (may_see and _is_multimodal(checkpoint, given.tokenizer))
+        checkpoint = model.with_images(checkpoint) if takes_images else checkpoint
     else:
-        sees = sees or (may_see and _is_processor(given.tokenizer))
-        checkpoint = model.from_torch(given.torch_model, args, head, images=sees)
-    if sees:
+        takes_images = takes_images or (may_see and _is_processor(given.tokenizer))
+        checkpoint = model.from_torch(given.torch_model, args, head, images=takes_images)
+    if takes_images:
         check_image_arguments(given.adapter)
         spec.check_images()
-    return checkpoint, sees
+    return checkpoint, takes_images
 
 
 def _tokens(
