@@ -14,8 +14,10 @@ import sys
 import threading
 import time
 
+import httpx2
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
 import trl_jax
 from compat_tests.effort import thorough, usual
@@ -137,6 +139,16 @@ def test_a_second_is_waited_for(fetch, hub, monkeypatch):
 
     hub.fault, hub.headers = once, {"Retry-After": "1"}
     assert fetch().params and time.monotonic() - refused[0] >= 1
+
+
+@pytest.mark.parametrize(("headers", "seconds"), [
+    ({"Retry-After": "7"}, 7), ({"ratelimit": '"api";r=0;t=9', "Retry-After": "7"}, 9),
+    ({"Retry-After": "soon"}, None), ({"Retry-After": "90000"}, push._LONGEST_WAIT),
+])  # fmt: skip
+def test_an_upload_waits_as_long_as_the_hub_asks(headers, seconds):
+    """As huggingface_hub does: the header of rate limits goes first."""
+    response = httpx2.Response(429, headers=headers, request=httpx2.Request("POST", "http://localhost"))
+    assert push._retry_after(HfHubHTTPError("Too many", response=response)) == seconds
 
 
 def test_a_limit_that_is_no_number(fetch, monkeypatch):

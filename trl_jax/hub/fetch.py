@@ -444,7 +444,7 @@ def _after(response: Any) -> None:
     if response.status_code not in _RETRIED:
         _waits.pop(key, None)
         return
-    asked = _asked_wait(response)
+    asked = asked_wait(response)
     if asked is None:
         return
     end = time.monotonic() + asked
@@ -462,7 +462,7 @@ def _after(response: Any) -> None:
     response.headers.pop("ratelimit", None)
 
 
-def _asked_wait(response: Any) -> int | None:
+def asked_wait(response: Any) -> int | None:
     """Seconds that the server asks to wait, from the headers that the client reads; None if it does not ask."""
     limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
     if limit is not None and limit.remaining == 0:

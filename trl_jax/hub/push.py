@@ -372,5 +372,5 @@ def _retry_after(error: Exception) -> float | None:
     """Seconds that the Hub asks to wait; None if it does not ask."""
     if not isinstance(error, HfHubHTTPError):
         return None
-    asked = error.response.headers.get("Retry-After", "")
-    return min(float(asked), _LONGEST_WAIT) if asked.isdecimal() else None
+    asked = fetch.asked_wait(error.response)
+    return None if asked is None else min(asked, _LONGEST_WAIT)
