@@ -81,7 +81,7 @@ class RankWriter:
     def checked(self, made: Written) -> Written:
         return self.inner.checked(made)
 
-    def turn(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    def complete_once(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         return self.inner.complete_once(ids, group)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
@@ -112,7 +112,8 @@ def joined(parts: Sequence[Written]) -> Written:
     )  # fmt: skip
 
 
-Further = Callable[[Ids, None, Sequence[int]], tuple[list[np.ndarray], list[np.ndarray]]]
+Urls = Sequence[Sequence[str]]  # of the images of each text
+Further = Callable[[Ids, Urls | None, Sequence[int]], tuple[list[np.ndarray], list[np.ndarray]]]
 
 
 def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
@@ -122,8 +123,8 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
     part without texts until all have finished.
 
     Args:
-        complete: called in all processes with the texts of all of them, None instead of their images, and the maximum
-            number of tokens for each; returns their tokens and log-probabilities.
+        complete: called in all processes with the texts of all of them, the data URLs of their images or None, and the
+            maximum number of tokens for each; returns their tokens and log-probabilities.
 
     Returns:
         The result of `run`.
@@ -141,17 +142,17 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
         found = of_each_process(do)
         here = [part for part in found if part is not None]
         if here:
-            texts, rooms = (list(chain.from_iterable(lists)) for lists in zip(*here, strict=True))
-            tokens, logps = complete(texts, None, rooms)
+            texts, images, rooms = zip(*here, strict=True)
+            images = None if images[0] is None else list(chain.from_iterable(images))
+            tokens, logps = complete(list(chain.from_iterable(texts)), images, list(chain.from_iterable(rooms)))
         ended = False
         if not here:
             return None
         start = sum(len(part[0]) for part in found[: jax.process_index()] if part is not None)
         return tokens[start:], logps[start:]
 
-    def further(texts: Ids, images: None, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        del images
-        tokens, logps = round_of(lambda: (list(texts), list(rooms)))
+    def further(texts: Ids, images: Urls | None, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        tokens, logps = round_of(lambda: (list(texts), images, list(rooms)))
         return tokens[: len(texts)], logps[: len(texts)]
 
     def outcome() -> None:
