@@ -137,9 +137,11 @@ def check_command(words: list[str], patched: pytest.MonkeyPatch) -> None:
             engine = Vllm([], needs, Limits(1.0))
             engine.takes_adapters = "--enable-lora" in words
             assert words == without_variables(shlex.split(engine.command(f"http://host:{port}")))
-        case ["sglang", "serve", "--model-path", model, "--port", port]:
-            needs = Requirements(model, vocab_size=1, max_tokens=1, processed_logps=True)
-            assert words == shlex.split(Sglang([], needs, Limits(1.0)).command(f"http://localhost:{port}"))
+        case ["sglang", "serve", "--model-path", model, "--port", port, *_]:
+            needs = Requirements(model, vocab_size=1, max_tokens=1, processed_logps=True, adapter_rank=16)
+            engine = Sglang([], needs, Limits(1.0))
+            engine.takes_adapters = "--enable-lora" in words
+            assert words == shlex.split(engine.command(f"http://localhost:{port}"))
         case ["pip", "install", what]:
             extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)
             assert extra and (extra[1] is None or extra[1] in EXTRAS), f"there is no {what}"

@@ -31,14 +31,29 @@ def twice(prompts: list, trainer: Any) -> dict:
     return {"prompt_ids": ids, "completion_ids": first, "logprobs": logps}
 
 
+def called(ids: list[int], before: list[int], tokenizer: Any, tools: list | None = None) -> dict[str, Any]:
+    """A stand-in for `parsed_message`: two of three messages call the last tool, whatever they say."""
+    message, number = {"role": "assistant", "content": tokenizer.decode(ids)}, sum(ids)
+    if number % 3 == 0:
+        return message
+    name = tools[-1].__name__
+    if name == "draw":
+        return message | {"tool_calls": [{"type": "function", "function": {"name": name, "arguments": {"number": 2}}}]}
+    arguments = {"what": f"pen {number % 7}"} if name == "buy" else {"a": number % 5, "b": number % 7}
+    return message | {"tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
+
+
 def run(kind: str, folder: str, out: str, **config: Any) -> reference.Run:
-    """The Run's facts are what this process's reward function received, in order."""
+    """The Run's facts are what this process's reward function received, in order. The tools of kind "called" are called
+    by `called`."""
     from datasets import Dataset
 
     import trl_jax
 
     if kind == "images":
         return with_images(folder, out, **config)
+    if kind == "drawn":
+        return with_drawn_images(folder, out, **config)
 
     seen: list = []
 
@@ -47,7 +62,12 @@ def run(kind: str, folder: str, out: str, **config: Any) -> reference.Run:
         bought = [own.bought for own in environments] if environments else [0] * len(start)
         return [len(ids) % 7 + count / 2 for ids, count in zip(completion_ids, bought, strict=True)]
 
-    given = {"tools": {"tools": [add], "environment_factory": Shop}, "function": {"rollout_func": twice}}[kind]
+    if kind == "called":
+        from trl_jax.rollout import tools
+
+        tools.parsed_message = called
+    functions = {"tools": [add], "environment_factory": Shop}
+    given = {"tools": functions, "called": functions, "function": {"rollout_func": twice}}[kind]
     config = reference.BASE | {"num_generations": 2, "max_completion_length": 120} | config
     rows = Dataset.from_list(conversations(4))
     args = trl_jax.GRPOConfig(out, **config)
@@ -67,3 +87,24 @@ def with_images(folder: str, out: str, **config: Any) -> reference.Run:
     final = Path(out) / "final"
     made.save_model(str(final))
     return reference.Run(made.state.log_history, final, reference.read_weights(final))
+
+
+def with_drawn_images(folder: str, out: str, **config: Any) -> reference.Run:
+    """Prompts with images, to which a tool answers with others; the facts are the ids of completions."""
+    import trl_jax
+    from compat_tests.trainer.test_image_rollouts import SAME, prompts
+    from compat_tests.trainer.test_tool_images import draw
+    from trl_jax.rollout import tools
+
+    tools.parsed_message, seen = called, []
+
+    def reward(completion_ids, **columns):
+        seen.extend(list(map(int, ids)) for ids in completion_ids)
+        return [len(ids) % 7 for ids in completion_ids]
+
+    args = trl_jax.GRPOConfig(out, **SAME | config | {"max_tool_calling_iterations": 2})
+    trainer = trl_jax.GRPOTrainer(folder, reward, args, prompts(), tools=[draw])
+    trainer.train()
+    final = Path(out) / "final"
+    trainer.save_model(str(final))
+    return reference.Run(trainer.state.log_history, final, reference.read_weights(final), None, facts=seen)

@@ -14,6 +14,7 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.marks import assert_same_weights
 from compat_tests.parity.reference import read_weights
 from compat_tests.rollout.stub_server import StubServer
+from compat_tests.trainer.test_tool_images import TEMPLATE
 from compat_tests.trainer.vision_models import PATCH, SIZE, tiny_llava
 from trl_jax.hub.peft_config import LoraConfig
 
@@ -64,32 +65,47 @@ def test_two_processes_train_as_one(name, out):
 
 
 @only_thorough
-def test_prompts_with_images(tmp_path):
+@pytest.mark.parametrize("kind", ["images", "drawn"])
+def test_images(kind, tmp_path):
+    """In prompts, and also in the answers of a tool."""
     folder = tiny_llava(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     number = (SIZE // PATCH) ** 2
 
     def replay(ids, n):
         return [[40 + (sum(ids) + own + place) % 50 for place in range(own + 3)] for own in range(n)]
 
     config = {
-        "kind": "images",
+        "kind": kind,
         "num_generations": 2,
         "vllm_importance_sampling_correction": False,
     }  # the stub returns no sampling log-probabilities
+    config |= {"max_completion_length": 120, "shuffle_dataset": False} if kind == "drawn" else {}
     asked = run(folder, tmp_path, {"images": config}, replay=replay, image_tokens=number)
     assert_alike(tmp_path, "images")
-    seen = [[path for path, _ in seen if path == "/inference/v1/generate"] for seen in asked.values()]
-    assert seen[0] == seen[1] and len(seen[0]) == 7  # one of eight prompts has no image
+    seen = [[body["token_ids"] for path, body in seen if path == "/inference/v1/generate"] for seen in asked.values()]
+    if kind == "images":
+        assert sorted(seen[0]) == sorted(seen[1]) and len(seen[0]) == 7  # one of eight prompts has no image
+        return
+    one, *both = (
+        json.loads((tmp_path / part / f"oursimages.{rank}.json").read_text()) for part, rank in ("10", "20", "21")
+    )
+    assert one == [ids for start in (0, 4) for own in both for ids in own[start : start + 4]] and len(one) == 16
+    assert sorted(seen[0]) == sorted(seen[1]) and max(map(len, seen[0])) > 60
 
 
 def assert_alike(out, name):
+    assert_same_logs(out, name)
+    assert_same_weights(*(read_weights(out / count / f"ours{name}" / "final") for count in "12"), 2e-4)
+
+
+def assert_same_logs(out, name):
     logs, others = (json.loads((out / count / f"ours{name}.json").read_text()) for count in "12")
     for mine, other in zip(logs, others, strict=True):
         assert mine.keys() == other.keys()
         for key in ("loss", "reward", "sampling/sampling_logp_difference/mean", "entropy", "train_loss",
                     "sample/staleness_mean", "tools/call_frequency", "tools/failure_frequency"):  # fmt: skip
             assert mine.get(key) == pytest.approx(other.get(key), abs=1e-5), key
-    assert_same_weights(*(read_weights(out / count / f"ours{name}" / "final") for count in "12"), 2e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "kind" in RUNS[name]])

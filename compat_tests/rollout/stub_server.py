@@ -28,10 +28,12 @@ class StubServer:
         replay: (prompt ids, n) -> completions to return, or None to sample. If `replay` is None, all are sampled.
         shift: added to the log-probabilities of completions.
         missing: paths that reply with 404.
-        image_tokens: number of tokens per image.
+        image_tokens: number of tokens per image, or a function of the image's data URL that returns it.
         seen: (path, body) of every request except to /health.
         before: hook, called with the path of every POST before it is handled.
         adapters: adapter name -> model with that adapter.
+        folders: adapter name -> its folder.
+        lost: paths to which the next reply is lost after the request has run.
     """
 
     owner = "vllm"  # `owned_by` in /v1/models
@@ -46,7 +48,7 @@ class StubServer:
         self.shift, self.missing, self.seen, self.before = 0.0, set(), [], lambda path: None
         self.image_tokens = 0
         self.version, self.paused, self.loads = "default", False, 0
-        self.adapters, self._max_lora_rank = {}, max_lora_rank
+        self.adapters, self.folders, self.lost, self._max_lora_rank = {}, {}, set(), max_lora_rank
         self._max_model_len, self._logprobs_mode, self._folder = max_model_len, logprobs_mode, str(folder)
         self._lock = threading.Lock()
         self._load(folder)
@@ -65,6 +67,10 @@ class StubServer:
 
             def _answer(self, body):
                 status, reply = stub.answer(self.path, body, posted=self.command == "POST")
+                if self.path in stub.lost:
+                    stub.lost.remove(self.path)
+                    self.close_connection = True
+                    return
                 data = json.dumps(reply).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
@@ -138,12 +144,17 @@ class StubServer:
         return 200, {"results": [None]}
 
     def _post_load_adapter(self, body):
+        if body["lora_name"] in self.adapters and not body.get("load_inplace"):
+            return 400, {"error": {"message": f"The lora adapter '{body['lora_name']}' has already been loaded."}}
+        self.folders[body["lora_name"]] = body["lora_path"]
         self.adapters[body["lora_name"]] = trl_jax.AutoModelForCausalLM.from_pretrained(body["lora_path"])
         self.loads += 1
         return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
 
     def _post_unload_adapter(self, body):
-        del self.adapters[body["lora_name"]]
+        if body["lora_name"] not in self.adapters:
+            return 404, {"error": {"message": f"The lora adapter '{body['lora_name']}' cannot be found."}}
+        del self.adapters[body["lora_name"]], self.folders[body["lora_name"]]
         return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
 
     def _post_completions(self, body):
@@ -178,10 +189,11 @@ class StubServer:
         return 200, {"id": "cmpl-0", "object": "text_completion", "model": body["model"], "choices": choices[::-1]}
 
     def _post_render(self, body):
-        """Every image has `image_tokens` tokens."""
         [message] = body["messages"]
-        hashes = [hash(part["image_url"]["url"]) for part in message["content"]]
-        places = [{"offset": 1 + number, "length": self.image_tokens} for number in range(len(hashes))]
+        urls = [part["image_url"]["url"] for part in message["content"]]
+        hashes, count = list(map(hash, urls)), self.image_tokens
+        lengths = [count(url) if callable(count) else count for url in urls]
+        places = [{"offset": 1 + number, "length": length} for number, length in enumerate(lengths)]
         features = {"mm_hashes": {"image": list(map(str, hashes))}, "mm_placeholders": {"image": places}}
         return 200, {"token_ids": [1], "features": features | {"kwargs_data": None}}
 
@@ -221,11 +233,14 @@ class SglangStub(StubServer):
         deterministic: whether it reports --enable-deterministic-inference.
         most_filtered: the largest top_k for which it returns log-probabilities after filters
             (--sampling-mask-max-tokens).
+        speculative: --speculative-algorithm.
+        image_token: the token that stands for an image in a prompt, which is replaced by `image_tokens` of them.
     """
 
     owner = "sglang"
     paths = {"/v1/models": "models"}
     original, deterministic, most_filtered = False, True, 4096
+    speculative, image_token = None, -1
     fields = frozenset(
         """
         max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty presence_penalty
@@ -241,7 +256,9 @@ class SglangStub(StubServer):
     def _get_server_info(self):
         return {
             "version": "0.5.23", "enable_deterministic_inference": self.deterministic,
-            "sampling_mask_max_tokens": self.most_filtered,
+            "sampling_mask_max_tokens": self.most_filtered, "speculative_algorithm": self.speculative,
+            "enable_lora": None if self._max_lora_rank is None else True, "max_lora_rank": self._max_lora_rank,
+            "dp_size": 1,
         }  # fmt: skip
 
     _get_model_info = StubServer._get_weight_info
@@ -256,9 +273,36 @@ class SglangStub(StubServer):
         self.loads += 1
         return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
+    def _post_load_lora_adapter(self, body):
+        name, known = body["lora_name"], dict(self.folders)
+        if name in known:
+            problem = f"Failed to load LoRA adapter {name} because it is already loaded"
+            return 400, {"success": False, "error_message": problem, "loaded_adapters": known}
+        self._post_load_adapter(body)
+        return 200, {"success": True, "error_message": "", "loaded_adapters": dict(self.folders)}
+
+    def _post_unload_lora_adapter(self, body):
+        if body["lora_name"] not in self.adapters:
+            return 400, {"success": False, "error_message": "does not exist", "loaded_adapters": None}
+        self._post_unload_adapter(body)
+        return 200, {"success": True, "error_message": "", "loaded_adapters": dict(self.folders)}
+
+    def _with_images(self, ids, urls):
+        """The prompt with all tokens of its images."""
+        lengths = iter([self.image_tokens(url) if callable(self.image_tokens) else self.image_tokens for url in urls])
+        return [token for own in ids for token in [own] * (next(lengths) if own == self.image_token else 1)]
+
     def _post_generate(self, body):
         batched = isinstance(body["input_ids"][0], list)
         prompts = body["input_ids"] if batched else [body["input_ids"]]
+        adapter = body.get("lora_path")
+        if adapter is not None and self._max_lora_rank is None:
+            return 400, {"error": {"message": f"LoRA adapter {adapter!r} was requested, but LoRA is not enabled."}}
+        body = body | {"model": (adapter[0] if isinstance(adapter, list) else adapter) or ""}
+        if body["model"] and body["model"] not in self.adapters:
+            return 400, {"error": {"message": f"Got LoRA adapter that has never been loaded: {body['model']}"}}
+        images = body.get("image_data", [()] * len(prompts))
+        prompts = [self._with_images(*pair) for pair in zip(prompts, images, strict=True)]
         given = body["sampling_params"] if batched else [body["sampling_params"]]
         assert len(prompts) == len(given) and max(map(max, prompts)) < self.model.vocab_size  # else the server dies
         if unknown := [name for own in given for name in own if name not in self.fields]:
@@ -273,11 +317,11 @@ class SglangStub(StubServer):
         written = self.replay(prompts[0], len(prompts)) if self.replay and batched and not asked else None
         replies = []
         for number, (ids, own) in enumerate(zip(prompts, given, strict=True)):
-            tokens = self._tokens(ids, own) if written is None else written[number]
+            tokens = self._tokens(body["model"], ids, own) if written is None else written[number]
             replies.append(self._reply(body, ids, list(map(int, tokens))[: own["max_new_tokens"]], own))
         return 200, replies if batched else replies[0]
 
-    def _tokens(self, ids, own):
+    def _tokens(self, model, ids, own):
         if not own["max_new_tokens"]:
             return []
         ends = own.get("stop_token_ids", [0])
@@ -289,13 +333,13 @@ class SglangStub(StubServer):
             "stop_token_ids": ends,
         } | own
         options |= {"max_tokens": own["max_new_tokens"], "top_k": max(options["top_k"], 0)}
-        return self._sampled(1, options | {"prompt": ids, "seed": own.get("sampling_seed", 42), "model": ""})[0]
+        return self._sampled(1, options | {"prompt": ids, "seed": own.get("sampling_seed", 42), "model": model})[0]
 
     def _reply(self, body, ids, tokens, own):
         info = {"weight_version": self.version, "prompt_tokens": len(ids), "completion_tokens": len(tokens)}
         info["finish_reason"] = {"type": "length", "length": len(tokens)}
         temperature = 1.0 if self.original else own.get("temperature", 1.0)
-        text = {"prompt": ids, "model": ""}
+        text = {"prompt": ids, "model": body["model"]}
         found = self._scores(text, tokens, temperature)[len(ids) - 1 :] + self.shift
         info["output_token_logprobs"] = [
             [float(value), token, None] for value, token in zip(found, tokens, strict=True)
@@ -315,7 +359,8 @@ class SglangStub(StubServer):
             info["output_token_sampling_mask"] = [sorted(map(int, np.flatnonzero(one > -np.inf))) for one in kept]
             values = [one[token] for one, token in zip(kept, tokens, strict=True)]
             info["output_token_sampling_logprobs"] = [float(value) for value in values]
-        return {"text": "", "output_ids": tokens, "meta_info": info}
+        reply = {"text": "", "output_ids": tokens, "meta_info": info}
+        return reply | ({"prompt_token_ids": ids} if body.get("return_prompt_token_ids") else {})
 
     def _logps(self, ids, temperature):
         """Log-probabilities of the next token, `[vocabulary]`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from trl_jax.rollout.rollout import Completed, Experience, Written
 
@@ -36,6 +37,21 @@ def test_completions_that_are_generated_ahead_come_back(calls):
     for name in ("completion_ids", "by_model", "sampling_logps"):
         for own, other in zip(vars(back)[name], vars(made)[name], strict=True):
             np.testing.assert_array_equal(own, other)
+
+
+def test_pictures_of_tools_come_back():
+    picture = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
+    content = [
+        {"type": "image", "image": picture},
+        {"type": "image", "image": "cat.png"},
+        {"type": "text", "text": "?"},
+    ]
+    messages, ids = [[{"role": "tool", "name": "draw", "content": content}]], [np.int32([7])]
+    made = Written([[1]], ids, [np.asarray([True])], messages=messages, calls=(1, 0), sampling_logps=[np.float32([-1])])
+    [[message]] = Written.of_arrays(made.arrays()).messages
+    back, *others = message["content"]
+    np.testing.assert_array_equal(np.asarray(back["image"]), np.asarray(picture))
+    assert others == content[1:] and message["name"] == "draw"
 
 
 def test_a_checkpoint_has_the_names_that_earlier_ones_have():

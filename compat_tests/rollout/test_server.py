@@ -261,6 +261,21 @@ def test_servers_that_take_adapters_get_the_adapter_alone(serve, make):
     make([stubs[1]], arguments=dora, max_steps=1).train()  # merged: vLLM does not support DoRA
 
 
+@pytest.mark.parametrize("kind", [StubServer, SglangStub])
+def test_a_request_whose_reply_is_lost_runs_again(kind, serve, make):
+    """The adapter is already loaded then, or already unloaded."""
+    stub = serve(kind, max_lora_rank=8)
+    paths = {StubServer: ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+             SglangStub: ("/load_lora_adapter", "/unload_lora_adapter")}[kind]  # fmt: skip
+    stub.lost = set(paths)
+    lora = {"peft_config": trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+    trainer = make([stub], arguments=lora, max_steps=2)
+    trainer.train()
+    assert trainer.state.log_history[1]["sampling/sampling_logp_difference/max"] < 1e-5
+    asked = [path for path, _ in stub.seen if path in paths]
+    assert asked == [paths[0]] * 3 + [paths[1]] * 2 and not stub.lost and len(stub.adapters) == 1
+
+
 @pytest.fixture
 def turns():
     """A rollout_func that calls `trainer._generate_single_turn`, and a list of the (completion ids, logps) it got."""
@@ -466,6 +481,10 @@ def test_prompts_with_images(serve, folder):
     assert body["features"]["mm_placeholders"] == {"image": [{"offset": 1, "length": 3}, {"offset": 5, "length": 3}]}
     given = body["sampling_params"]
     assert (given["seed"], given["n"], given["max_tokens"]) == (3, 2, 4) and "prompt" not in given
+    found = servers.begin([[1, 5, 5, 5, 5, 5, 5]], sampling, group=1, seeds=[3], images=[["data:a", "data:b"]])
+    found.result()  # nothing between the images
+    (_, body) = [body for path, body in stub.seen if path == "/inference/v1/generate"]
+    assert body["features"]["mm_placeholders"] == {"image": [{"offset": 1, "length": 3}, {"offset": 4, "length": 3}]}
     stub.image_tokens = 4
     with pytest.raises(ServerError, match=r"has images of \[4, 4\] tokens, and the prompt of \[3, 3\]: it processes"):
         servers.begin(prompts, sampling, group=2, seeds=[3, 4], images=images).result()
@@ -567,17 +586,82 @@ def test_sglang_servers_that_do_not_fit_are_refused(serve, make, folder):
         assert f"sglang serve --model-path {folder} --port {other.port}" in str(error.value)
     with pytest.raises(ServerError, match="is of sglang, and the one at .* of vllm.*Give the URLs of servers of one"):
         make([stub, serve()])
+    stub.speculative = "EAGLE"
+    with pytest.raises(ValueError, match="top_k=3: an SGLang server that runs with --speculative-algorithm EAGLE does"):
+        make([stub], top_k=3)
+    make([stub])  # without filters, it returns log-probabilities
+    stub.speculative = None
     needs = Requirements(str(folder), stub.model.vocab_size, 16, True)
-    with pytest.raises(ServerError, match="prompts with images by SGLang are not in this release of trl_jax. Start"):
-        connect([stub.url], replace(needs, image_token=5), Limits(30.0))
     with pytest.raises(ServerError, match="does not take the token id 9999 .*out-of-vocabulary"):
         connect([stub.url], replace(needs, vocab_size=10_000), Limits(30.0))
     servers = connect([stub.url], needs, Limits(30.0))
     with pytest.raises(ServerError, match=r"could not load the weights in /nowhere \(400\)"):
         servers.load("/nowhere", "1")
+    stub._post_load_lora_adapter = lambda body: (400, {"error_message": "rank 16", "loaded_adapters": None})
+    with pytest.raises(
+        ServerError, match=r"could not load the adapter in /nowhere \('rank 16'\). Start it with: sglang"
+    ):
+        servers.load_adapter("/nowhere", "1")
     stub.answer = lambda path, body, *, posted: (200, [{"meta_info": {"finish_reason": {"type": "abort"}}}])
     with pytest.raises(ServerError, match="aborted a completion"):
         servers.begin([[1]], servers.engine.parameters(SamplingOptions(**SAMPLED)), group=1, seeds=[1]).result()
+
+
+@only_thorough
+def test_sglang_servers_that_take_adapters_get_the_adapter_alone(serve, make):
+    """Training gives the same losses as with merged weights. An adapter that SGLang does not compute is merged."""
+    runs, stubs = [], [serve(SglangStub), serve(SglangStub, max_lora_rank=8)]
+    for stub in stubs:
+        lora = {"peft_config": trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj", "gate_proj"])}
+        runs.append(make([stub], arguments=lora, max_steps=3, temperature=0.7))
+        runs[-1].train()
+    whole, alone = ([log["loss"] for log in run.state.log_history if "loss" in log] for run in runs)
+    assert alone == pytest.approx(whole, abs=1e-6) and len(alone) == 3
+    load, unload, update = "/load_lora_adapter", "/unload_lora_adapter", "/update_weights_from_disk"
+    loads = [path for path, _ in stubs[1].seen if path in (load, unload, update)]
+    assert loads == [update, load, load, unload, load, unload] and len(stubs[1].adapters) == 1
+    assert runs[1].state.log_history[2]["sampling/sampling_logp_difference/max"] < 1e-5
+
+    def forget(path):
+        if path == "/generate" and stubs[1].loads == 2 and next(asked):
+            stubs[1].version = "default"
+            stubs[1].adapters.clear()
+
+    asked = iter((False, True, *[False] * 8))  # the first request scores a text
+    stubs[1].before, stubs[1].seen, stubs[1].loads = forget, [], 0
+    make([stubs[1]], arguments=lora, max_steps=1).train()
+    assert [path for path, _ in stubs[1].seen if path in (load, update)] == [update, load] * 2
+    with pytest.raises(ServerError, match="has --max-lora-rank 8, and the adapter that is trained 16. Start it with: .*"
+                       "--enable-lora --max-lora-rank 16 --lora-target-modules all"):  # fmt: skip
+        make([stubs[1]], arguments={"peft_config": trl_jax.LoraConfig(r=16)})
+    for merged in ({"target_modules": ["k_proj"]}, {"target_modules": ["up_proj"]}, {"use_rslora": True},
+                   {"rank_pattern": {"q_proj": 2}}, {"alpha_pattern": {"q_proj": 2}}):  # fmt: skip
+        trainer = make([stubs[1]], arguments={"peft_config": trl_jax.LoraConfig(r=4, **merged)})
+        assert not trainer._setup.rollout.rollout.writer._server._servers.engine.takes_adapters
+
+
+def test_prompts_with_images_of_sglang(serve, folder):
+    """A prompt with two images of three tokens each, which the server writes, and one without images."""
+    stub, needs = serve(SglangStub), Requirements(str(folder), 100, 16, True, image_token=5)
+    stub.image_token, stub.image_tokens = 5, 3
+    servers = connect([stub.url], needs, Limits(30.0))
+    sampling = servers.engine.parameters(SamplingOptions(**SAMPLED | {"never": 5}))
+    stub.replay = lambda ids, n: [[len(ids), number] for number in range(n)]
+    prompts, images = [[1, 5, 5, 5, 2, 5, 5, 5], [1, 2]], [["data:a", "data:b"], []]
+    found = servers.begin(prompts, sampling, group=2, seeds=[3, 4], images=images).result()
+    assert [own.tolist() for own in found.completions] == [[8, 0], [8, 1], [2, 0], [2, 1]]
+    bodies = [body for path, body in stub.seen if path == "/generate" and "image_data" in body]
+    assert [(body["input_ids"], body["image_data"]) for body in bodies] == [([[1, 5, 2, 5]] * 2, [images[0]] * 2)]
+    assert bodies[0]["sampling_params"][0]["logit_bias"] == {"5": -100.0}
+    servers.load(str(folder), "2")
+    servers.begin(prompts[:1], sampling, group=2, seeds=[3], images=images[:1]).result()
+    hashes = [body["mm_hashes"] for path, body in stub.seen if path == "/generate" and "image_data" in body]
+    assert len({own for by_image in hashes for own in by_image[0]}) == 4  # of each image and version
+    stub.image_tokens = 4
+    with pytest.raises(ServerError, match="turned a prompt with 2 images into 10 other tokens, and the trainer into 8"):
+        servers.begin(prompts, sampling, group=2, seeds=[3, 4], images=images).result()
+    with pytest.raises(ServerError, match="A prompt has 2 images and 1 runs of image tokens, and the SGLang server at"):
+        servers.begin([[1, 5, 5, 5, 5]], sampling, group=1, seeds=[3], images=images[:1]).result()
 
 
 def test_parameters_of_requests_to_sglang(caplog):
@@ -615,3 +699,17 @@ def test_weights_are_whole_or_absent(tmp_path):
     with pytest.raises(OSError, match="No space left on device.*Set vllm_weights_dir to a folder with space"):
         folders.write()
     assert not folders.folder.exists()
+
+
+def test_only_folders_of_processes_that_ended_on_this_machine_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_jax.training.server._MEMORY", tmp_path)
+    own = WeightFolders(tmp_path, lambda folder: None)
+    own.write()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    _, here, _ = own.folder.name.removeprefix("trl_jax-weights-").split("-")
+    orphan, other = (tmp_path / f"trl_jax-weights-{ended.pid}-{where}-abcd" for where in (here, "0123456789ab"))
+    orphan.mkdir()
+    other.mkdir()  # of a container that counts its own processes
+    WeightFolders(tmp_path, lambda folder: None)
+    assert not orphan.exists() and other.exists() and own.folder.exists()

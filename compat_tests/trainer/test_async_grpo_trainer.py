@@ -269,9 +269,11 @@ def test_slow_servers_end_the_run_with_the_argument_that_allows_more(stub, folde
                 "stop_token_ids": [0]}  # fmt: skip
     limits = Limits(0.3, request=0.2), Limits(30.0, load=0.2)
     impatient, servers = (connect([stub.url], needs, own) for own in limits)
-    stub.before = lambda path: time.sleep(1.0)
-    with pytest.raises(ServerError, match=r"did not answer for 0\.3 s .*no completions within request_timeout=0\.2 s"):
+    stub.before, stub.seen = lambda path: time.sleep(1.0), []
+    words = r"did not answer for 0\.8 s \(request_timeout; no completions within request_timeout=0\.2 s, 4 times\)"
+    with pytest.raises(ServerError, match=words):
         impatient.begin([[1]], sampling, **given).result()
+    assert len(stub.seen) == 4
     with pytest.raises(ServerError, match=r"did not load the weights in .* within 0\.2 s \(weight_sync_timeout\)"):
         servers.load(str(folder), "1")
 

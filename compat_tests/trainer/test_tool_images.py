@@ -3,15 +3,19 @@ TRL's."""
 
 from __future__ import annotations
 
+import base64
+import io
 import types
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from PIL import Image
 
 import trl_jax
 from compat_tests.effort import usual
 from compat_tests.hub.vision.processors import built_processor, config_for
+from compat_tests.rollout.stub_server import StubServer
 from compat_tests.trainer.vision_models import pictures, tiny_tiled, user
 from trl_jax.data.chat_templates import response_template
 from trl_jax.data.prompts import encoded_prompts
@@ -29,7 +33,7 @@ TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 DRAW = '<tool_call>{"name": "draw", "arguments": {"number": %d}}</tool_call>' + END
-FIRST = [DRAW % 0, "No." + END, DRAW % 1, DRAW % 0]
+FIRST = [DRAW % 0, "No." + END, DRAW % 1, DRAW % 2]
 PICTURES = pictures(6)
 
 
@@ -64,12 +68,15 @@ def qwen(tmp_path_factory):
         yield str(folder), tiny_tiled(folder, "qwen2_5_vl", patch, template=TEMPLATE)
 
 
-def run(package, qwen, out, monkeypatch, alone=False, **options):
-    """What reward functions got, and the logs; the first turn of each completion is scripted, later turns are
-    sampled."""
+def run(package, qwen, out, monkeypatch, alone=False, config=None, turns=None, **options):
+    """What reward functions got, and the logs; the first turn of each completion is scripted, later turns are sampled.
+
+    Args:
+        turns: a dict that gets the later turns by their texts; with a server in `config` it must already have them.
+    """
     pytest.importorskip("torch").set_num_threads(1)
     folder, processor = qwen
-    tokenizer, seen, turns = processor.tokenizer, [], []
+    tokenizer, seen, asked = processor.tokenizer, [], []
     tokenizer.response_template = response_template(tokenizer)
     tokenizer.padding_side = "left"
     first = [tokenizer(text)["input_ids"] for text in FIRST]
@@ -78,11 +85,12 @@ def run(package, qwen, out, monkeypatch, alone=False, **options):
         seen.append(([list(map(int, own)) for own in completion_ids], completions))
         return [float(len(own) % 7) for own in completion_ids]
 
+    served = config
     config = {
         "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 160,
         "learning_rate": 1e-3, "beta": 0.1, "report_to": "none", "use_cpu": True, "bf16": False, "logging_steps": 1,
         "save_strategy": "no", "max_tool_calling_iterations": 1,
-    }  # fmt: skip
+    } | (config or {})  # fmt: skip
     if package is not trl_jax:
         config["gradient_checkpointing"] = False
     rows = Dataset.from_list([{"prompt": user(f"What is {i}?"), "number": i} for i in range(4)])
@@ -94,25 +102,29 @@ def run(package, qwen, out, monkeypatch, alone=False, **options):
         processing_class=tokenizer if alone else processor,
         **options,
     )
-    if package is trl_jax:
+    if package is trl_jax and served is None:
         complete = PolicyWriter.complete
 
         def given(writer, ids, group, images=None):
-            turns.append(len(ids))
-            written = [np.asarray(own, np.int32) for own in first]
-            return written if len(turns) % 2 else complete(writer, ids, group, images)
+            asked.append(len(ids))
+            if len(asked) % 2:
+                return [np.asarray(own, np.int32) for own in first]
+            found = complete(writer, ids, group, images)
+            if turns is not None:
+                turns.update({tuple(text): tokens for text, tokens in zip(ids, found, strict=True)})
+            return found
 
         monkeypatch.setattr(PolicyWriter, "complete", given)
-    else:
+    elif package is not trl_jax:
         generate = made._generate_single_turn
 
         def given(ids, *rest, **how):
-            turns.append(len(ids))
-            return ([list(own) for own in first], None) if len(turns) % 2 else generate(ids, *rest, **how)
+            asked.append(len(ids))
+            return ([list(own) for own in first], None) if len(asked) % 2 else generate(ids, *rest, **how)
 
         made._generate_single_turn = given
     made.train()
-    assert turns == [4, 3] * 2
+    assert served is not None or asked == [4, 3] * 2
     return seen, [entry for entry in made.state.log_history if "loss" in entry]
 
 
@@ -130,6 +142,59 @@ def test_a_run_is_trls(options, qwen, tmp_path, monkeypatch):
     for own, their in zip(our_logs, their_logs, strict=True):
         for name in their.keys() - {"epoch", "step_time"}:
             assert own[name] == pytest.approx(their[name], rel=2e-4, abs=1e-5 if name == "loss" else 2e-4), name
+
+
+@pytest.fixture
+def serve(qwen, monkeypatch):
+    """Starts a stub server that replays first turns, and later turns by their texts."""
+    folder, processor = qwen
+    stub = StubServer(folder, max_model_len=4096)
+    native = types.SimpleNamespace(vision=vision_families()["qwen2_5_vl"], path="config.json")
+    config = config_for("qwen2_5_vl", processor)
+    encoder = VisionProcessor(native, config, processor.tokenizer, processor.image_processor)
+
+    def started(turns):
+        first = [processor.tokenizer(text)["input_ids"] for text in FIRST]
+        stub.replay = lambda ids, n: first if n == 4 else [turns[tuple(ids)]]
+        stub.image_tokens = lambda url: len(encoder.patches([picture_of(url)])[0].tokens)
+        return stub
+
+    yield started
+    stub.stop()
+
+
+def picture_of(url):
+    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+
+
+def served_by(stub, out):
+    return {
+        "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url, "vllm_weights_dir": str(out),
+        "vllm_importance_sampling_correction": False,  # the stub has no log-probabilities of texts with images
+    }  # fmt: skip
+
+
+@usual("reset")
+@pytest.mark.parametrize("options", [{"tools": [draw]}, {"environment_factory": Gallery}], ids=["tools", "reset"])
+def test_turns_by_a_server_are_those_of_this_process(options, qwen, serve, tmp_path, monkeypatch):
+    """Each turn sends all pictures of the conversation so far."""
+    turns = {}
+    seen, logs = run(trl_jax, qwen, tmp_path / "own", monkeypatch, turns=turns, **options)
+    stub = serve(turns)
+    config = served_by(stub, tmp_path / "weights")
+    again, served = run(trl_jax, qwen, tmp_path / "served", monkeypatch, config=config, **options)
+    assert again == seen
+    for own, wanted in zip(served, logs, strict=True):
+        for name in ("loss", "grad_norm", "reward", "kl", "tools/call_frequency", "completions/mean_length"):
+            assert own[name] == pytest.approx(wanted[name], abs=1e-5), name
+    bodies = [body for path, body in stub.seen if path == "/v1/chat/completions/render"]
+    sent = [[picture_of(part["image_url"]["url"]) for part in body["messages"][0]["content"]] for body in bodies]
+    start = [] if "tools" in options else [None]  # which picture `reset` returns depends on the row
+    drawn = [[np.asarray(own) for own in pictures[len(start) :]] for pictures in sent if len(pictures) > len(start)]
+    assert len(drawn) == 6 and all(len(own) == 1 for own in drawn)
+    for [own] in drawn:
+        assert any(np.array_equal(own, np.asarray(picture)) for picture in PICTURES[:3])
+    assert len(sent) == len(drawn) + 2 * len(start)
 
 
 def test_a_tokenizer_alone_sees_no_images(qwen, tmp_path, monkeypatch):

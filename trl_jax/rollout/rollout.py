@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import time
@@ -19,6 +20,7 @@ from trl_jax.data.batch import IGNORED, Batch, CompletionRows, Context, Example,
 from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
 from trl_jax.generation.generator import StopRule
+from trl_jax.hub.vision.processor import open_picture
 from trl_jax.losses.advantages import Advantages
 from trl_jax.rollout.completions_log import (
     Collected,
@@ -29,7 +31,7 @@ from trl_jax.rollout.completions_log import (
     sampling_metrics,
 )
 from trl_jax.rollout.samplers import Sampler
-from trl_jax.rollout.server import ServerError
+from trl_jax.rollout.server import ServerError, data_url
 from trl_jax.tasks.policy import Cycle, EntropyBonus, PolicyTask, RolloutTask
 
 logger = logging.getLogger(__name__)
@@ -903,7 +905,7 @@ class Written:
             arrays |= _prefixed("images", images_to_arrays(self.images))
         if self.calls is None:
             return arrays
-        told = np.frombuffer(json.dumps(self.messages).encode(), np.uint8)
+        told = np.frombuffer(json.dumps(self.messages, default=_picture_to_json).encode(), np.uint8)
         return arrays | {"by_model": np.concatenate(self.by_model), "messages": told, "calls": np.asarray(self.calls)}
 
     @classmethod
@@ -921,7 +923,8 @@ class Written:
         )  # fmt: skip
         if "calls" not in arrays:
             return made
-        messages, calls = json.loads(arrays["messages"].tobytes()), tuple(arrays["calls"].tolist())
+        messages = json.loads(arrays["messages"].tobytes(), object_hook=_picture_from_json)
+        calls = tuple(arrays["calls"].tolist())
         return replace(made, by_model=split("by_model", "completion"), messages=messages, calls=calls)
 
     @property
@@ -939,6 +942,20 @@ class Written:
         lists = {name: values for name, values in self.columns.items() if isinstance(values, list)}
         own = {name: values[place] for name, values in lists.items() if place < len(values)}
         return own | {name: value for name, value in self.columns.items() if name not in lists}
+
+
+_PICTURE = "trl_jax.picture"
+
+
+def _picture_to_json(picture: Any) -> dict[str, str]:
+    """A picture of a tool, which is in its message (see `open_picture`)."""
+    return {_PICTURE: data_url(open_picture(picture))}
+
+
+def _picture_from_json(found: dict[str, Any]) -> Any:
+    if found.keys() != {_PICTURE}:
+        return found
+    return open_picture(base64.b64decode(found[_PICTURE].partition(",")[2]))
 
 
 def all_written(completions: Sequence[np.ndarray]) -> list[np.ndarray]:

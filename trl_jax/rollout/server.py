@@ -37,6 +37,7 @@ _SPEAKS_AFTER, _SPEAKS_EVERY = 5.0, 30.0  # seconds: until an unreachable server
 _ANSWERS_WITHIN = 10.0  # seconds: the connect timeout, and the longest interval and timeout of health checks
 _BUSY = (502, 503, 504)
 _RETRY_AFTER = 0.5  # seconds
+_REPEATS = 3  # minimum number of times that a completion request is sent again after its timeout
 
 Progress = Callable[[int, int], None]
 
@@ -72,7 +73,8 @@ class Limits:
 
     answer: how long requests to an unreachable server are retried.
     alive: how long health checks may fail during generation; None means `answer`.
-    request: timeout of one completion request, which is then retried for up to `answer` seconds; None for no timeout.
+    request: timeout of one completion request, which is then sent again for up to `answer` seconds, at least three
+        times; None for no timeout.
     load: timeout for loading weights; None for no timeout.
     at_once: maximum number of completions in flight on all servers together, rounded down to whole prompts (at least
         one); None for no limit. There are never more than 256 prompts in flight per server.
@@ -95,6 +97,8 @@ class Requirements:
     processed_logps: whether log-probabilities must be computed after temperature and filters (top_k, top_p, min_p).
     image_token: the token id of image placeholders in prompts; None if there are no images.
     adapter_rank: the largest LoRA rank of the policy; None if it has no adapter, or one that must be merged.
+    fused_adapter: whether an engine that fuses projections, as SGLang, computes the adapter: all matrices have the
+        config's rank and scale, and those of a fused layer have adapters together.
     """
 
     model: str
@@ -103,6 +107,7 @@ class Requirements:
     processed_logps: bool
     image_token: int | None = None
     adapter_rank: int | None = None
+    fused_adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,8 +242,8 @@ class Engine(Protocol):
         """Load a checkpoint into every server, between completions, and label the weights `version`."""
 
     def load_adapter(self, folder: str, version: str) -> None:
-        """Load a PEFT adapter into every server under the name `version` and unload the previous one. All later
-        completions use it."""
+        """Load a PEFT adapter into every server under the name `version`, which only this run uses, and unload the
+        previous one. All later completions use it. It may already be loaded, by a request whose reply was lost."""
 
     def versions(self) -> list[str]:
         """The current weight version (`load`) of each server."""
@@ -376,6 +381,7 @@ class Transport:
         body: Any = None,
         *,
         missing_ok: bool = False,
+        refused_ok: bool = False,
         doing: str = "",
         within: float | None = None,
     ) -> list[Any]:
@@ -383,6 +389,7 @@ class Transport:
 
         Args:
             missing_ok: return None for servers that reply with 404.
+            refused_ok: return the JSON of the reply also for servers that reply with 400.
             doing: what the request does ("load the weights"), for error messages.
             within: timeout in seconds, including retries; None for no timeout.
 
@@ -399,6 +406,8 @@ class Transport:
                 ) from error
             if missing_ok and reply.status_code == 404:
                 return None
+            if refused_ok and reply.status_code == 400:
+                return reply.json()
             return self.accepted(url, reply, doing)
 
         async def ask(client: httpx2.AsyncClient) -> list[Any]:
@@ -443,12 +452,13 @@ class Transport:
         """Send a request and return the reply, whatever its status.
 
         The request is sent again, for up to `limits.answer` seconds, while the server is unreachable, replies with 502,
-        503 or 504, or does not reply within `within` seconds. It may therefore run more than once.
+        503 or 504, or does not reply within `within` seconds; in this last case at least three times. It may therefore
+        run more than once.
 
         Raises:
             ServerSilent: there is no reply by then.
         """
-        failed, timeout = None, self.limits.answer
+        failed, late, timeout = None, 0, self.limits.answer
         while True:
             try:
                 reply = await asyncio.wait_for(client.request(method, url + path, json=body), within)
@@ -458,7 +468,11 @@ class Transport:
             except httpx2.TransportError as error:
                 problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             except TimeoutError:
-                problem = f"no completions within request_timeout={within:g} s"
+                problem, late = f"no completions within request_timeout={within:g} s", late + 1
+                if late <= _REPEATS or late * within <= timeout:
+                    failed = None  # it was reachable
+                else:
+                    raise self._silent(url, f"{problem}, {late} times", late * within, "request_timeout") from None
             now = time.monotonic()
             failed = now if failed is None else failed
             if now - failed > timeout:

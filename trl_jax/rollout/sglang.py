@@ -6,6 +6,7 @@ running completions, blocks new ones meanwhile, and flushes the prefix cache.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from trl_jax.rollout.server import (
     Sampled,
     SamplingOptions,
     ServerError,
+    StaleWeights,
     Transport,
     is_local,
     port_of,
@@ -32,34 +34,35 @@ logger = logging.getLogger(__name__)
 
 # generation_kwargs use vLLM's names. vLLM's name -> SGLang's, where they differ:
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "include_stop_str_in_output": "no_stop_trim"}
+_EXACT = ("DFLASH", "DSPARK")  # speculative decoding that returns log-probabilities after filters
+_UNKNOWN_ADAPTER = "has never been loaded"  # in the reply to a request with an adapter that the server does not have
 _ABSENT = ("allowed_token_ids", "bad_words")
 _STRUCTURES = {"regex": "regex", "json": "json_schema", "grammar": "ebnf", "structural_tag": "structural_tag"}
 
 
 class Sglang:
-    """An `Engine` of SGLang servers. It does not load LoRA adapters: they must be merged into the checkpoint."""
-
-    takes_adapters = False
+    """An `Engine` of SGLang servers."""
 
     def __init__(self, urls: Sequence[str], needs: Requirements, limits: Limits):
         # Not /health: it generates a token, which the server cannot do while it loads weights.
         self.transport = Transport(urls, limits, "SGLang", self.command, alive="/ping")
-        self._needs, self.context_length = needs, None
-        self._deterministic, self._most_filtered = False, 0  # known after `ready`
+        self._needs = needs
+        self.takes_adapters, self.context_length = False, None  # known after `ready`
+        self._deterministic, self._most_filtered, self._speculative = False, 0, None  # known after `ready`
+        self._adapter: str | None = None  # name of the current adapter
+        self._version: str | None = None  # of the current weights
 
     def command(self, url: str) -> str:
         host = "" if is_local(url) else " --host 0.0.0.0"
-        return f"sglang serve --model-path {self._needs.model} --port {port_of(url)}{host}"
+        command = f"sglang serve --model-path {self._needs.model} --port {port_of(url)}{host}"
+        if not self.takes_adapters:
+            return command
+        return f"{command} --enable-lora --max-lora-rank {self._needs.adapter_rank} --lora-target-modules all"
 
     # Startup checks
 
     def ready(self, cards: Sequence[Mapping[str, Any]]) -> None:
         transport, needs = self.transport, self._needs
-        if needs.image_token is not None:
-            raise ServerError(
-                f"The server at {transport.urls[0]} is SGLang's, and prompts with images by SGLang are not in this "
-                "release of trl_jax. Start a vLLM server, or set use_vllm=False."
-            )
         for url, card in zip(transport.urls, cards, strict=True):
             longest = card["max_model_len"]
             self.context_length = min(longest, self.context_length or longest)
@@ -83,7 +86,22 @@ class Sglang:
                 "other completions."
             )
         self._most_filtered = min(info["sampling_mask_max_tokens"] for info in infos)
+        self._check_server_arguments(infos)
         self._check_logprobs()
+
+    def _check_server_arguments(self, infos: Sequence[Mapping[str, Any]]) -> None:
+        transport, needs = self.transport, self._needs
+        algorithms = [info["speculative_algorithm"] for info in infos]
+        self._speculative = next((own for own in algorithms if own not in (None, *_EXACT)), None)
+        fits = needs.adapter_rank is not None and needs.fused_adapter
+        # SGLang does not load adapters into data-parallel replicas.
+        self.takes_adapters = fits and all(info["enable_lora"] and info["dp_size"] == 1 for info in infos)
+        for url, info in zip(transport.urls, infos, strict=True):
+            most = info["max_lora_rank"]
+            if self.takes_adapters and most is not None and most < needs.adapter_rank:
+                raise transport.unusable(
+                    url, f"has --max-lora-rank {most}, and the adapter that is trained {needs.adapter_rank}"
+                )
 
     def _check_logprobs(self) -> None:
         """Check the size of the vocabulary, and that log-probabilities depend on the temperature.
@@ -92,8 +110,9 @@ class Sglang:
         server.
         """
         transport, last = self.transport, self._needs.vocab_size - 1
+        text = list(range(4))  # more than token 0, whose embedding may be 0: all tokens would then be equally probable
         asked = {
-            "input_ids": [[0], [0]], "return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [last],
+            "input_ids": [text, text], "return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [last],
             "sampling_params": [{"max_new_tokens": 1, "temperature": temperature} for temperature in (1.0, 2.0)],
         }  # fmt: skip
         for url, reply in zip(
@@ -113,7 +132,7 @@ class Sglang:
     # Completions
 
     def parameters(self, options: SamplingOptions) -> dict[str, Any]:
-        """See `Engine.parameters`. `options.never` is not supported: it is only set for images, which `ready` rejects.
+        """See `Engine.parameters`.
 
         Raises:
             ValueError: SGLang lacks one of the parameters, would ignore it in log-probabilities, or would crash on it.
@@ -135,6 +154,8 @@ class Sglang:
         parameters["top_k"] = parameters["top_k"] if parameters["top_k"] > 0 else -1
         parameters |= _structure(structure if options.regex is None else {"regex": options.regex})
         self._check_filters(parameters)
+        if options.never is not None:
+            parameters["logit_bias"] = {**parameters.get("logit_bias", {}), str(options.never): -100.0}
         if parameters["repetition_penalty"] != 1.0:
             logger.warning(
                 "repetition_penalty=%s: SGLang penalizes the tokens of a completion, not those of its prompt, which "
@@ -150,6 +171,12 @@ class Sglang:
             raise ValueError(
                 f"min_p={parameters['min_p']} ends an SGLang server that runs with --enable-deterministic-inference. "
                 "Start it without, or leave min_p out."
+            )
+        if self._needs.processed_logps and top_k > 0 and self._speculative is not None:
+            raise ValueError(
+                f"top_k={top_k}: an SGLang server that runs with --speculative-algorithm {self._speculative} does not "
+                "return log-probabilities after filters, which the importance sampling correction needs. Start it "
+                "without speculative decoding, leave top_k out, or set vllm_importance_sampling_correction=False."
             )
         if not self._needs.processed_logps or 0 < top_k < most:
             return
@@ -175,7 +202,13 @@ class Sglang:
             "input_ids": [prompt.ids] * prompt.group, "return_logprob": True, "return_sampling_mask": filtered,
             "sampling_params": [own | {"sampling_seed": prompt.seed + number} for number in range(prompt.group)],
         }  # fmt: skip
+        if self._adapter is not None:
+            body["lora_path"] = [self._adapter] * prompt.group
+        if prompt.images:
+            body |= self._with_images(url, prompt)
         reply = await transport.answer(client, url, "POST", "/generate", body, within=transport.limits.request)
+        if reply.status_code == 400 and self._adapter is not None and _UNKNOWN_ADAPTER in reply.text:
+            raise StaleWeights(f"{url} has no adapter {self._adapter!r}")
         found = transport.accepted(url, reply)
         if len(found) != prompt.group:
             raise transport.unusable(url, f"returned {len(found)} completions for {prompt.group}")
@@ -184,6 +217,12 @@ class Sglang:
             info = one["meta_info"]
             if info["finish_reason"]["type"] == "abort":
                 raise ServerError(f"The SGLang server at {url} aborted a completion ({brief(info['finish_reason'])}).")
+            if prompt.images and one["prompt_token_ids"] != prompt.ids:
+                raise ServerError(
+                    f"The SGLang server at {url} turned a prompt with {len(prompt.images)} images into "
+                    f"{len(one['prompt_token_ids'])} other tokens, and the trainer into {len(prompt.ids)}: it "
+                    "processes images of this model otherwise. Start a vLLM server, or set use_vllm=False."
+                )
             completions.append(token_ids(one["output_ids"], self._needs.vocab_size, f"A completion of {url}"))
             # output_token_sampling_logprobs are normalized over the tokens that pass the filters, output_token_logprobs
             # over the whole vocabulary.
@@ -193,10 +232,30 @@ class Sglang:
             logps.append(transport.logps(url, values, completions[-1]))
         return Sampled(completions, logps, 0.0)
 
+    def _with_images(self, url: str, prompt: Prompt) -> dict[str, Any]:
+        """The parts of a request for a prompt with images, whose image tokens the server writes itself.
+
+        Raises:
+            ServerError: the prompt does not have one run of image tokens for each image.
+        """
+        image = self._needs.image_token
+        ids = [own for number, own in enumerate(prompt.ids) if own != image or prompt.ids[number - 1 : number] != [own]]
+        if ids.count(image) != len(prompt.images):
+            raise ServerError(
+                f"A prompt has {len(prompt.images)} images and {ids.count(image)} runs of image tokens, and the SGLang "
+                f"server at {url} takes one run for each. Start a vLLM server, or set use_vllm=False."
+            )
+        # Loading weights does not flush the server's cache of image features, which finds them by these hashes.
+        hashes = [
+            hashlib.blake2b(f"{self._version} {own}".encode(), digest_size=8).hexdigest() for own in prompt.images
+        ]
+        each = {"input_ids": ids, "image_data": list(prompt.images), "mm_hashes": hashes}
+        return {name: [own] * prompt.group for name, own in each.items()} | {"return_prompt_token_ids": True}
+
     def score(self, ids: Sequence[int]) -> list[np.ndarray]:
         body = {
             "input_ids": list(map(int, ids)), "sampling_params": {"max_new_tokens": 0}, "return_logprob": True,
-            "logprob_start_len": 0,
+            "logprob_start_len": 0, "lora_path": self._adapter,
         }  # fmt: skip
         scores = []
         transport = self.transport
@@ -214,6 +273,24 @@ class Sglang:
         body = {"model_path": folder, "load_format": "auto", "weight_version": version}
         doing, within = f"load the weights in {folder}", self.transport.limits.load
         self.transport.each("POST", "/update_weights_from_disk", body, doing=doing, within=within)
+        self._unload(self._adapter)
+        self._adapter, self._version = None, version
+
+    def load_adapter(self, folder: str, version: str) -> None:
+        transport, before = self.transport, self._adapter
+        doing, within = f"load the adapter in {folder}", transport.limits.load
+        body = {"lora_name": version, "lora_path": folder}
+        replies = transport.each("POST", "/load_lora_adapter", body, refused_ok=True, doing=doing, within=within)
+        for url, reply in zip(transport.urls, replies, strict=True):
+            if (reply.get("loaded_adapters") or {}).get(version) != folder:
+                raise transport.unusable(url, f"could not {doing} ({brief(reply.get('error_message', reply))})")
+        self._adapter = version
+        self._unload(before)
+
+    def _unload(self, adapter: str | None) -> None:
+        """Unload an adapter. A server that was restarted no longer has it, and refuses the request."""
+        if adapter is not None:
+            self.transport.each("POST", "/unload_lora_adapter", {"lora_name": adapter}, refused_ok=True)
 
     def versions(self) -> list[str]:
         return [reply["weight_version"] for reply in self.transport.each("GET", "/model_info")]

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -27,6 +27,13 @@ Functions = Mapping[str, Callable[..., Any]]
 # Multi-turn completions with tool calls: `tools` and `environment_factory` of TRL's GRPOTrainer
 
 
+class Seen(NamedTuple):
+    """The images of a text: as the policy gets them, and as a server gets them (data URLs), in order."""
+
+    images: TextImages
+    urls: Sequence[str]
+
+
 @dataclass
 class Turns:
     """A completion in progress.
@@ -37,6 +44,7 @@ class Turns:
     by_model: whether the model generated each of `tokens`.
     messages: messages of the model and its tools, in order.
     images: images of the prompt, or of the text up to the last tool result with an image; None if the run has none.
+    urls: these images as data URLs; empty if no server needs them.
     logps: the sampler's log-probability of each of `tokens`, NaN for tool results; None if the sampler does not report
         them.
     """
@@ -47,6 +55,7 @@ class Turns:
     by_model: list[bool]
     messages: list[Message]
     images: TextImages | None
+    urls: Sequence[str] = ()
     logps: np.ndarray | None = None
 
     @property
@@ -60,9 +69,9 @@ class Turns:
         return self.prompt + self.tokens
 
     @property
-    def text_images(self) -> TextImages | None:
+    def seen(self) -> Seen:
         """The images of the whole text."""
-        return None if self.images is None else self.images.before(len(self.text) - len(self.images.features))
+        return Seen(self.images.before(len(self.text) - len(self.images.features)), self.urls)
 
     def answered(self, answers: list[Message], tokens: list[int]) -> None:
         self.messages += answers
@@ -154,29 +163,31 @@ class Tools:
         prompt_ids: Sequence[list[int]],
         completion_ids: Sequence[np.ndarray],
         complete: Callable,
-        images: Sequence[TextImages] | None = None,
+        seen: Sequence[Seen] | None = None,
         logps: Sequence[np.ndarray] | None = None,
+        url_of: Callable[[Any], str] | None = None,
     ) -> Written:
         """Run all further turns of these completions.
 
         Args:
             completion_ids: the first turn of each completion.
-            complete: called with texts as lists of token ids, the images of these texts or None, and the maximum number
-                of further tokens for each; returns the next tokens of each, int32 arrays, and their log-probabilities
-                (None if `logps` is None).
-            images: images of the prompts; None if the run has none.
+            complete: called with texts as lists of token ids, what is `Seen` in these texts or None, and the maximum
+                number of further tokens for each; returns the next tokens of each, int32 arrays, and their
+                log-probabilities (None if `logps` is None).
+            seen: images of the prompts; None if the run has none.
             logps: the sampler's log-probabilities of each first turn; None if it does not report them.
+            url_of: encodes a picture in an answer for servers; None: no server needs it.
         """
         functions = self.of_each or [self.functions] * len(completion_ids)
-        seen, nothing = [None] * len(completion_ids) if images is None else images, [None] * len(completion_ids)
-        first = zip(functions, prompt_ids, completion_ids, seen, nothing if logps is None else logps, strict=True)
-        every = [self._begun(of_one, list(prompt), own.tolist(), *facts) for of_one, prompt, own, *facts in first]
+        facts = [[None] * len(completion_ids) if each is None else each for each in (seen, logps)]
+        first = zip(functions, prompt_ids, completion_ids, *facts, strict=True)
+        every = [self._begun(of_one, list(prompt), own.tolist(), *more) for of_one, prompt, own, *more in first]
         waiting, turn = [turns for turns in every if turns.calls], 0
         while waiting and (self.most_turns is None or turn < self.most_turns):
-            waiting = [turns for turns in waiting if self._answer(turns)]
+            waiting = [turns for turns in waiting if self._answer(turns, url_of)]
             if waiting:
                 texts, rooms = zip(*((turns.text, self.longest - len(turns.tokens)) for turns in waiting), strict=True)
-                of_texts = None if images is None else [turns.text_images for turns in waiting]
+                of_texts = None if seen is None else [turns.seen for turns in waiting]
                 further, numbers = complete(list(texts), of_texts, list(rooms))
                 numbers = [None] * len(waiting) if numbers is None else numbers
                 for turns, text, room, tokens, own in zip(waiting, texts, rooms, further, numbers, strict=True):
@@ -185,27 +196,28 @@ class Tools:
             waiting, turn = [turns for turns in waiting if turns.calls], turn + 1
         ids = [np.asarray(turns.tokens, np.int32) for turns in every]
         by_model = [np.asarray(turns.by_model, bool) for turns in every]
-        messages, seen = [turns.messages for turns in every], [turns.images for turns in every]
+        messages = [turns.messages for turns in every]
         made = Written(prompt_ids, ids, by_model, messages=messages, calls=self.calls.taken())
         if logps is not None:
             made = replace(made, sampling_logps=[turns.logps for turns in every])
-        return made if images is None else replace(made, images=seen)
+        return made if seen is None else replace(made, images=[turns.images for turns in every])
 
     def _begun(
         self,
         functions: Functions,
         prompt: list[int],
         tokens: list[int],
-        images: TextImages | None,
+        seen: Seen | None,
         logps: np.ndarray | None,
     ) -> Turns:
         message = self._message(functions, tokens, prompt)
-        return Turns(functions, prompt, tokens, [True] * len(tokens), [message], images, logps)
+        images, urls = (None, ()) if seen is None else seen
+        return Turns(functions, prompt, tokens, [True] * len(tokens), [message], images, urls, logps)
 
     def _message(self, functions: Functions, tokens: list[int], before: list[int]) -> Message:
         return parsed_message(tokens, before, self.tokenizer, list(functions.values()))
 
-    def _answer(self, turns: Turns) -> bool:
+    def _answer(self, turns: Turns, url_of: Callable[[Any], str] | None) -> bool:
         """Run the tool calls of the last message and append the results.
 
         Returns False if the results do not fit; the completion then ends with the tool calls.
@@ -214,46 +226,49 @@ class Tools:
         for answer in answers:
             where = f"The answer of the tool {answer['name']!r}"
             check_no_media([answer], where, images=self.encoder is not None)
-        tokens, seen = self._tokens_of(answers)
+        tokens, images, pictures = self._tokens_of(answers)
         if tokens:
             token_ids(tokens, self.vocab_size, f"The answer of {', '.join(repr(own['name']) for own in answers)}")
         length = len(turns.tokens) + len(tokens)
         if length > self.longest or (self.positions is not None and len(turns.prompt) + length >= self.positions):
             return False
         turns.answered(answers, tokens)
-        if seen:
-            turns.images = self.encoder.placed(turns.text, [*turns.images.images, *seen])
+        if images:
+            turns.images = self.encoder.placed(turns.text, [*turns.images.images, *images])
+            # At once, because the tool may draw on the same picture again.
+            turns.urls = [*turns.urls, *([] if url_of is None else map(url_of, pictures))]
         return True
 
-    def _tokens_of(self, answers: list[Message]) -> tuple[list[int], Sequence[ImagePatches]]:
+    def _tokens_of(self, answers: list[Message]) -> tuple[list[int], Sequence[ImagePatches], Sequence[Any]]:
         """The tokens from the end of a message with tool calls to the start of the model's next message, and the images
-        in between."""
+        in between, with their pictures."""
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
         talk = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        before, _ = self._rendered(talk, add_generation_prompt=False)
+        before, *_ = self._rendered(talk, add_generation_prompt=False)
         ends = [place for place, token in enumerate(before) if token == self.tokenizer.eos_token_id]
         before = before[: ends[-1] + 1] if ends else before  # some templates render a newline after the EOS token
-        whole, images = self._rendered(talk + answers, add_generation_prompt=True)
+        whole, images, pictures = self._rendered(talk + answers, add_generation_prompt=True)
         if whole[: len(before)] != before:
             raise ValueError(
                 "The chat template renders a message with tool calls differently once the answers follow, so the "
                 "answers cannot be tokenized separately. Use a template that renders each message independently of "
                 "later ones."
             )
-        return whole[len(before) :], images
+        return whole[len(before) :], images, pictures
 
-    def _rendered(self, talk: list[Message], **options: Any) -> tuple[list[int], Sequence[ImagePatches]]:
+    def _rendered(self, talk: list[Message], **options: Any) -> tuple[list[int], Sequence[ImagePatches], Sequence[Any]]:
         where = f"The answers of tools {brief(talk[2:], 300)}"
         if self.encoder is None:
             options |= {"tokenize": True, "return_dict": False, **self.template_options}
-            return list(rendered(self.tokenizer, talk, where, **options)), ()
+            return list(rendered(self.tokenizer, talk, where, **options)), (), ()
         talk = prepare_multimodal_messages(talk)
         text = rendered(self.tokenizer, talk, where, tokenize=False, **options, **self.template_options)
+        pictures = pictures_in(talk)
         try:
-            found = self.encoder.encode(text, pictures_in(talk))
+            found = self.encoder.encode(text, pictures)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        return found.ids.tolist(), found.images.images
+        return found.ids.tolist(), found.images.images, pictures
 
 
 def by_name(functions: Sequence[Callable]) -> dict[str, Callable]:

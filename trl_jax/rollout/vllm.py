@@ -8,6 +8,7 @@ endpoints of vLLM's development mode (see `Vllm.load`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import httpx2
@@ -168,11 +169,12 @@ class Vllm:
         given = features.get("mm_placeholders", {}).get("image")
         if given is None:
             raise self.transport.unusable(url, "found no images in a prompt with images")
-        places = _runs(ids, self._needs.image_token)
-        if [own["length"] for own in places] != [own["length"] for own in given]:
+        lengths = [own["length"] for own in given]
+        places = _places(ids, self._needs.image_token, lengths)
+        if places is None:
             raise ServerError(
-                f"The vLLM server at {url} has images of {[own['length'] for own in given]} tokens, and the prompt "
-                f"of {[own['length'] for own in places]}: it processes them otherwise, or this model's images are not "
+                f"The vLLM server at {url} has images of {lengths} tokens, and the prompt of "
+                f"{_runs(ids, self._needs.image_token)}: it processes them otherwise, or this model's images are not "
                 "one run of image tokens each, which is not in this release of trl_jax. Set use_vllm=False."
             )
         features["mm_placeholders"] = {**features["mm_placeholders"], "image": places}
@@ -235,7 +237,8 @@ class Vllm:
     def load_adapter(self, folder: str, version: str) -> None:
         each, before = self.transport.each, self._adapter
         doing, within = f"load the adapter in {folder}", self.transport.limits.load
-        body = {"lora_name": version, "lora_path": folder}
+        # In place, because a request that is sent again after a lost reply finds its own adapter.
+        body = {"lora_name": version, "lora_path": folder, "load_inplace": True}
         replies = each("POST", "/v1/load_lora_adapter", body, missing_ok=True, doing=doing, within=within)
         for url, reply in zip(self.transport.urls, replies, strict=True):
             if reply is None:
@@ -250,14 +253,18 @@ class Vllm:
         return [reply["weight_version"] for reply in self.transport.each("GET", "/weight_info")]
 
 
-def _runs(ids: Sequence[int], token: int) -> list[dict[str, int]]:
-    """Offset and length of each run of consecutive occurrences of `token`."""
-    found: list[dict[str, int]] = []
-    for place, own in enumerate(ids):
-        if own != token:
-            continue
-        if found and found[-1]["offset"] + found[-1]["length"] == place:
-            found[-1]["length"] += 1
-        else:
-            found.append({"offset": place, "length": 1})
-    return found
+def _places(ids: Sequence[int], token: int, lengths: Sequence[int]) -> list[dict[str, int]] | None:
+    """Offset and length of each image, whose `lengths` are the numbers of consecutive occurrences of `token`; None if
+    the text does not have such images."""
+    places, found = [place for place, own in enumerate(ids) if own == token], []
+    for length in lengths:
+        own, places = places[:length], places[length:]
+        if len(own) != length or own[-1] - own[0] != length - 1:
+            return None
+        found.append({"offset": own[0], "length": length})
+    return None if places else found
+
+
+def _runs(ids: Sequence[int], token: int) -> list[int]:
+    """The length of each run of consecutive occurrences of `token`."""
+    return [len(list(run)) for own, run in groupby(ids) if own == token]

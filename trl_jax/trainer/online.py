@@ -61,7 +61,7 @@ from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import OWN_METHODS, OwnRollout, RolloutParts, Sampling
-from trl_jax.training.server import ServerParts, adapter_rank, by_first, connect, default_root
+from trl_jax.training.server import ServerParts, adapter_rank, by_first, connect, default_root, fused_adapter
 from trl_jax.training.state import Hooks
 
 # Tools and environments, and how tool calls are parsed from completions.
@@ -296,7 +296,7 @@ class RolloutTrainer(BaseTrainer):
     @property
     def _may_get_images(self) -> bool:
         """Whether tools or environments may return images."""
-        return self._has_tools and not self._uses_server
+        return self._has_tools
 
     @property
     def _has_tools(self) -> bool:
@@ -352,14 +352,10 @@ class RolloutTrainer(BaseTrainer):
             ServerError: a server does not answer, or was started with incompatible options.
         """
         args, model = run.args, run.model
-        found = {
-            "an adapter of virtual tokens": bool(model.backend.virtual.count),
-            "tools or environments and rows with images": run.encoder is not None and self._has_tools,
-        }
-        for what in (what for what, there in found.items() if there):
+        if model.backend.virtual.count:
             raise ValueError(
-                f"vllm_mode='server' together with {what} is not in this release of trl_jax. Train without {what}, or "
-                "with GRPOTrainer and use_vllm=False."
+                "vllm_mode='server' together with an adapter of virtual tokens is not in this release of trl_jax. "
+                "Train without an adapter of virtual tokens, or with GRPOTrainer and use_vllm=False."
             )
         urls = server_urls(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
         if args.vllm_weights_dir is None and (distant := [url for url in urls if not is_local(url)]):
@@ -377,6 +373,7 @@ class RolloutTrainer(BaseTrainer):
             processed_logps="sampling_logps" in run.task.logps,
             image_token=None if run.encoder is None else run.encoder.image_token_id,
             adapter_rank=adapter_rank(model) if run.encoder is None else None,
+            fused_adapter=fused_adapter(model),
         )
         servers = by_first(lambda: connect(urls, needs, self._limits()))
         options = SamplingOptions(

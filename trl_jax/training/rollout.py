@@ -53,7 +53,7 @@ from trl_jax.rollout.rollout import (
 )
 from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.server import data_url
-from trl_jax.rollout.tools import Tools, written_by
+from trl_jax.rollout.tools import Seen, Tools, written_by
 from trl_jax.tasks.policy import Cycle, EntropyBonus, RolloutTask
 from trl_jax.training import data
 from trl_jax.training.devices import ShardedStep, device_memory_limit, local_memory_limit
@@ -65,6 +65,7 @@ from trl_jax.training.rollout_processes import (
     Further,
     RankRewards,
     RankWriter,
+    Urls,
     begin_own,
     in_rounds,
     joined,
@@ -359,33 +360,35 @@ class PolicyWriter:
         if self._server is not None:
             return self._by_servers(prompts, group, GenerationProgress(self._line, len(prompts)))()
         ids, images = self._checked_ids(prompts)
-        completions = self.complete(ids, _group_of(ids, group, images), images)
+        completions = self.complete(ids, _group_of(ids, group, _keys(images)), images)
         if tools is None:
             return Written(ids, completions, all_written(completions), images=images)
 
-        def further(texts: Ids, of_texts: list[TextImages] | None, rooms: list[int]) -> tuple[list[np.ndarray], None]:
+        def further(texts: Ids, of_texts: list[Seen] | None, rooms: list[int]) -> tuple[list[np.ndarray], None]:
             del rooms
-            seen = None if of_texts is None else list(_with_features(self._setup, of_texts))
+            seen = None if of_texts is None else list(_with_features(self._setup, [own.images for own in of_texts]))
             return self.complete(texts, 1, seen), None
 
-        return tools.completed(ids, completions, further, images)
+        return tools.completed(ids, completions, further, None if images is None else [Seen(own, ()) for own in images])
 
     def _by_servers(
         self, prompts: list, group: int, progress: GenerationProgress | None = None
     ) -> Callable[[], Written]:
-        tools, seen, part = self._sampling.tools, None, slice(None)
+        tools, part = self._sampling.tools, slice(None)
         if several() and tools is not None:  # each process has the environments and tools of its own part
-            part = own_part(len(prompts))
-            ids, images = (
-                list(chain.from_iterable(of_each_process(lambda: self._ids_without_images(prompts[part])))),
-                None,
-            )
+            part, images = own_part(len(prompts)), None
+
+            def encoded() -> tuple[list[list[int]], list[list[str]] | None]:
+                nonlocal images
+                ids, images, urls = self._encoded_part(prompts[part])
+                return ids, urls
+
+            ids, urls = zip(*of_each_process(encoded), strict=True)
+            ids, urls = list(chain.from_iterable(ids)), None if images is None else list(chain.from_iterable(urls))
         else:
-            ids, images = self._checked_ids(prompts)
-        group = _group_of(ids, group, images)
-        if images is not None and is_first():
-            seen = [list(map(data_url, map(open_picture, pictures_in(prompt)))) for prompt in prompts[::group]]
-        completions = self._server.begin(ids[::group], group, progress, images=seen)
+            ids, images, urls = self._encoded_part(prompts)
+        group = _group_of(ids, group, urls)
+        completions = self._server.begin(ids[::group], group, progress, images=None if urls is None else urls[::group])
 
         def written() -> Written:
             made = completions()
@@ -395,21 +398,25 @@ class PolicyWriter:
                 return Written(ids, made.completions, by_model, **facts)
             seconds = Counter(made.seconds)
 
-            def further(texts: Ids, of_texts: None, rooms: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-                del of_texts
+            def further(
+                texts: Ids, of_texts: Urls | None, rooms: list[int]
+            ) -> tuple[list[np.ndarray], list[np.ndarray]]:
                 tokens, logps = [np.zeros(0, np.int32)] * len(texts), [np.zeros(0, np.float32)] * len(texts)
                 asked = [place for place, room in enumerate(rooms) if room]  # the others end with a tool's answer
                 if not asked:
                     return tokens, logps
-                most = [rooms[place] for place in asked]
-                found = self._server.begin([texts[place] for place in asked], 1, most=most)()
+                most, shown = [rooms[place] for place in asked], of_texts and [of_texts[place] for place in asked]
+                found = self._server.begin([texts[place] for place in asked], 1, most=most, images=shown)()
                 seconds.update(found.seconds)
                 for place, *own in zip(asked, found.completions, found.logps, strict=True):
                     tokens[place], logps[place] = own
                 return tokens, logps
 
+            seen = None if images is None else list(map(Seen, images, urls[part]))
             done = in_rounds(further, lambda more: tools.completed(
-                ids[part], made.completions[part], more, logps=made.logps[part]
+                ids[part], made.completions[part],
+                lambda texts, of_texts, rooms: more(texts, of_texts and [own.urls for own in of_texts], rooms),
+                seen, made.logps[part], _url_of,
             ))  # fmt: skip
             done = joined(of_each_process(lambda: done)) if several() else done
             return replace(done, seconds=dict(seconds))
@@ -424,8 +431,15 @@ class PolicyWriter:
     def prompt_ids(self, prompts: list) -> list[list[int]]:
         return self.encoded(prompts)[0]
 
-    def _ids_without_images(self, prompts: list) -> list[list[int]]:
-        return self._checked_ids(prompts)[0] if prompts else []
+    def _encoded_part(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None, list[list[str]] | None]:
+        """Token ids of prompts, their images if the run has any, and these as data URLs."""
+        if self._setup.encoder is None:
+            return self._checked_ids(prompts)[0] if prompts else [], None, None
+        ids, images = self._checked_ids(prompts) if prompts else ([], [])
+        pictures = [pictures_in(prompt) for prompt in prompts]
+        every = {id(picture): picture for own in pictures for picture in own}  # completions of a prompt share them
+        urls = {key: _url_of(picture) for key, picture in every.items()}
+        return ids, images, [[urls[id(picture)] for picture in own] for own in pictures]
 
     def _checked_ids(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
         ids, images = self.encoded(prompts) if self._own is None else self._own.encoded(prompts)
@@ -512,9 +526,21 @@ class PolicyWriter:
         return rows.completion_texts(prompts, completion_ids, self._setup.processing_class, known)
 
 
-def _group_of(ids: Ids, group: int, images: Sequence[TextImages] | None = None) -> int:
-    """`group` if the prompts within each such group are equal, else 1: environments may give them different prompts."""
-    keys = ids if images is None else [(own, text.key) for own, text in zip(ids, images, strict=True)]
+def _url_of(picture: Any) -> str:
+    return data_url(open_picture(picture))
+
+
+def _keys(images: Sequence[TextImages] | None) -> list[bytes] | None:
+    return None if images is None else [text.key for text in images]
+
+
+def _group_of(ids: Ids, group: int, images: Sequence[Any] | None = None) -> int:
+    """`group` if the prompts within each such group are equal, else 1: environments may give them different prompts.
+
+    Args:
+        images: something that is equal for equal images, for each prompt; None without images.
+    """
+    keys = ids if images is None else list(zip(ids, images, strict=True))
     alike = len(keys) % group == 0 and all(own == keys[place - place % group] for place, own in enumerate(keys))
     return group if alike else 1
 

@@ -5,13 +5,18 @@ With several training processes, only the first one talks to the servers. It bro
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import itertools
 import math
 import os
 import secrets
 import shutil
+import socket
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -46,6 +51,7 @@ _SCORED = 32  # length in tokens of the text that verifies the loaded weights
 _CLOSE = 0.1  # tolerance in nats per token, far above the rounding errors of 16-bit computation
 _ATTEMPTS = 3  # attempts at a generation if servers lose their weights meanwhile
 _OWNERS = ("vllm", "sglang")  # `owned_by` in /v1/models
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers:
@@ -286,7 +292,7 @@ class WeightFolders:
 
     def __init__(self, root: Path, save: Callable[[Path], None]):
         self._save, self._numbers = save, itertools.count(1)
-        self._run = f"{_NAME}{os.getpid()}-{secrets.token_hex(4)}"
+        self._run = f"{_NAME}{os.getpid()}-{_process_ids()}-{secrets.token_hex(4)}"
         self.folder = root / self._run
         if root == _MEMORY:
             _remove_orphans(root)
@@ -340,9 +346,40 @@ def adapter_rank(model: PreTrainedModel) -> int | None:
     return None if changed or kinds or not matrices else max(one.rank for one in plan.modules)
 
 
+def fused_adapter(model: PreTrainedModel) -> bool:
+    """Whether the model's LoRA adapter is like `Requirements.fused_adapter`."""
+    backend = model.backend
+    if not isinstance(backend, LoraBackend):
+        return False
+    config, layers = backend.config, defaultdict(set)
+    for one in backend.plan.modules:
+        for name, rank in zip(one.names, one.ranks, strict=True):
+            if rank:
+                module, _, leaf = name.rpartition(".")
+                layers[module].add(leaf)
+    keys = any("k_proj" in leaves for leaves in layers.values())
+    together = all(
+        leaves <= _PROJECTIONS
+        and ("q_proj" in leaves) == ("v_proj" in leaves)
+        and ("k_proj" in leaves) == (keys and "q_proj" in leaves)
+        and ("gate_proj" in leaves or "up_proj" not in leaves)
+        for leaves in layers.values()
+    )
+    return together and not (config.use_rslora or config.rank_pattern or config.alpha_pattern)
+
+
+@functools.cache
+def _process_ids() -> str:
+    """Identifies the process ids of this machine: containers that share its memory may count their own."""
+    facts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not Linux
+        facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
+
+
 def _remove_orphans(root: Path) -> None:
     """Remove weight folders whose process on this machine no longer exists, such as after a SIGKILL."""
-    for folder in root.glob(f"{_NAME}*"):
+    for folder in root.glob(f"{_NAME}*-{_process_ids()}-*"):
         process = folder.name.removeprefix(_NAME).partition("-")[0]
         if process.isdigit() and not Path("/proc", process).exists():
             shutil.rmtree(folder, ignore_errors=True)
