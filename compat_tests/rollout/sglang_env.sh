@@ -20,7 +20,7 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
     sentencepiece setproctitle soundfile tiktoken transformers==5.19.0 tqdm uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash \
     zstandard
 "${pip[@]}" --no-deps sglang==0.5.23 compressed-tensors==0.18.0
-# sgl_kernel has no CPU wheel. The functions that sglang imports from it are never called here, so stubs suffice.
+# sgl_kernel has no CPU wheel. The functions and operators that sglang looks up are never called here, so stubs suffice.
 site=$("$venv/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 mkdir -p "$site/sgl_kernel"
 cat > "$site/sgl_kernel/__init__.py" <<'KERNEL'
@@ -32,8 +32,22 @@ def __getattr__(name):
         raise NotImplementedError(f"sgl_kernel.{name}")
 
     return absent
+
+
+import torch  # noqa: E402
+
+operators = torch.library.Library("sgl_kernel", "DEF")
+for name in open(f"{__path__[0]}/operators.txt").read().split():
+    operators.define(f"{name}(Tensor x) -> Tensor")
 KERNEL
-# A torchvision built for CUDA cannot load its operators with a CPU build of torch. Text models do not need them.
+grep -rhoE "torch\.ops\.sgl_kernel\.[a-z0-9_]+" --include="*.py" "$site/sglang" | sed "s/.*\.//" | sort -u \
+    > "$site/sgl_kernel/operators.txt"
+# Adapters (--lora-backend torch_native) allocate pinned memory, which needs a GPU.
+lora=$site/sglang/srt/lora
+sed -i "s/pin_memory=True/pin_memory=False/; s/\.pin_memory()//" "$lora/layers.py" "$lora/lora.py" \
+    "$lora/backend/torch_backend.py"
+# A torchvision built for CUDA cannot load its operators with a CPU build of torch. The models of the tests do not need
+# them.
 "$venv/bin/python" -c "import torchvision" 2> /dev/null ||
     : | tee "$site/torchvision/_meta_registrations.py" > "$site/torchvision/_autograd_registrations.py"
 "$venv/bin/python" -c "import importlib.metadata as found; print('sglang', found.version('sglang'))"

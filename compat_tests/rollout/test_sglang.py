@@ -7,10 +7,12 @@ import os
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from compat_tests.rollout.real_server import RealServerTests, Server, started
+import trl_jax
+from compat_tests.rollout.real_server import RealServerTests, SeeingTests, Server, run, started, steps
 from compat_tests.rollout.stub_server import SglangStub
 
 pytestmark = pytest.mark.skipif(not os.environ.get("SGLANG"), reason="runs under SGLANG=1")
@@ -20,6 +22,7 @@ VENV = Path(__file__).parents[2] / os.environ.get("SGLANG_VENV", ".venv-sglang")
 
 class SglangServer(Server):
     starts_with = "sglang serve --model-path"
+    repeatable: ClassVar[dict[str, int]] = {"top_k": 1}  # it ignores seeds on a CPU
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def command(self) -> list[str]:
@@ -36,8 +39,38 @@ def server(tmp_path_factory):
     yield from started(SglangServer, tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    yield from started(SglangServer, tmp_path_factory, vision=True)
+
+
 class TestSglang(RealServerTests):
     pass
+
+
+class TestSglangSeeing(SeeingTests):
+    pass
+
+
+def test_an_adapter_reaches_a_server_that_takes_it_alone(server, tmp_path):
+    """The server's log-probabilities match the policy's. The base model is loaded once per run, the adapter once per
+    step; the run whose adapter SGLang does not compute loads a merged model instead."""
+    taking = SglangServer(server.folder, tmp_path / "sglang.log")
+    options = "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all", "--lora-backend", "torch_native"
+    taking.start(*options)
+    try:
+        for number, more in enumerate(
+            ({"target_modules": "all-linear"}, {"target_modules": ["q_proj", "v_proj"]}, {"use_rslora": True})
+        ):
+            peft = trl_jax.LoraConfig(r=4, init_lora_weights="gaussian", **more)
+            trainer = run(
+                taking, tmp_path / str(number), "GRPO", {"peft_config": peft}, max_steps=3, learning_rate=1e-2
+            )
+            assert max(steps(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5
+        log = taking.log.read_text()
+        assert log.count("POST /update_weights_from_disk") == 5 and log.count("POST /load_lora_adapter") == 6
+    finally:
+        taking.kill()
 
 
 def reply(url: str, path: str, body: dict | None):

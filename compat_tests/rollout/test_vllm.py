@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import trl_jax
-from compat_tests.rollout.real_server import RealServerTests, Server, run, started, steps
+from compat_tests.rollout.real_server import RealServerTests, SeeingTests, Server, run, started, steps
 
 pytestmark = pytest.mark.skipif(not os.environ.get("VLLM"), reason="runs under VLLM=1")
 
@@ -34,7 +34,16 @@ def server(tmp_path_factory):
     yield from started(VllmServer, tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    yield from started(VllmServer, tmp_path_factory, "--enable-scale-out", vision=True)
+
+
 class TestVllm(RealServerTests):
+    pass
+
+
+class TestVllmSeeing(SeeingTests):
     pass
 
 

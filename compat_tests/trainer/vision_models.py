@@ -143,35 +143,53 @@ def counted_towers() -> Iterator[list[int]]:
 QWEN_TEMPLATE = TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
 
 
-def tiny_qwen(folder: Path) -> Path:
-    """Write a Qwen2.5-VL of two layers with its tokenizer and image processor; its processor needs torchvision."""
+def tiny_qwen(
+    folder: Path,
+    width: int = 32,
+    heads: int = 4,
+    patch: int = 4,
+    sections: tuple[int, int, int] = (1, 1, 2),
+    scale: float = 1.0,
+) -> Path:
+    """Write a Qwen2.5-VL of two layers with its tokenizer and image processor; its processor needs torchvision.
+
+    Args:
+        width, heads: of the language model and of the tower.
+        sections: frequencies of each position axis, half a head together.
+        scale: multiplies all matrices, so that images change the outputs.
+    """
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer = tiny.tiny_tokenizer()
-    tokens = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    tokens = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     tokenizer.chat_template = QWEN_TEMPLATE
-    start, image, _ = tokenizer.convert_tokens_to_ids(tokens)
+    start, image, end, video = tokenizer.convert_tokens_to_ids(tokens)
     vision = {
-        "hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": 4, "window_size": 16,
-        "out_hidden_size": 32, "fullatt_block_indexes": [1],
+        "hidden_size": width, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": patch,
+        "window_size": 4 * patch, "out_hidden_size": width, "fullatt_block_indexes": [1],
     }  # fmt: skip
     text = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        "hidden_size": width, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)},
     }  # fmt: skip
     torch.manual_seed(0)
     config = Qwen2_5_VLConfig(
         vision_config=vision, text_config=text, image_token_id=image, vision_start_token_id=start,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        vision_end_token_id=end, video_token_id=video, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(scale if weight.dim() > 1 else 1.0)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    size = {"shortest_edge": 16 * 16, "longest_edge": 48 * 48}
-    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
+    size = {"shortest_edge": (4 * patch) ** 2, "longest_edge": (12 * patch) ** 2}
+    Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=size).save_pretrained(folder)
     return folder
 
 
