@@ -8,6 +8,7 @@ transformers' processor of this model needs torchvision for videos, so TRL gets 
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 import types
@@ -40,7 +41,8 @@ def main() -> None:
             started, stop = [], args.warm_up + args.steps
             for name in args.arms:
                 side, arguments = ARMS[name]
-                work = (side, trainer, folder / "model", args.side, _config(name, trainer, args, folder) | arguments)
+                config = _config(name, trainer, args, folder) | arguments
+                work = (side, trainer, folder / "model", args.side, config, args.lora)
                 started.append(lanes.start(name, take, *work, args.segment, stop))
             lanes.race(started, stop // args.segment)
             found = report[trainer] = lanes.table(started, args)
@@ -56,6 +58,11 @@ def _arguments() -> Any:
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--width", type=int, default=256, help="a multiple of 32")
     options.add_argument("--tower_layers", type=int, default=8)
+    options.add_argument(
+        "--lora",
+        action="store_true",
+        help="train a LoRA adapter of q_proj and v_proj; the tower has neither, so it is frozen",
+    )
     options.add_argument("--pairs", type=int, default=4, help="of a step of DPO")
     options.add_argument("--prompts", type=int, default=2, help="of a step of GRPO")
     options.add_argument("--completions", type=int, default=8, help="of each prompt")
@@ -112,7 +119,7 @@ def build(folder: Path, layers: int, width: int, tower_layers: int) -> None:
 
 
 def take(
-    pipe: Connection, side: str, kind: str, model: Path, pixels: int, config: dict, segment: int, stop: int
+    pipe: Connection, side: str, kind: str, model: Path, pixels: int, config: dict, lora: bool, segment: int, stop: int
 ) -> None:
     """Build the trainer, report it, then train as `turns.train` does."""
     package = turns.package_of(side)
@@ -122,6 +129,9 @@ def take(
     extra: dict[str, Any] = {} if side == "trl_jax" else {"processing_class": _processor(model)}
     if kind == "GRPO":
         extra["reward_funcs"] = variety
+    if lora:
+        peft = package if side == "trl_jax" else importlib.import_module("peft")
+        extra["peft_config"] = peft.LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"])
     trainer = getattr(package, f"{kind}Trainer")(
         model=str(model),
         args=getattr(package, f"{kind}Config")(**config),
