@@ -215,6 +215,20 @@ def test_a_chat_template_is_cloned(checkpoint, tmp_path, tokenizer):
     assert model.config.eos_token_id == found.eos_token_id
 
 
+def test_generation_ends_with_the_cloned_eos_token(checkpoint, tmp_path):
+    """As in TRL, it replaces the model's EOS tokens in both configs."""
+    folder, source = checkpoint(head="causal"), tiny_tokenizer(tmp_path / "source", eos="!", chat_template=True)
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(folder)
+    _, words, _ = clone_chat_template(model, tiny_tokenizer(None), str(tmp_path / "source"))
+    wanted = words.convert_tokens_to_ids(source.eos_token)
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == wanted
+    args = trl_jax.SFTConfig(
+        str(tmp_path / "run"), chat_template_path=str(tmp_path / "source"), report_to="none", use_cpu=True
+    )
+    made = trl_jax.SFTTrainer(str(folder), args, train_dataset=Dataset.from_list([{"text": "take notes"}]))
+    assert made.model.config.eos_token_id == made.model.generation_config.eos_token_id == wanted
+
+
 @pytest.mark.parametrize("multiple", [64, None])
 def test_a_model_without_rows_to_spare_grows_as_in_trl(checkpoint, tmp_path, multiple):
     transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")

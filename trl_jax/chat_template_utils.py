@@ -37,16 +37,20 @@ def clone_chat_template(
         rows, multiple = model.get_input_embeddings().num_embeddings, resize_to_multiple_of or 1
         added = clone_into(tokenizer, source_tokenizer_path, rows=rows, multiple=multiple)
         resize(model, len(tokenizer.get_vocab()))
-        for config in (model.config, model.generation_config):
-            if config is not None:
-                config.eos_token_id = tokenizer.eos_token_id
+        _set_eos(model, tokenizer)
         return model, tokenizer, added
     rows = model.vocab_size
     multiple = (resize_to_multiple_of or 1) if model.can_resize else 0
     added = clone_into(tokenizer, source_tokenizer_path, rows=rows, multiple=multiple)
     model.resize_token_embeddings(len(tokenizer.get_vocab()) if model.can_resize else rows)
-    model.config.eos_token_id = tokenizer.eos_token_id
+    _set_eos(model, tokenizer)
     return model, tokenizer, added
+
+
+def _set_eos(model: Any, tokenizer: Any) -> None:
+    for config in (model.config.get_text_config(), model.generation_config):
+        if config is not None:
+            config.eos_token_id = tokenizer.eos_token_id
 
 
 _CHATML = (

@@ -14,6 +14,7 @@ from compat_tests.effort import only_thorough, thorough, usually
 from compat_tests.hub.vision.models import CASES
 from compat_tests.hub.vision.processors import MADE_BY
 from compat_tests.models import towers
+from compat_tests.trainer import vision_models
 from compat_tests.trainer.vision_models import (
     assistant,
     completions,
@@ -390,3 +391,52 @@ def test_loaded_models_train_with_their_towers(llava, tmp_path):
     text = trl_jax.AutoModelForCausalLM.from_pretrained(llava)
     with pytest.raises(TypeError, match="loaded without its vision tower"):
         trainer(trl_jax, "SFT", text, tmp_path / "text", completions())
+
+
+# Like LLaVA's own: it skips contents that are strings, and does not begin with the BOS token.
+BY_PARTS = (
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ part['text'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TALKS = [(user(f"bake the {word}?"), assistant(f"gladly {word}")) for word in ("bread", "soup", "river")]
+TEXTS = {
+    "messages": ("SFT", {}, [{"messages": asked + said} for asked, said in TALKS]),
+    "assistant": ("SFT", {"assistant_only_loss": True}, [{"messages": asked + said} for asked, said in TALKS]),
+    "completions": ("SFT", {}, [{"prompt": asked, "completion": said} for asked, said in TALKS]),
+    "pairs": ("DPO", {}, [{"prompt": asked, "chosen": said, "rejected": asked} for asked, said in TALKS]),
+    "unpaired": ("KTO", {}, [{"prompt": asked, "completion": said, "label": True} for asked, said in TALKS]),
+}
+
+
+@pytest.fixture(scope="module")
+def by_parts(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vision_models, "TEMPLATE", BY_PARTS)
+        return str(tiny_llava(tmp_path_factory.mktemp("by_parts")))
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_conversations_without_images_are_tokenized_as_by_the_processor(case, by_parts, tmp_path):
+    trl = pytest.importorskip("trl")
+    kind, options, rows = TEXTS[case]
+    theirs, ours = (
+        trainer(package, kind, by_parts, tmp_path / package.__name__, Dataset.from_list(rows), **options).train_dataset
+        for package in (trl, trl_jax)
+    )
+    names = [name for name in theirs.column_names if name.endswith("_ids") or name == "labels"]
+    assert len(names) > 1 and ours.select_columns(names).to_dict() == theirs.select_columns(names).to_dict()
+
+
+def test_conversations_for_a_tokenizer_that_was_passed_are_strings(by_parts, tmp_path):
+    """TRL then uses the tokenizer, too, with which this template skips all contents."""
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    made = []
+    for package in (trl, trl_jax):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(by_parts)
+        rows = Dataset.from_list(TEXTS["messages"][2])
+        made.append(trainer(package, "SFT", by_parts, tmp_path, rows, processing_class=tokenizer).train_dataset)
+    theirs, ours = (rows["input_ids"][:] for rows in made)
+    assert ours == theirs and ours[0] == ours[1]

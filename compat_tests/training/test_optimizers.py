@@ -194,6 +194,7 @@ def transformers_greedy(metrics, **how):
         {"mode": "max", "patience": 2, "threshold": 0.3},
         {"mode": "max", "patience": 1, "threshold_mode": "abs", "threshold": 0.05},
         {"patience": 1, "threshold_mode": "abs", "threshold": 0.04},
+        {"patience": 0, "factor": 0.9, "threshold": 1.5},  # the first evaluation is no progress, either
     ],
 )
 def test_a_plateau_is_torchs(how):

@@ -12,7 +12,15 @@ from typing import Any
 
 from trl_jax.core import files
 from trl_jax.core.text import printable
-from trl_jax.data.chat_templates import ITEM, MAX_CHARACTERS, MAX_WORK, TooLarge, apply_chat_template, render
+from trl_jax.data.chat_templates import (
+    ITEM,
+    MAX_CHARACTERS,
+    MAX_WORK,
+    TooLarge,
+    apply_chat_template,
+    prepare_multimodal_messages,
+    render,
+)
 from trl_jax.data.checks import cell_error
 
 logger = logging.getLogger(__name__)
@@ -71,13 +79,18 @@ def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bo
         ValueError: the tokenizer cannot be loaded, or has more new tokens than the model has spare rows.
     """
     file = Path(path)
-    if file.suffix not in (".jinja", ".j2"):
+    if not is_template_file(path):
         new = clone_into(tokenizer, str(path), rows=rows, multiple=_MULTIPLE if can_resize else 0)
         return len(tokenizer.get_vocab()) if can_resize else rows, new
     if not file.is_file():
         raise FileNotFoundError(f"chat_template_path={str(path)!r}: no such file.")
     tokenizer.chat_template = file.read_text(encoding="utf-8")
     return rows, []
+
+
+def is_template_file(path: str) -> bool:
+    """Whether `chat_template_path` names a template; otherwise it names a tokenizer."""
+    return Path(path).suffix in (".jinja", ".j2")
 
 
 def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0) -> list[int]:
@@ -155,19 +168,24 @@ def _warn_shared(token: str) -> None:
 
 
 def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
-    """Copy the tokenizer's pad id and, if `eos`, its EOS id into the model's config and its text config."""
-    for part in (config, config.get_text_config()):
+    """Copy the tokenizer's pad id into the model's config and its text config and, if `eos`, its EOS id into the
+    latter."""
+    text = config.get_text_config()
+    for part in (config, text):
         part.pad_token_id = tokenizer.pad_token_id
-        if eos:
-            part.eos_token_id = tokenizer.eos_token_id
+    if eos:
+        text.eos_token_id = tokenizer.eos_token_id
 
 
-def settle_generation(config: Any, tokenizer: Any, *, eos: bool) -> None:
-    """Copy the pad id into a generation_config and, if `eos`, insert the EOS id at the front of its EOS ids."""
+def settle_generation(config: Any, tokenizer: Any, *, eos: bool, alone: bool = False) -> None:
+    """Copy the pad id into a generation_config and, if `eos`, insert the EOS id at the front of its EOS ids or, if
+    `alone`, let it replace them, as `clone_chat_template` does."""
     config.pad_token_id = tokenizer.pad_token_id
     others = config.eos_token_id or []
     others = [others] if isinstance(others, int) else others
-    if eos and tokenizer.eos_token_id not in others:
+    if alone:
+        config.eos_token_id = tokenizer.eos_token_id
+    elif eos and tokenizer.eos_token_id not in others:
         config.eos_token_id = [tokenizer.eos_token_id, *others]
 
 
@@ -318,6 +336,41 @@ def rendered_spans(
     template = tokenizer.get_chat_template(chat_template)
     with errors_of_template(where):
         return render(template, messages, spans=True, **tokenizer.special_tokens_map)
+
+
+class PartsTokenizer:
+    """A tokenizer that reads conversations as the processor of a vision-language model does.
+
+    Message contents become lists of parts, because templates of such models may skip plain strings. The tokens that the
+    tokenizer adds to texts are added, unless the conversation begins with the BOS token. All else is the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        plain, whole = (tokenizer(text="a", add_special_tokens=added)["input_ids"] for added in (False, True))
+        start = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        self._before, self._after = whole[:start], whole[start + len(plain) :]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "tokenizer" or name.startswith("__"):  # unpickling asks before there is a tokenizer
+            raise AttributeError(name)
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self.tokenizer(*texts, **options)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, tokenize: bool = True, **options: Any) -> Any:
+        """The conversation as text, or as a dict with `input_ids` and, if requested, `assistant_masks`."""
+        parts = prepare_multimodal_messages(messages)
+        if not tokenize:
+            return self.tokenizer.apply_chat_template(parts, tokenize=False, **options)
+        found = self.tokenizer.apply_chat_template(parts, tokenize=True, **(options | {"return_dict": True}))
+        names = [name for name in ("input_ids", "assistant_masks") if name in found]
+        if self.tokenizer.bos_token_id is not None and found["input_ids"][:1] == [self.tokenizer.bos_token_id]:
+            return {name: found[name] for name in names}
+        around = {"input_ids": (self._before, self._after)}
+        around["assistant_masks"] = [0] * len(self._before), [0] * len(self._after)
+        return {name: [*around[name][0], *found[name], *around[name][1]] for name in names}
 
 
 def check_contents(row: dict[str, Any], columns: list[str], where: str, hint: str) -> None:

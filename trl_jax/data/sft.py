@@ -431,7 +431,8 @@ def _tokenize(
 
     Without masks, conversations are rendered one by one but tokenized together, which is faster.
     """
-    if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(talk.options) for talk in talks):
+    together = not assistant and not isinstance(tokenizer, chat.PartsTokenizer)
+    if together and all(chat.ABOUT_TOKENS.isdisjoint(talk.options) for talk in talks):
         texts = [_render(talk, tokenizer, tokenize=False, **options) for talk in talks]
         return tokenizer(text=texts, add_special_tokens=False)["input_ids"], []
     options |= {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": assistant}

@@ -134,9 +134,7 @@ def is_adapted(model: Any) -> bool:
 
 def _save_adapted(model: Any, base: Any, folder: Path) -> None:
     """Save the base model without PEFT's modules, and the adapter in a subfolder."""
-    if len(model.peft_config) > 1:
-        raise ValueError(f"model has {len(model.peft_config)} adapters: {', '.join(model.peft_config)}. Keep one.")
-    [name] = model.peft_config
+    name = _adapter_name(model)
     state = {key: value for key, value in base.state_dict().items() if not _of_adapter(key, name)}
     _save(base, state, folder)
     model.save_pretrained(folder / ADAPTER_FOLDER, selected_adapters=[name])
@@ -145,6 +143,21 @@ def _save_adapted(model: Any, base: Any, folder: Path) -> None:
         for path in inner.iterdir():
             path.rename(folder / ADAPTER_FOLDER / path.name)
     _save_encoder(model, name, folder / ADAPTER_FOLDER)
+
+
+def _adapter_name(model: Any) -> str:
+    """The name of a PeftModel's adapter.
+
+    Raises:
+        ValueError: there are several.
+    """
+    names = list(model.peft_config)
+    if len(names) > 1:
+        raise ValueError(
+            f"model is a PeftModel with {len(names)} adapters: {', '.join(names)}. Models with one adapter are "
+            "supported: remove the others with model.delete_adapter(name)."
+        )
+    return names[0]
 
 
 def _save_encoder(model: Any, name: str, folder: Path) -> None:
@@ -265,7 +278,7 @@ def check_adapter_flags(model: Any, trained: Mapping[str, bool]) -> None:
     Raises:
         ValueError: a script has set the flag of some parameters by hand.
     """
-    [adapter] = model.peft_config
+    adapter = _adapter_name(model)
     named = {re.sub(rf"\.{re.escape(adapter)}(?=\.|$)", ".default", name): flag for name, flag in _flags(model).items()}
     flags = {name: flag for name, flag in named.items() if name in trained}
     if not any(flag for name, flag in flags.items() if ".default" in name):
@@ -598,7 +611,7 @@ def _tied(base: Any) -> Iterator[str]:
 
 def _adapter_layers(model: Any, dropout: bool) -> Iterator[str]:
     """Descriptions of LoRA layers of a PeftModel that do not match its config."""
-    [name] = model.peft_config
+    name = _adapter_name(model)
     config = model.peft_config[name]
     if config.peft_type != "LORA":
         return

@@ -56,11 +56,10 @@ class Plateau:
 
     def _is_better(self, metric: float) -> bool:
         """Whether the metric is better by more than the threshold; NaN never is."""
-        if self.best is None:
-            return not math.isnan(metric) and abs(metric) != math.inf
+        best = math.inf if self.best is None else self._sign * self.best
         if self._relative:
-            return self._sign * metric < self._sign * self.best * (1.0 - self._sign * self._threshold)
-        return self._sign * metric < self._sign * self.best - self._threshold
+            return self._sign * metric < best * (1.0 - self._sign * self._threshold)
+        return self._sign * metric < best - self._threshold
 
     def state(self) -> dict[str, Any]:
         """The state, as JSON values."""

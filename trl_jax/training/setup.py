@@ -18,6 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
 from trl_jax.config.base import BaseConfig
+from trl_jax.core import files
 from trl_jax.core.text import brief
 from trl_jax.core.torch_random import set_seed
 from trl_jax.data import chat
@@ -179,13 +180,14 @@ def settle_model(
     if tokens.vocab_size != model.vocab_size:
         model.resize_token_embeddings(tokens.vocab_size)
     model.add_model_tags(tags)
-    eos = args.eos_token is not None or args.chat_template_path is not None
+    cloned = args.chat_template_path is not None and not chat.is_template_file(args.chat_template_path)
+    eos = args.eos_token is not None or cloned
     for config in (model.config, *([] if torch_model is None else [torch_model.config])):
         chat.settle_ids(config, tokens.tokenizer, eos=eos)
         config.use_cache = args.use_cache
     for one in (model, torch_model):
         if one is not None and head == "lm":
-            chat.settle_generation(one.generation_config, tokens.tokenizer, eos=eos)
+            chat.settle_generation(one.generation_config, tokens.tokenizer, eos=eos, alone=cloned)
 
 
 def divide(model: PreTrainedModel, args: BaseConfig, own_loss: frozenset[str]) -> ShardingPlan | None:
@@ -357,7 +359,7 @@ def build(
 
     quantization = model.quantization_of(given.quantization_config, args)
     checkpoint, takes_images = _checkpoint_of(spec, args, task.head, given, own_loss)
-    tokens, new_tokens = _tokens(args, task.head, checkpoint, given, spec.tokenizer_sides)
+    tokens, new_tokens = _tokens(spec, args, task.head, checkpoint, given)
     if takes_images:
         tokens = tokens._replace(encoder=image_encoder(checkpoint, torch_model, tokens.tokenizer, given.tokenizer))
 
@@ -440,19 +442,29 @@ def _checkpoint_of(
 
 
 def _tokens(
-    args: BaseConfig,
-    head: str,
-    checkpoint: Checkpoint | PreTrainedModel,
-    given: Given,
-    sides: Mapping[str, str] | None,
+    spec: TrainerSpec, args: BaseConfig, head: str, checkpoint: Checkpoint | PreTrainedModel, given: Given
 ) -> tuple[Tokens, list[int]]:
     """The tokenizer with its limits, and the ids of the tokens that were added with the chat template; an adapter
     trains these, too."""
-    tokenizer = tokenizer_of(given.tokenizer, checkpoint, given.torch_model, args, sides)
+    tokenizer = tokenizer_of(given.tokenizer, checkpoint, given.torch_model, args, spec.tokenizer_sides)
     vocab_size, new_tokens = settle_tokens(
         args, tokenizer, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=head
     )
-    return Tokens(tokenizer, vocab_size, positions_left(checkpoint.max_positions, given.adapter)), new_tokens
+    in_parts = head == "lm" and spec.rollout is None and _reads_parts(spec, checkpoint, given)
+    most = positions_left(checkpoint.max_positions, given.adapter)
+    return Tokens(tokenizer, vocab_size, most, in_parts=in_parts), new_tokens
+
+
+def _reads_parts(spec: TrainerSpec, checkpoint: Checkpoint | PreTrainedModel, given: Given) -> bool:
+    """Whether TRL tokenizes texts with a processor: one that was passed or, in a trainer that takes images, the one
+    saved with a vision-language model."""
+    if given.tokenizer is not None or spec.check_images is None:
+        return _is_processor(given.tokenizer)
+    folder = checkpoint.folder
+    if given.torch_model is not None:  # the checkpoint was read from a temporary folder that no longer exists
+        folder, _ = checkpoint_folder(given.torch_model.config._name_or_path)
+    config = folder / "config.json"
+    return config.is_file() and "vision_config" in files.read(config) and has_image_processor(folder)
 
 
 def _prepared_for_evaluation(hooks: Hooks, dataset: Any, tokens: Tokens) -> Any:

@@ -121,3 +121,12 @@ def test_without_peft_a_line_says_where_the_adapter_is(checkpoint, tmp_path, mon
     trained(trl_jax, "SFT", model, tmp_path, peft_config=lora)
     assert [text for text in caplog.messages if "was not changed. The adapter is in trainer.model" in text]
     np.testing.assert_array_equal(logits(model), before)
+
+
+def test_a_second_adapter_is_refused_by_name(checkpoint, tmp_path):
+    model = peft.get_peft_model(base_of(checkpoint(**SMALL)), peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
+    model.add_adapter("other", peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="2 adapters: default, other.*remove the others with model.delete_adapter"):
+        made(trl_jax, "SFT", model, tmp_path)
+    model.delete_adapter("other")
+    made(trl_jax, "SFT", model, tmp_path)
