@@ -139,8 +139,9 @@ def test_a_loss_of_a_subclass_finds_the_task_s_behind_super(folder, tmp_path):
 def accuracy(found):
     """As user scripts write it: from unshifted logits and the collator's labels."""
     logits, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
-    real = labels != -100
-    return {"right": float((np.argmax(logits, -1) == labels)[real].mean()), "targets": int(real.sum())}
+    real, inputs = labels != -100, np.asarray(found.inputs)
+    ids = {"shape": str(inputs.shape), "ids": int(inputs.sum())}
+    return {"right": float((np.argmax(logits, -1) == labels)[real].mean()), "targets": int(real.sum()), **ids}
 
 
 LABELED = {
@@ -165,13 +166,14 @@ def test_compute_metrics_and_predict_give_what_trl_gives(name, folder, tmp_path)
         rows = [{"prompt": row["prompt"][:4], "completion": row["prompt"][4:]} for row in rows]
     else:
         rows = [{"text": row["prompt"]} for row in rows]
-    config = LABELED[name] | {"per_device_eval_batch_size": 4}
+    config = LABELED[name] | {"per_device_eval_batch_size": 4, "include_for_metrics": ["inputs"]}
     for package in (trl_jax, trl):
         trainer = make(package, folder, tmp_path / package.__name__, rows=rows, compute_metrics=accuracy,
                        eval_dataset=Dataset.from_list(rows), config=config)  # fmt: skip
         found[package] = trainer.evaluate(), trainer.predict(trainer.eval_dataset)
     (mine, ours), (other, theirs) = found[trl_jax], found[trl]
-    assert (mine["eval_right"], mine["eval_targets"]) == (other["eval_right"], other["eval_targets"])
+    for key in ("right", "targets", "shape", "ids"):
+        assert mine[f"eval_{key}"] == other[f"eval_{key}"]
     assert ours.predictions.shape == theirs.predictions.shape
     assert np.array_equal(ours.label_ids, theirs.label_ids)
     real = theirs.label_ids[:, 1:] != -100

@@ -59,7 +59,7 @@ def test_one_that_fits_is_tried_once_and_changes_nothing(folder, tmp_path, capsy
         assert (random.random(), np.random.random()) == drawn
         logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert logs[0] == logs[1] and "seen" not in capsys.readouterr().out
-    assert seen == [((4, 1), 4, (4,), True)]
+    assert seen == [((4, 1), 4, (2,), True)]
     trainer.train()
     assert len(seen) == 1
     trainer.evaluate()

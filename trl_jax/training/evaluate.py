@@ -236,8 +236,8 @@ class Evaluator:
             found, known = outputs_of(step.arrays, step.num_examples, generator)
             predictions.append(jax.tree.map(np.asarray, found))
             labels.append(known)
-            losses.append(np.zeros(len(columns) * step.num_examples, np.float32))
-            inputs.append(token_ids_of(loader, step.rows, columns, as_one=as_one))
+            losses.append(np.zeros(step.num_examples, np.float32))
+            inputs.append(token_ids_of(loader, step.rows, columns, setup, as_one=as_one))
         return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, rows)
 
     def chunks(self, batches: Any) -> EvalChunks:
@@ -314,13 +314,13 @@ class Evaluator:
             predictions = [jax.tree.map(np.asarray, preprocess(*batch)) for batch in shown]
         columns, as_one = setup.task.columns.texts[: setup.task.columns.num_primary_texts], lays_end_to_end(setup.task)
         losses = [
-            np.repeat(np.asarray(sums["loss"], np.float32), len(columns) * count)
+            np.repeat(np.asarray(sums["loss"], np.float32), count)
             for sums, count in zip(evaluated.sums, counts, strict=True)
         ]
         wants_ids = hooks.compute_metrics is not None and "inputs" in setup.args.include_for_metrics
         inputs = None
         if wants_ids:
-            inputs = [token_ids_of(batches.steps, places, columns, as_one=as_one) for places in evaluated.rows]
+            inputs = [token_ids_of(batches.steps, places, columns, setup, as_one=as_one) for places in evaluated.rows]
         return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, batches.dataset)
 
     def _script_metrics(self, predicted: Predicted, hooks: MetricHooks) -> dict[str, float]:
@@ -413,9 +413,7 @@ class LogitsEvaluation:
         return tokens[:, self._virtual :][:, : self._length(lengths.max() - self._virtual)]
 
     def _length(self, longest: int) -> int:
-        """The length of TRL's rows: `longest`, rounded up to `pad_to_multiple_of`."""
-        multiple = self._setup.pad_to_multiple_of
-        return int(longest) if multiple == "auto" else padded_length(int(longest), multiple)
+        return _row_length(longest, self._setup)
 
     def _as_one_row(self, values: Any, mask: np.ndarray, filler: Any) -> Any:
         """Concatenate values `[rows, T, ...]` of real tokens to `[1, tokens, ...]`, padded as TRL pads its row."""
@@ -666,7 +664,7 @@ _FILLER = -100  # transformers' padding between batches of different lengths
 
 @dataclass
 class Predicted:
-    """For each batch: predictions, labels (`()` if none), the losses of its rows and, if requested, its token ids.
+    """For each batch: predictions, labels (`()` if none), its loss for each example and, if requested, its token ids.
 
     together: whether batches are concatenated for the script (eval_do_concat_batches).
     dataset: the evaluated dataset.
@@ -735,9 +733,10 @@ def lays_end_to_end(task: Task) -> bool:
 
 
 def token_ids_of(
-    loader: ExampleLoader, places: list[int], columns: tuple[str, ...], *, as_one: bool = False
+    loader: ExampleLoader, places: list[int], columns: tuple[str, ...], setup: Setup, *, as_one: bool = False
 ) -> np.ndarray:
-    """Token ids `[X, T]` of a batch's texts, padded with -100: all texts of the first column, then of the next one.
+    """Token ids `[X, T]` of a batch's texts, padded as TRL's collators do: all texts of the first column, then of the
+    next one.
 
     Args:
         places: indices of the batch's rows in the loader's dataset.
@@ -754,7 +753,16 @@ def token_ids_of(
     else:
         by_column = [rows[column] for column in columns]
     texts = [np.asarray(ids) for of_column in by_column for ids in of_column]
-    return np.concatenate(texts)[None] if as_one else _joined([ids[None] for ids in texts])
+    texts = [np.concatenate(texts)] if as_one else texts
+    length = _row_length(max(map(len, texts)), setup)
+    pad = setup.processing_class.pad_token_id
+    return np.stack([np.pad(ids, (0, length - len(ids)), constant_values=pad) for ids in texts])
+
+
+def _row_length(longest: int, setup: Setup) -> int:
+    """The length of TRL's rows: `longest`, rounded up to `pad_to_multiple_of`."""
+    multiple = setup.pad_to_multiple_of
+    return int(longest) if multiple == "auto" else padded_length(int(longest), multiple)
 
 
 def _joined(batches: list[Any]) -> Any:
