@@ -218,6 +218,17 @@ def test_an_evaluation_is_the_same_in_any_batches(size, folder, tmp_path):
         assert one[name] == pytest.approx(other[name], rel=1e-5)
 
 
+def test_documents_of_a_row_are_apart_without_packing(folder, tmp_path):
+    """TRL reads `seq_lengths` only with packing or padding_free: the second document would see the first."""
+    trainer = make(trl_jax, folder, tmp_path, config={"pad_to_multiple_of": None})
+    documents = [[5, 6, 7, 8], [9, 8, 7]]
+    row = {"input_ids": sum(documents, []), "labels": sum(documents, []), "seq_lengths": [4, 3]}
+    apart = trainer.evaluate(Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in documents]))
+    assert trainer.evaluate(Dataset.from_list([row]))["eval_loss"] == pytest.approx(apart["eval_loss"], rel=1e-5)
+    whole = trainer.evaluate(Dataset.from_list([row]).remove_columns("seq_lengths"))
+    assert abs(whole["eval_loss"] - apart["eval_loss"]) > 1e-3
+
+
 def test_a_packed_set_is_packed_once(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, config={"packing": True, "max_length": 64})
     again = trainer.prepare_dataset(trainer.train_dataset, "train")

@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 import trl_jax
 from compat_tests.effort import usual, usually
-from compat_tests.trainer.trainers import FACTS, make, stream, table
+from compat_tests.trainer.trainers import FACTS, checkpoints, make, stream, table
 from trl_jax.data.loader import epoch_order
 
 CONFIG = {
@@ -140,6 +140,14 @@ def test_restoring_callbacks_wholly_takes_how_they_were_set_up_too(train, tmp_pa
     assert train(only(tmp_path, 3), True, callbacks=[EarlyStoppingCallback(9)], **config).state.global_step == 10
     config["restore_callback_states_from_checkpoint"] = True
     assert train(only(tmp_path, 3), True, callbacks=[EarlyStoppingCallback(9)], **config).state.global_step == 5
+
+
+def test_other_steps_of_logs_and_checkpoints_take_effect(train, tmp_path):
+    """transformers goes on with those of the checkpoint, and warns."""
+    train("whole", logging_steps=1, eval_strategy="no")
+    again = train(only(tmp_path, 2), True, logging_steps=3, save_steps=4, eval_strategy="no")
+    assert [log["step"] for log in again.state.log_history if "loss" in log] == [1, 2, 3, 6]
+    assert checkpoints(again.args.output_dir) == [f"checkpoint-{step}" for step in (1, 2, 4, 8)]
 
 
 def test_with_more_steps_a_finished_run_goes_on(train, tmp_path):
