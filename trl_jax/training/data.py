@@ -76,7 +76,7 @@ def prepare(
         return task.prepare_images(dataset, tokens.tokenizer, name=name)  # tokenized in the loader
     prepared = task.prepare(
         dataset,
-        PartsTokenizer(tokens.tokenizer) if tokens.in_parts else tokens.tokenizer,
+        PartsTokenizer(tokens.tokenizer) if tokens.in_parts and not task.online else tokens.tokenizer,
         max_length=args.max_length if bounded else None,
         num_proc=_forked_processes(args.dataset_num_proc, dataset, name, told),
         name=name,

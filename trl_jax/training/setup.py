@@ -395,6 +395,7 @@ def build(
         router_aux_loss_coef=balance,
         rollout=None,
         encoder=tokens.encoder,
+        in_parts=tokens.in_parts,
         features=FeatureStore(args) if takes_images and sharding_plan is None and not several() else None,
         script_loss=hooks.own_loss,
     )
@@ -450,7 +451,7 @@ def _tokens(
     vocab_size, new_tokens = settle_tokens(
         args, tokenizer, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=head
     )
-    in_parts = head == "lm" and spec.rollout is None and _reads_parts(spec, checkpoint, given)
+    in_parts = head == "lm" and _reads_parts(spec, checkpoint, given)
     most = positions_left(checkpoint.max_positions, given.adapter)
     return Tokens(tokenizer, vocab_size, most, in_parts=in_parts), new_tokens
 

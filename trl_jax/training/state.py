@@ -148,6 +148,7 @@ class Setup:
     rollout: the source of steps in online training; None if the rows come from a dataset.
     encoder: makes examples from rows with images; None for text-only rows.
     features: cached image features of a frozen vision tower; None for text-only rows or on several devices.
+    in_parts: as in `training.data.Tokens`.
     script_loss: the user-defined loss that replaces the task's (`completions_loss.OwnLoss` or
         `script_metrics.OwnMetrics`); None without one.
     """
@@ -164,6 +165,7 @@ class Setup:
     rollout: RolloutSteps | None
     encoder: Encoder | None
     features: FeatureStore | None
+    in_parts: bool
     script_loss: Any = None
 
     args, task, model = _editable("args"), _editable("task"), _editable("model")
