@@ -50,7 +50,7 @@ def reward_functions(
             of these. The list is not modified.
         processing_classes: the tokenizers of the reward models, as a list with None for functions. None loads each
             model's own tokenizer.
-        weights: only checked for their number.
+        weights: one per function; None: 1.0 each.
         trainer_state, timeout, metrics_of_run, helpers: see `RewardFunctions`.
         columns: columns of the rows, which are passed to functions by name; None if they are not known beforehand.
         models: options for `reward_model`.
@@ -82,7 +82,8 @@ def reward_functions(
             check_signature(function, columns, helpers)
     names = [function.name if isinstance(function, RewardModel) else callable_name(function) for function in made]
     own = reward_funcs if isinstance(reward_funcs, list) else None
-    return RewardFunctions(numbered(names), made, trainer_state, timeout, own, metrics_of_run, helpers=helpers)
+    weights = np.ones(len(made), np.float32) if weights is None else np.asarray(weights, np.float32)
+    return RewardFunctions(numbered(names), made, weights, trainer_state, timeout, own, metrics_of_run, helpers=helpers)
 
 
 def _listed(value: Any) -> list:
@@ -264,8 +265,9 @@ class RewardFunctions:
     not apply to this completion.
 
     Attributes:
-        names: names in metrics and in the completions table.
+        names: names in metrics and in the completions table. A script may replace entries at any time.
         functions: in the order of `names`.
+        weights: float32 `[F]`, or a script's own array or tensor. A script may change its values at any time.
         trainer_state: returns the trainer state that is passed to functions.
         timeout: seconds that async functions may take; None means no limit.
         given: the user's own list of functions, whose entries may be replaced at any time, as in TRL; None if the user
@@ -277,6 +279,7 @@ class RewardFunctions:
 
     names: list[str]
     functions: list[Callable[..., Any] | RewardModel]
+    weights: Any
     trainer_state: Callable[[], Any]
     timeout: float | None = None
     given: list[Any] | None = None
@@ -290,6 +293,32 @@ class RewardFunctions:
     _completions: int = 0
     _left_out: set[str] = field(default_factory=set)  # columns of log_extra that were warned about
     _renamed: set[str] = field(default_factory=set)
+
+    def set_weights(self, weights: Any) -> None:
+        """Raises ValueError if there is not one weight per function."""
+        self._check_count("weights", weights)
+        self.weights = np.asarray(weights, np.float32) if isinstance(weights, list | tuple) else weights
+
+    def set_names(self, names: Sequence[str]) -> None:
+        """Raises ValueError if there is not one name per function."""
+        self._check_count("names", names)
+        self.names = list(names)
+
+    def _check_count(self, what: str, found: Sequence[Any]) -> None:
+        if len(found) != len(self.functions):
+            raise ValueError(
+                f"Number of reward {what} ({len(found)}) must match number of reward functions ({len(self.functions)})"
+            )
+
+    @property
+    def current_weights(self) -> np.ndarray:
+        """The weights as they are now, float32 `[F]`."""
+        return np.asarray(as_arrays(self.weights), np.float32)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of the completions table that have the rewards."""
+        return reward_columns(self.names)
 
     @property
     def arrays(self) -> list[dict[str, Any]]:
@@ -321,8 +350,8 @@ class RewardFunctions:
     ) -> np.ndarray:
         """Call the reward functions: float32 `[B, F]`, NaN where one does not apply.
 
-        Sync functions run one after another, then the async ones concurrently. Each gets its own copies of the lists,
-        which it may modify.
+        Sync functions run one after another, then the async ones concurrently. All get the same lists, as in TRL:
+        what one changes in a completion, the next ones and the completions table see.
 
         Args:
             rows: dataset rows, one per completion; all columns except prompt, completion and completion_ids are passed
@@ -353,7 +382,7 @@ class RewardFunctions:
                 later.append(number)
             else:
                 with raised_by(f"the reward function {self.names[number]!r}", prompts):
-                    found = function(**_copied(given), **helpers)
+                    found = function(**given, **helpers)
                     rewards[:, number] = _checked(self.names[number], found, len(prompts))
         if later:
             rewards[:, later] = np.stack(self._all_awaited(later, given, helpers), axis=1)
@@ -455,7 +484,7 @@ class RewardFunctions:
     async def _awaited(self, number: int, given: dict[str, Any], helpers: dict[str, Any]) -> np.ndarray:
         name, prompts = self.names[number], given["prompts"]
         with raised_by(f"the reward function {name!r}", prompts):
-            found = await self.functions[number](**_copied(given), **helpers)
+            found = await self.functions[number](**given, **helpers)
             return _checked(name, found, len(prompts))
 
 
@@ -552,24 +581,6 @@ def _number(value: Any) -> float:
     if isinstance(value, (str, bytes)):  # float() would accept "1.0"
         raise TypeError("a text")
     return np.nan if value is None else float(value)
-
-
-def _copied(given: dict[str, Any]) -> dict[str, Any]:
-    """Copy lists and dicts in a function's arguments recursively; other objects, such as environments, are shared."""
-    copies: dict[int, Any] = {}  # by id, because a tool's result may contain itself
-
-    def copy(value: Any) -> Any:
-        if type(value) not in (list, dict):
-            return value
-        if id(value) not in copies:
-            own = copies[id(value)] = type(value)()
-            if isinstance(value, list):
-                own.extend(map(copy, value))
-            else:
-                own.update((key, copy(entry)) for key, entry in value.items())
-        return copies[id(value)]
-
-    return {name: copy(value) for name, value in given.items()}
 
 
 def _warn_of_none(rewards: np.ndarray, given: Mapping[str, Any]) -> None:

@@ -460,6 +460,7 @@ class Rollout:
         self.tell(f"{judged}, {next_thing}")
         advantages = judged.advantages.advantages
         if self.table is not None:
+            self.table.names = self.judge.rewards.columns
             self.table.add(mode, prompts, texts, judged.rewards, advantages, self.judge.rewards.extra())
         of_each = ids, written, completion_mask, advantages.tolist(), *judged.logps, made.images_of_each
         return Experience(list(map(Completed, *of_each)))
@@ -499,10 +500,14 @@ class Rewards(Protocol):
     """Reward functions.
 
     names: their names in metrics.
+    columns: their columns in the completions table.
+    current_weights: float32 `[F]`.
     arrays: the arrays of the reward models among them.
     """
 
     names: Sequence[str]
+    columns: Sequence[str]
+    current_weights: np.ndarray
     arrays: Any
 
     def __call__(self, rows: Sequence[dict], prompts: list, completions: list, completion_ids: list) -> np.ndarray:
@@ -578,7 +583,8 @@ class Judge:
         kl = _divergence(old, ref, completion_mask)
         if self.task.divergence_in_reward and self.task.beta:
             metrics.add(iter([("kl", float(kl.sum() / max(1, sum(own.sum() for own in completion_mask))))]))
-        advantages = self.task.advantages(rewards, group, kl)
+        task = replace(self.task, reward_weights=tuple(self.rewards.current_weights.tolist()))
+        advantages = task.advantages(rewards, group, kl)
         if self.task.metrics_by_group:
             metrics.add(group_reward_metrics(self.rewards.names, rewards, advantages, group))
         else:

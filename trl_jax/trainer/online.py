@@ -37,7 +37,6 @@ from trl_jax.rollout.rewards import (
     check_columns,
     check_signature,
     is_model,
-    reward_columns,
     reward_functions,
 )
 from trl_jax.rollout.rollout import Rewards
@@ -331,7 +330,7 @@ class RolloutTrainer(BaseTrainer):
         if server is None and rollout_func is None:
             check_completes(model, options)
         sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
-        columns = None if rewards is None else reward_columns(rewards.names)
+        columns = None if rewards is None else rewards.columns
         of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # a user's subclass may read _logs
         table = self._table(columns) if args.log_completions or of_script else None
         self._own_methods = self._own_rollout(run)
@@ -542,14 +541,13 @@ class OnlineTrainer(RolloutTrainer):
     To derive your own trainer, set `config_class` to a dataclass derived from `OnlineConfig`, and have `make_task`
     return an `OnlineTask` with `**self.task_options()`.
 
-    Attributes:
-        reward_func_names: the reward functions' names in metrics.
     """
 
     config_class = OnlineConfig
     _not_arguments: ClassVar[tuple[str, ...]] = ("scale_rewards",)  # fields of OnlineConfig that the config may lack
     _reward_helpers: ClassVar[tuple[str, ...]] = HELPERS  # arguments that reward functions get besides the columns
     _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
+    _reward_functions: RewardFunctions
     _ref_model: Any = None  # passed by scripts of TRL up to 0.21; None: the policy before training
     num_generations, num_iterations = map(argument, ("num_generations", "num_iterations"))
     num_generations_eval = argument(
@@ -700,24 +698,26 @@ class OnlineTrainer(RolloutTrainer):
             self._reward_funcs = list(functions)
 
     @property
-    def reward_weights(self) -> np.ndarray:
-        """The weight of each reward function, float32. May be set at any time, with effect from the next generation."""
-        judge = self._setup.rollout.rollout.judge
-        weights = judge.task.reward_weights
-        return np.ones(len(judge.rewards.names), np.float32) if weights is None else np.asarray(weights, np.float32)
+    def reward_func_names(self) -> list[str]:
+        """The reward functions' names in metrics and in the completions table. The list and its entries may be replaced
+        at any time, with effect from the next generation."""
+        return self._reward_functions.names
+
+    @reward_func_names.setter
+    def reward_func_names(self, names: Sequence[str]) -> None:
+        if "_reward_functions" in vars(self):  # otherwise super().__init__ overwrites it, as in TRL
+            self._reward_functions.set_names(names)
+
+    @property
+    def reward_weights(self) -> Any:
+        """The weight of each reward function, float32. It and its values may be set at any time, with effect from the
+        next generation."""
+        return self._reward_functions.weights
 
     @reward_weights.setter
-    def reward_weights(self, weights: Sequence[float]) -> None:
-        if "_editable" not in vars(self):
-            return  # set before super().__init__, which overwrites it, as in TRL
-        judge = self._setup.rollout.rollout.judge
-        found = tuple(map(float, weights))
-        if len(found) != len(judge.rewards.names):
-            raise ValueError(
-                f"Number of reward weights ({len(found)}) must match number of reward functions "
-                f"({len(judge.rewards.names)})"
-            )
-        judge.task = replace(judge.task, reward_weights=found)
+    def reward_weights(self, weights: Any) -> None:
+        if "_reward_functions" in vars(self):  # otherwise super().__init__ overwrites it, as in TRL
+            self._reward_functions.set_weights(weights)
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
@@ -789,7 +789,7 @@ class OnlineTrainer(RolloutTrainer):
         if "_calculate_rewards" in run.overridden:
             rewards.own = self._calculate_rewards
         self._calls_rewards = rewards.calculated
-        self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
+        self._reward_functions, self.reward_processing_classes = rewards, rewards.tokenizers
         return rewards
 
     def _reward_weights(self) -> tuple[float, ...] | None:

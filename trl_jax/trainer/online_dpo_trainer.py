@@ -103,6 +103,7 @@ class OnlineDPOTrainer(BaseTrainer):
     )
     num_generations = 2
     judge: PairwiseJudge | None = None
+    _reward_functions: RewardFunctions | None = None
     reward_func_names: Sequence[str] = ()
     reward_processing_classes: Sequence[Any] = ()
     temperature, top_p, top_k, min_p, repetition_penalty, max_length, use_vllm = (
@@ -176,10 +177,15 @@ class OnlineDPOTrainer(BaseTrainer):
         return reference_as_model(self._setup.reference, self.model, self._ref_model)
 
     @property
-    def reward_weights(self) -> np.ndarray:
-        """The weight of each reward function, float32."""
-        given = self.args.reward_weights
-        return np.ones(len(self.reward_funcs), np.float32) if given is None else np.asarray(given, np.float32)
+    def reward_weights(self) -> Any:
+        """The weight of each reward function, float32; None with a judge. It and its values may be set at any time,
+        with effect from the next step."""
+        return None if self._reward_functions is None else self._reward_functions.weights
+
+    @reward_weights.setter
+    def reward_weights(self, weights: Any) -> None:
+        if self._reward_functions is not None:  # otherwise super().__init__ overwrites it, as in TRL
+            self._reward_functions.set_weights(weights)
 
     def make_task(self) -> OnlineDpoTask:
         args = self.args
@@ -235,6 +241,7 @@ class OnlineDPOTrainer(BaseTrainer):
             trust_remote_code=args.trust_remote_code, seed=args.seed,
         )  # fmt: skip
         self.reward_func_names, self.reward_processing_classes = list(rewards.names), rewards.tokenizers
+        self._reward_functions = rewards
         return rewards
 
 
@@ -362,8 +369,8 @@ class PairWriter:
         padded = [[*tokens.tolist(), *[pad] * (longest - len(tokens))] for tokens in written]
         given = [{"prompt": row["prompt"]} for row in rows] if args.remove_unused_columns else rows
         rewards = self.scores(given * 2, prompts * 2, texts, padded)
-        weights = np.ones(rewards.shape[1]) if args.reward_weights is None else args.reward_weights
-        scores = np.nansum(rewards * np.asarray(weights, np.float32), axis=1, dtype=np.float32)
+        weights = self.scores.current_weights
+        scores = np.nansum(rewards * weights, axis=1, dtype=np.float32)
         if args.missing_eos_penalty is not None:
             scores[~ended] -= np.float32(args.missing_eos_penalty)
         return scores

@@ -203,6 +203,14 @@ class RankRewards:
         return self.inner.names
 
     @property
+    def columns(self) -> list[str]:
+        return self.inner.columns
+
+    @property
+    def current_weights(self) -> np.ndarray:
+        return self.inner.current_weights
+
+    @property
     def arrays(self) -> list[dict[str, Any]]:
         return self.inner.arrays
 
