@@ -329,7 +329,8 @@ class RolloutTrainer(BaseTrainer):
         options = sampling_options(args, tokenizer, model, run.encoder, new_tokens=args.max_completion_length)
         if server is None and rollout_func is None:
             check_completes(model, options)
-        sampling = Sampling(template_options, args.max_prompt_length, options, self._parses_messages, tools)
+        ends = eos_token_ids(tokenizer, model)
+        sampling = Sampling(template_options, args.max_prompt_length, options, ends, self._parses_messages, tools)
         columns = None if rewards is None else rewards.columns
         of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # a user's subclass may read _logs
         table = self._table(columns) if args.log_completions or of_script else None

@@ -32,7 +32,7 @@ from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, refuse
 from trl_jax.trainer.reference import loaded_reference, reference_as_model
 from trl_jax.training.data import Batches, image_columns
 from trl_jax.training.reference import ReferenceModel
-from trl_jax.training.rollout import Completer, WrittenSteps
+from trl_jax.training.rollout import Completer, WrittenSteps, up_to_end
 from trl_jax.training.setup import Policy, TrainerSpec
 from trl_jax.training.state import Setup
 
@@ -340,6 +340,7 @@ class PairWriter:
         args, tokenizer, prompts = setup.args, setup.processing_class, [row["prompt"] for row in rows]
         ids = prompt_ids(prompts, tokenizer)
         written = self.complete(setup.model, ids * 2, args.compute_dtype)  # all first, then all second completions
+        written = [up_to_end(tokens, [*self.ends]) for tokens in written]
         ended = np.asarray([
             int(tokens[-1]) in self.ends or bool(self.stop and self.stop(prompt, tokens, len(tokens) - 1))
             for prompt, tokens in zip(ids * 2, written, strict=True)

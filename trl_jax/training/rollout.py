@@ -483,7 +483,8 @@ class PolicyWriter:
         with setup.on_device():
             model = self._copy if self._alone else setup.model
             out = complete(model, prompt_ids[::group], options, limit=self._limit(model), **how)
-        return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+        every = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+        return [up_to_end(tokens, self._sampling.own_ends) for tokens in every]
 
     def _limit(self, model: PreTrainedModel) -> Limit:
         """How many completions of a model to generate at once. In auto mode, this depends only on the arrays that the
@@ -547,6 +548,12 @@ def _group_of(ids: Ids, group: int, images: Sequence[Any] | None = None) -> int:
     keys = ids if images is None else list(zip(ids, images, strict=True))
     alike = len(keys) % group == 0 and all(own == keys[place - place % group] for place, own in enumerate(keys))
     return group if alike else 1
+
+
+def up_to_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """The tokens up to the first of `ends`, including it; all of them if there is none."""
+    places = np.flatnonzero(np.isin(tokens, ends))
+    return tokens[: places[0] + 1] if len(places) else tokens
 
 
 def has_stray_images(made: Written, image_token: int) -> bool:
@@ -827,6 +834,7 @@ class Sampling:
     template_options: further arguments of the chat template.
     max_prompt_length: number of last tokens of a prompt to keep; None keeps all.
     options: fields of a GenerationConfig; `eos_token_id`, or each of several, ends a completion.
+    own_ends: EOS ids of the tokenizer and the model, which end a completion even if `options` has others.
     parses_messages: whether to parse completions of conversations, if the tokenizer can.
     tools: that the model may call; None without tools.
     """
@@ -834,6 +842,7 @@ class Sampling:
     template_options: dict[str, Any]
     max_prompt_length: int | None
     options: dict[str, Any]
+    own_ends: Sequence[int]
     parses_messages: bool
     tools: Tools | None = None
 
@@ -841,7 +850,7 @@ class Sampling:
     def ends(self) -> list[int]:
         """The ids that end a completion."""
         ids = self.options["eos_token_id"]
-        return [ids] if isinstance(ids, int) else list(ids)
+        return [*([ids] if isinstance(ids, int) else ids), *self.own_ends]
 
 
 @dataclass(frozen=True)
