@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -551,6 +551,16 @@ class Collected:
         for name, value in metrics:
             self.values[name].append(value)
 
+    def extend(self, metrics: Mapping[str, list[float]], *, first: bool = False) -> None:
+        """Add lists of values; with `first`, before all other names."""
+        if first:
+            metrics, others = defaultdict(list, {name: [*values] for name, values in metrics.items()}), self.values
+            self.values = metrics
+        else:
+            others = metrics
+        for name, values in others.items():
+            self.values[name].extend(values)
+
     def set(self, name: str, value: float) -> None:
         """Set a metric; only its last value is logged."""
         self.values[name] = [value]
@@ -560,20 +570,6 @@ class Collected:
         values, self.values = self.values, defaultdict(list)
         real = {name: [value for value in found if not math.isnan(value)] for name, found in values.items()}
         return {name: sum(found) / len(found) if found else None for name, found in real.items()}
-
-    def taken_late(self, logs: Collection[str], before: str) -> dict[str, float | None]:
-        """As `taken`, for values that a script appended after the metrics in `logs` were taken; `before` is the prefix
-        of names in `logs`.
-
-        Raises:
-            ValueError: a value was appended to a metric that is already in `logs`.
-        """
-        if known := sorted(name for name, found in self.values.items() if found and before + name in logs):
-            raise ValueError(
-                f"A script appended to _metrics[mode][{known[0]!r}] in log, where {known[0]!r} is known already. Use "
-                "another name, or append to it in a reward function or in _generate_and_score_completions."
-            )
-        return {before + name: value for name, value in self.taken().items()}
 
 
 def length_metrics(lengths: Sequence[int], truncated: np.ndarray) -> Iterator[tuple[str, float]]:

@@ -59,14 +59,15 @@ class RolloutSteps:
     rows: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
     sampler: yields the prompts of each epoch. `make_sampler` rebuilds it for a new run, because the dataset may have
         changed.
+    measure: (metrics of a step, as NumPy) -> the metrics of its loss by name, a list with one number per micro-batch.
     lay_out: (micro-batches of completions, the generation of each, step number, entropy coefficient) -> step batch.
     bonus: the entropy coefficient of each step; None without an entropy bonus.
     logps: the log-probabilities that completions have: "old_logps", "ref_logps", "sampling_logps".
     streams: torch random streams, one per rank. Completions are sampled with the first one.
     seeds: the random stream for the servers' seeds, which do not depend on the number of ranks; None without servers.
     num_micro_batches: number of micro-batches since the start of the run; determines when to generate.
-    generated: whether the first step since the last log generated "before" its micro-batches, "within" them, or not at
-        all ("after"); None if there was no step. Determines the order of the logged metrics.
+    losses_first: whether TRL records the metrics of the current step's loss before those of its generation, which then
+        starts within the step's micro-batches. Determines the order of the logged metrics.
     num_steps_of_run: returns the number of steps in the run; nothing is generated ahead for later steps.
     at_iterates: a context in which the policy has the parameters at which the next gradient is taken, as in TRL. With a
         schedule-free optimizer, these differ from the averaged parameters that evaluation uses.
@@ -77,6 +78,7 @@ class RolloutSteps:
     rows: Callable[[Any], dict[str, Any]]
     sampler: Sampler
     lay_out: Callable[[list[list[Completed]], list[Experience], int, float | None], Any]
+    measure: Callable[[dict[str, np.ndarray]], dict[str, list[float]]]
     streams: Sequence[TorchGenerator]
     bonus: EntropyBonus | None = None
     logps: frozenset[str] = frozenset()
@@ -85,8 +87,7 @@ class RolloutSteps:
     num_steps: int = 0
     buffer: Experience | None = None
     epoch: int = -1  # none yet
-    seconds: list[float] = field(default_factory=list)
-    generated: str | None = None
+    losses_first: bool = False
     ahead: bool = False
     sync_steps: int = 1
     num_steps_of_run: Callable[[], int] = lambda: 0
@@ -98,7 +99,7 @@ class RolloutSteps:
     def begin(self) -> None:
         """Discard the state of an earlier run, whose completions came from another policy."""
         self.buffer, self.num_micro_batches, self.num_steps, self.epoch = None, 0, 0, -1
-        self.generated, self._next = None, None
+        self._next = None
         if self.make_sampler is not None:
             self.sampler = self.make_sampler()
         self.sampler.begin()
@@ -131,18 +132,18 @@ class RolloutSteps:
     def _step(self) -> Any:
         """Collect the micro-batches of one step (fewer at the end of an epoch) and lay them out as a batch."""
         self._begun_at = time.monotonic()
-        parts, experiences, number, when = [], [], self.num_steps, None
+        parts, experiences, number, self.losses_first = [], [], self.num_steps, False
+        is_first = not self.rollout.collected["train"].values  # since the last log
         while len(parts) < self.cycle.accumulation and self.sampler.has_next:
             prompts = self.sampler.next()
             if self.num_micro_batches % self.cycle.repeats == 0 or self.buffer is None:
                 self.buffer = self._generated(prompts)
-                when = when or ("within" if parts else "before")
+                self.losses_first = self.losses_first or (is_first and bool(parts))
             part = self.num_micro_batches % self.cycle.parts
             parts.append(self.buffer.part(part, self.cycle.parts, len(self.streams)))
             experiences.append(self.buffer)
             self.num_micro_batches += 1
         self.num_steps += 1
-        self.generated = self.generated or when or "after"
         return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
 
     def pass_over(self, steps: int) -> int:
@@ -169,28 +170,18 @@ class RolloutSteps:
             self.rollout.table.finish()
 
     def stepped(self, metrics: dict[str, Any]) -> None:
-        """Wait for a step to finish, which the next generation would do anyway, and record its time and metrics."""
-        jax.block_until_ready(metrics)
-        self.seconds.append(time.monotonic() - self._begun_at)
+        """Wait for a step to finish, which the next generation would do anyway, and add its metrics to those since the
+        last log, in the order in which TRL records them."""
+        metrics = jax.device_get(metrics)
+        found = self.measure(metrics)
         if self.bonus is not None:
             self.bonus.stepped(metrics)
-
-    def logged(self, of_micro_batches: dict[str, Any], step: int) -> dict[str, Any]:
-        """The metrics since the last log: of generations, micro-batches and steps (entropy coefficient, seconds), in
-        the order in which they were first recorded, as in TRL."""
-        of_generations = self.rollout.logged("train", step)
-        found = {} if self.bonus is None else {"entropy_coef": self.bonus.taken()}
-        found, self.seconds = found | {"step_time": self.seconds}, []
-        of_steps = {name: sum(values) / len(values) for name, values in found.items() if values}
-        if self.cycle.accumulation == 1 and "entropy_coef" in of_steps:  # TRL records it during the only micro-batch
-            first, coef = {"policy_loss": of_micro_batches.pop("policy_loss")}, of_steps.pop("entropy_coef")
-            of_micro_batches = first | {"entropy_coef": coef} | of_micro_batches
-        when, self.generated = self.generated, None
-        if when == "within":
-            return of_micro_batches | of_generations | of_steps
-        if when == "after":
-            return of_micro_batches | of_steps | of_generations
-        return of_generations | of_micro_batches | of_steps
+            first = {"policy_loss": found.pop("policy_loss")} if self.cycle.accumulation == 1 else {}
+            coef = {"entropy_coef": self.bonus.taken()}  # TRL records it during the last micro-batch
+            found = first | coef | found if first else found | coef
+        collected = self.rollout.collected["train"]
+        collected.extend(found, first=self.losses_first)
+        collected.extend({"step_time": [time.monotonic() - self._begun_at]})
 
     def _generated(self, prompts: Sequence[Any]) -> Experience:
         """Generate completions for these prompts and shuffle them within each rank."""
@@ -245,7 +236,6 @@ class RolloutSteps:
             "seeds": None if seeds is None else [seeds.used, seeds.position],
             "metrics": self.rollout.collected["train"].values,
             "bonus": None if self.bonus is None else self.bonus.state(),
-            "generated": self.generated,
             "next": None if begun is None else begun.step,
         }
         return arrays, facts
@@ -264,7 +254,7 @@ class RolloutSteps:
             self.seeds.restore(GeneratorState(arrays["seeds"], *facts["seeds"]))
         if self.rollout.table is not None and "table" in arrays:
             self.rollout.table.restore(arrays["table"])
-        self.num_steps, self.generated = facts["num_steps"], facts["generated"]
+        self.num_steps = facts["num_steps"]
         if self.bonus is not None and facts["bonus"] is not None:
             self.bonus.restore(facts["bonus"])
         self.rollout.collected["train"] = Collected(facts["metrics"])
@@ -472,7 +462,7 @@ class Rollout:
         metrics = self.collected[mode]
         lengths = [int(own.sum()) for own in made.by_model]
         tokens = sum(map(len, made.prompt_ids)) + sum(lengths)
-        metrics.set("num_tokens", float(self.saw_tokens(tokens if mode == "train" else 0)))
+        metrics.set("num_tokens", self.saw_tokens(tokens if mode == "train" else 0))
         metrics.add(length_metrics(lengths, self._truncated(made)))
         metrics.add(iter(made.metrics.items()))
         return made
@@ -484,11 +474,10 @@ class Rollout:
             for prompt, own in zip(made.prompt_ids, made.completion_ids, strict=True)
         ])  # fmt: skip
 
-    def logged(self, mode: str, step: int) -> dict[str, float | None]:
-        """Show the completions table and return the metrics since the last log, under TRL's names."""
+    def show(self, mode: str, step: int) -> None:
+        """Show the completions table, if there is one."""
         if self.table is not None:
             self.table.log(mode, step)
-        return self.collected[mode].taken()
 
 
 # Rewards and advantages

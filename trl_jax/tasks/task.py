@@ -47,12 +47,34 @@ def joined(
     return {name: values[real] for name, values in sums.items()}
 
 
+def by_micro_batch(objective: Any, sums: Mapping[str, np.ndarray], split: str) -> dict[str, list[float]]:
+    """The metrics of each micro-batch of a step, or of a batch of an evaluation; NaN if there is nothing to average.
+
+    Args:
+        objective: the task, or the user-defined loss that replaces it.
+        sums: of the step or batch, as in `joined`.
+    """
+    arrays = {name: np.atleast_2d(values) for name, values in sums.items()}
+    width = max(values.shape[1] for values in arrays.values())
+    found: dict[str, list[float]] = {}
+    for number in range(width):
+        own = {
+            name: values[:, number : number + 1] if values.shape[1] == width else sums[name]
+            for name, values in arrays.items()
+        }
+        for name, value in objective.metrics([own], split).items():
+            found.setdefault(name, []).append(np.nan if value is None else value)
+    return found
+
+
 def aux_loss(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """TRL's metric for the load-balancing loss: its mean over micro-batches, or over the batches of an evaluation.
     Empty if no such loss is added."""
     if not batches or "aux_loss" not in batches[0]:
         return {}
     totals = joined(batches, {"aux_loss": np.sum, "aux_loss_examples": np.sum}, count="aux_loss_examples")
+    if not totals["aux_loss"].size:
+        return {}
     return {"aux_loss": float(np.mean(totals["aux_loss"] / totals["aux_loss_examples"]))}
 
 

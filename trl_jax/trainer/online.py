@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -164,6 +163,7 @@ class RolloutTrainer(BaseTrainer):
     rollout_func: Callable[[list, Any], Mapping[str, Any]] | None = None
     _environments: Environments | None = None
     _own_methods: OwnRollout | None = None
+    _eval_prefix: str = "eval"
     _takes_transforms = True
     _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as in TRL, also when saved
     _writes_completions: ClassVar[bool] = True
@@ -223,9 +223,17 @@ class RolloutTrainer(BaseTrainer):
         return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode, before = ("train", "") if self.model.training else ("eval", "eval_")
-        logs |= self._setup.rollout.rollout.collected[mode].taken_late(logs.keys(), before)
+        mode, before = ("train", "") if self.model.training else ("eval", f"{self._eval_prefix}_")
+        taken = self._setup.rollout.rollout.collected[mode].taken()
+        logs |= {f"{before}{name}": value for name, value in taken.items()}
         super().log(logs, start_time)
+
+    def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
+        self._eval_prefix = prefix
+        try:
+            return super()._evaluate_one(dataset, prefix)
+        finally:
+            del self._eval_prefix
 
     @property
     def _logs(self) -> dict[str, Any]:

@@ -26,9 +26,10 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.batch import IGNORED, Batch, of_examples, padded_length
 from trl_jax.data.loader import EvalChunks, ExampleLoader, IndexedExample, StepBatch
 from trl_jax.mesh.mesh import distributed, fetched
+from trl_jax.rollout.completions_log import Collected
 from trl_jax.rollout.rollout import BASE_SEED_WORDS, RolloutSteps, step_examples
 from trl_jax.tasks.sft import SftTask
-from trl_jax.tasks.task import Task, TokenTask
+from trl_jax.tasks.task import Task, TokenTask, by_micro_batch
 from trl_jax.training import data
 from trl_jax.training.data import ROW_IMAGES, Batches, Prefetched, RowImages, steps_of
 from trl_jax.training.devices import ShardedStep
@@ -63,8 +64,13 @@ class CompletionEvaluator:
 
         self.sums = jax.jit(sums, static_argnames="values")
 
+    @property
+    def _collected(self) -> Collected:
+        """The metrics since the last log of an evaluation."""
+        return self._source.rollout.collected["eval"]
+
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
-        """Loss, speed and metrics over the prompts of a dataset; names start with `prefix`."""
+        """Loss and speed over the prompts of a dataset; names start with `prefix`. Other metrics are collected."""
         del hooks
         start, setup, dataset = time.monotonic(), self._setup, batches.dataset
         losses, sums, counts = [], [], []
@@ -81,12 +87,15 @@ class CompletionEvaluator:
         total = sum(counts)
         metrics = {f"{prefix}_loss": float(np.average(losses, weights=counts))}
         metrics |= speed_metrics(prefix, start, num_samples=total, num_steps=len(counts))
-        measured = self._source.rollout.logged("eval", setup.state.global_step) | setup.objective.metrics(sums, "eval")
-        return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
+        for batch in sums:
+            self._collected.extend(by_micro_batch(setup.objective, batch, "eval"))
+        self._source.rollout.show("eval", setup.state.global_step)
+        return metrics
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
-        """Like `evaluate`. The completions are not in the result, only in the logged table."""
+        """Like `evaluate`, with all metrics. The completions are not in the result, only in the logged table."""
         metrics = self.evaluate(batches, prefix, hooks)
+        metrics |= {f"{prefix}_{name}": value for name, value in self._collected.taken().items()}
         self._setup.events.fire("on_predict", metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
 
@@ -186,8 +195,6 @@ class Evaluator:
             evaluated.sums,
             "eval",
             tokens_seen=setup.progress.tokens_seen,
-            rollout=setup.rollout,
-            step=setup.state.global_step,
         )
         if hooks.report is not None and "prediction_step" not in setup.overridden:
             measured |= hooks.report(evaluated, predicted.dataset, prefix)

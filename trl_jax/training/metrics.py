@@ -39,7 +39,6 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import from_first, is_first, several
 from trl_jax.rollout.completions_log import write_picture
-from trl_jax.rollout.rollout import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.training.events import Events
 from trl_jax.training.mesh import run_device
@@ -482,8 +481,6 @@ def task_metrics(
     split: str,
     *,
     tokens_seen: int,
-    rollout: RolloutSteps | None,
-    step: int,
 ) -> dict[str, float]:
     """The metrics of the objective, with `num_tokens`, the real tokens of all steps so far, where TRL logs it.
 
@@ -492,8 +489,6 @@ def task_metrics(
     """
     sums = with_same_names(sums) if any(OWN_METRIC in step for step in sums) else sums
     sums = [step for step in sums if step.keys() == sums[-1].keys()]  # steps before a resume may have other sums
-    if rollout is not None:
-        return rollout.logged(objective.metrics(sums, split), step)
     own = objective is task and sums and OWN_METRIC in sums[-1]
     metrics = own_metrics(task, sums, split) if own else objective.metrics(sums, split)
     tokens = {"num_tokens": float(tokens_seen)}

@@ -56,6 +56,7 @@ from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.server import data_url
 from trl_jax.rollout.tools import Seen, Tools, written_by
 from trl_jax.tasks.policy import Cycle, EntropyBonus, RolloutTask
+from trl_jax.tasks.task import by_micro_batch
 from trl_jax.training import data
 from trl_jax.training.devices import ShardedStep, device_memory_limit, local_memory_limit
 from trl_jax.training.events import Events
@@ -116,8 +117,11 @@ def rollout_steps(
     def sampler() -> Sampler:
         return _sampler(readable(setup, setup.train_dataset, "train"), setup.task.cycle, setup.args.seed, parts.shuffle)
 
+    def measure(metrics: dict[str, np.ndarray]) -> dict[str, list[float]]:
+        return by_micro_batch(setup.objective, metrics, "train")
+
     return RolloutSteps(
-        rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), streams,
+        rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), measure, streams,
         parts.bonus, setup.task.logps, sampler,
         ahead=parts.server is not None and parts.server.ahead, num_steps_of_run=lambda: setup.state.max_steps,
         sync_steps=1 if parts.server is None else parts.server.sync_steps, seeds=seeds,

@@ -212,6 +212,8 @@ class Training:
                 self._publisher.finish(args, setup.events)
                 if setup.rollout is not None:
                     setup.rollout.finish()
+            if setup.rollout is not None and loop.progress.evaluated_last:
+                setup.model.eval()  # as in TRL, whose last log therefore leaves out what was collected in training
             metrics = self._closing_metrics(train_loss, unreported, start, length.max_steps, first)
             with setup.progress.interrupts.waiting():
                 params = self._best_params()
@@ -326,8 +328,10 @@ class Training:
         if not steps:
             return {}
         setup = self._setup
-        numbers = {"tokens_seen": setup.progress.tokens_seen, "step": setup.state.global_step}
-        return task_metrics(setup.task, setup.objective, steps, "train", rollout=setup.rollout, **numbers)
+        if setup.rollout is not None:  # its trainer adds them in `log`
+            setup.rollout.rollout.show("train", setup.state.global_step)
+            return {}
+        return task_metrics(setup.task, setup.objective, steps, "train", tokens_seen=setup.progress.tokens_seen)
 
     def _closing_metrics(
         self, train_loss: float, unreported: list, start: float, max_steps: int, first: int
