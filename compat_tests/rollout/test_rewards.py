@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import itertools
 import logging
@@ -280,30 +281,50 @@ def test_a_generator_of_rewards_is_read_and_its_errors_are_its_own():
         call(lambda completions, **kwargs: (text + 1 if isinstance(text, int) else None + 1 for text in completions))
 
 
-def test_a_function_may_change_its_lists():
-    prompts = [[{"role": "user", "content": "a"}] for _ in range(4)]
-    circular = [1]
-    circular.append(circular)
-    environment, seen = object(), []
-    rows = [{"prompt": prompt, "tags": ["x"], "answer": circular, "environments": environment} for prompt in prompts]
+def test_functions_share_their_lists_as_in_trl(monkeypatch):
+    """What a function changes in a message or in a column, the next ones see, async ones too."""
+    pytest.importorskip("trl")
+    found = []
+    for trl in (True, False):
+        seen, given = [], ([[{"role": "user", "content": "a"}] for _ in range(4)], [["x"] for _ in range(4)])
+        completions = [[{"role": "assistant", "content": text}] for text in ("one", "two", "three", "four")]
+        rows = [{"prompt": prompt, "tags": tags, "answer": "a"} for prompt, tags in zip(*given, strict=True)]
 
-    def clears(prompts, completions, completion_ids, tags, answer, **kwargs):
-        prompts[0][0]["content"] = "b"
-        for values in (prompts, completions, completion_ids, tags[0], tags, answer):
-            values.clear()
-        return [0.0] * 4
+        def changes(prompts, completions, completion_ids, tags, answer, **kwargs):
+            prompts[0][0]["content"] = "b"
+            for number, (message,) in enumerate(completions):
+                message["content"], answer[number] = message["content"].upper()[:3], number
+            tags[1].append("y")
+            completion_ids[2] = [7]
+            return [0.0] * 4
 
-    async def clears_later(**kwargs):
-        return clears(**kwargs)
+        def sees(prompts, completions, completion_ids, tags, answer, seen=seen, **kwargs):
+            seen.append(copy.deepcopy((prompts, completions, completion_ids, tags, answer)))
+            return [float(message["content"] == "TWO") for (message,) in completions]
 
-    def sees(prompts, completions, completion_ids, tags, answer, environments, **kwargs):
-        seen.append((prompts, completions, completion_ids, tags))
-        assert answer[0][1] is answer[0] and environments[0] is environment
-        return [0.0] * 4
+        async def sees_later(**kwargs):
+            return sees(**kwargs)
 
-    made(clears, clears_later, sees)(rows, prompts, COMPLETIONS, IDS)
-    whole = [[{"role": "user", "content": "a"}]] * 4
-    assert seen == [(whole, COMPLETIONS, IDS, [["x"]] * 4)] and prompts == whole and len(IDS) == 4
+        ids, prompts = [list(own) for own in IDS], [row["prompt"] for row in rows]
+        if trl:
+            for name, value in {"ROWS": rows, "PROMPTS": prompts, "COMPLETIONS": completions, "IDS": ids}.items():
+                monkeypatch.setitem(globals(), name, value)
+            rewards, _ = of_trl([changes, sees, sees_later], monkeypatch)
+        else:
+            rewards = made(changes, sees, sees_later)(rows, prompts, completions, ids)
+        assert completions[3][0]["content"] == "FOU" and len(seen) == 2
+        found.append((rewards.tolist(), seen))
+    assert found[0] == found[1]
+
+
+def test_the_error_of_a_function_that_clears_its_lists():
+    def clears(prompts, **kwargs):
+        prompts.clear()
+        raise ValueError("of the script")
+
+    with pytest.raises(ValueError, match="of the script") as raised:
+        made(clears)(ROWS, list(PROMPTS), COMPLETIONS, IDS)
+    assert "Raised by the reward function 'clears' for 4 completions" in raised.value.__notes__[0]
 
 
 def test_a_metric_that_is_no_number():

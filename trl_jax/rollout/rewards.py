@@ -156,11 +156,12 @@ def is_async(function: Callable) -> bool:
 @contextlib.contextmanager
 def raised_by(who: str, prompts: list) -> Iterator[None]:
     """Add a note to any exception that names the user function that raised it and the first of its prompts."""
+    count, first = len(prompts), prompts[0]  # the function may clear the list
     try:
         yield
     except Exception as error:
         error.add_note(
-            f"Raised by {who} for {len(prompts)} completions, the first with {scrubbed(show('prompt', prompts[0]))}. "
+            f"Raised by {who} for {count} completions, the first with {scrubbed(show('prompt', first))}. "
             "To resume from the last checkpoint, call train(resume_from_checkpoint=True)."
         )
         raise
