@@ -14,6 +14,7 @@ from compat_tests.effort import thorough, usual, usually
 from compat_tests.parity import grpo_cases
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import EVALUATED, length_reward, prompt_rows
+from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_grpo_curve import assert_same_runs
 from compat_tests.tiny import tiny_tokenizer
@@ -49,13 +50,18 @@ RUNS = {
         "entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 5.7, "eval_steps": 1, "max_steps": 3,
         "per_device_eval_batch_size": 16,
     },
+    # The tokenizer's EOS (id 1) ends a completion, although generate() goes on.
+    "other ends": {
+        "generation_kwargs": {"eos_token_id": [300], "suppress_tokens": [300], "sequence_bias": [[[1], 4.0]]},
+        "mask_truncated_completions": True,
+    },
     # Two generations per step; the first one determines the order of the keys.
     "twice a step": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
 }  # fmt: skip
 
 
 # By default, the curve of `entropy_bonus` is covered by the one with the adaptive bonus.
-@usual("the likeliest", "idle", "beams", "bonus")
+@usual("the likeliest", "idle", "beams", "bonus", "other ends")
 @pytest.mark.parametrize("name", usually("adaptive bonus".__ne__, RUNS))
 def test_runs_are_trls(name, checkpoint, tmp_path):
     trl, config = pytest.importorskip("trl"), STEPS | RUNS[name]
@@ -251,7 +257,17 @@ def other_arguments(trainer):
     trainer.args.learning_rate = 1e-2
 
 
-@pytest.mark.parametrize("change", [replaced, another_list, other_rows, other_arguments])
+def weights_in_place(trainer):
+    trainer.reward_weights[0] = 3.0
+
+
+def arguments_of_each_step(trainer):
+    trainer.args.delta = 0.9
+
+
+@pytest.mark.parametrize(
+    "change", [replaced, another_list, other_rows, other_arguments, weights_in_place, arguments_of_each_step]
+)
 def test_what_a_script_changes_before_training_counts_as_in_trl(change, checkpoint, tmp_path):
     trl, found = pytest.importorskip("trl"), []
     for package in (trl, trl_jax):
@@ -264,6 +280,29 @@ def test_what_a_script_changes_before_training_counts_as_in_trl(change, checkpoi
         found.append([[log[key] for key in keys] for log in trainer.state.log_history if "reward" in log])
     theirs, ours = found
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_names_of_rewards_that_a_script_sets(make):
+    """They count in metrics and in the table, as in TRL."""
+    trainer = make(max_steps=1, log_completions=True)
+    trainer.reward_func_names[0] = "length"
+    trainer.train()
+    assert "rewards/length/mean" in trainer.state.log_history[0]
+    assert list(trainer._logs["rewards"]) == ["length"]
+    trainer.reward_func_names = ["other"]
+    assert trainer.reward_func_names == ["other"]
+    with pytest.raises(ValueError, match=r"Number of reward names \(2\) must match number of reward functions \(1\)"):
+        trainer.reward_func_names = ["one", "two"]
+
+
+def test_the_entropy_bonus_follows_the_arguments(make):
+    """TRL reads them in each step."""
+    trainer = make(
+        max_steps=1, use_adaptive_entropy=True, entropy_target=5.0, entropy_coef=0.1, entropy_coef_delta=0.05
+    )
+    trainer.args.entropy_target, trainer.args.entropy_coef_delta = 9.0, 0.3
+    trainer.train()
+    assert trainer.entropy_coef == pytest.approx(0.4)  # raised, because the entropy is below the new target
 
 
 def test_what_cannot_be_changed_is_told(make):
@@ -280,6 +319,45 @@ def test_what_cannot_be_changed_is_told(make):
     trainer.args.gradient_accumulation_steps = 4
     with pytest.raises(ValueError, match="sizes of a generation were changed after the trainer was made"):
         trainer.train()
+
+
+# Metrics that a script reads
+
+
+def test_metrics_are_where_scripts_of_trl_read_them(checkpoint, tmp_path):
+    """After a step `_metrics` has the numbers of its loss; `log` gets the loss, and `super().log` adds the metrics."""
+    from transformers import TrainerCallback
+
+    trl, found = pytest.importorskip("trl"), []
+    config = {"logging_steps": 2, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+
+    class After(TrainerCallback):
+        def on_step_end(self, args, state, control, **options):
+            seen.append({name: list(values) for name, values in trainer._metrics["train"].items()})
+            if state.global_step == 1:
+                trainer.log({"own": 1.0})
+
+    for package in (trl, trl_jax):
+        seen = []
+
+        class Own(package.GRPOTrainer):
+            def log(self, logs, start_time=None, seen=seen):
+                metrics = self._metrics["train" if self.model.training else "eval"]
+                seen.extend([dict(logs), {name: list(values) for name, values in metrics.items()}])
+                if "entropy" in metrics:
+                    logs["last"] = metrics["entropy"][-1]
+                super().log(logs, start_time)
+
+        args = package.GRPOConfig(str(tmp_path / package.__name__), **BASE | STEPS | config | {"max_steps": 3})
+        rows = Dataset.from_list(prompt_rows(8))
+        given = {"eval_dataset": Dataset.from_list(prompt_rows(4)), "callbacks": [After()]}
+        trainer = Own(str(checkpoint(**SMALL)), length_reward, args, rows, **given)
+        trainer.train()
+        found.append([timeless(entry) for entry in [*seen, *trainer.state.log_history]])
+    for theirs, ours in zip(*found, strict=True):
+        assert list(ours) == list(theirs)
+        for name, value in theirs.items():
+            np.testing.assert_allclose(ours[name], value, rtol=2e-4, atol=2e-5, err_msg=name)
 
 
 # Counts and configs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -568,6 +568,8 @@ class EntropyBonus:
     target: entropy in nats. If the entropy of the last step is at most the target, the bonus is applied and `coef` is
         raised by `delta`; otherwise it is not applied and `coef` is lowered, within [`least`, `most`]. None keeps
         `coef` fixed.
+    settings: returns the current values of `target`, `delta`, `least` and `most`, because TRL reads these arguments in
+        each step; None if they stay as they are.
     """
 
     coef: float
@@ -577,11 +579,14 @@ class EntropyBonus:
     most: float = 1.0
     entropy: float = math.inf  # of the last step
     logged: list[float] = field(default_factory=list)  # coefficient after each step since the last log
+    settings: Callable[[], dict[str, float]] | None = None
     _metrics: dict[str, Any] | None = None
 
     def next(self) -> float:
         """The coefficient for the next step; 0 if an adaptive bonus is not applied."""
         self._adapt()
+        if self.settings is not None:
+            vars(self).update(self.settings())
         return self.coef if self.target is None or self.entropy <= self.target else 0.0
 
     @property

@@ -417,9 +417,9 @@ class BaseTrainer(abc.ABC):
             ValueError: a value is invalid, or the rows would have to be prepared or laid out again.
         """
         check_set(vars(self).keys(), type(self), self._never_called, self._never_read)
-        if self._setup.rollout is not None:
-            return  # TRL's online trainers read these arguments only once
-        then, task = self._editable.task, self.make_task()
+        online = self._setup.rollout is not None
+        then = self._editable.task
+        task = self._followed(then) if online else self.make_task()
         if task == then:
             return
         check_mirrored(self)
@@ -427,6 +427,10 @@ class BaseTrainer(abc.ABC):
         check_same_rows(then, task, in_train=in_train, config=self.config_class.__name__)
         self._editable.task = task
         self.parts.evaluator.recompile()
+
+    def _followed(self, task: Task) -> Task:
+        """The task of an online trainer, with the current values of the arguments that TRL reads in each step."""
+        return task
 
     def loss(
         self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False

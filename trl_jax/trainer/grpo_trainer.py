@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from trl_jax.losses.policy_gradient import MAX_LOG, MIN_LOG, PolicyLoss, entropy
 from trl_jax.rollout.completions_log import CompletionsRepo
 from trl_jax.rollout.tools import Environments
 from trl_jax.tasks.policy import EntropyBonus, GrpoTask
+from trl_jax.tasks.task import Task
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.online import OnlineTrainer, argument
 
@@ -30,6 +32,10 @@ _OF_THE_LOSS = (
     "loss_type", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl", "importance_sampling_level",
     "off_policy_mask_threshold", "top_entropy_quantile", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
     "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "max_completion_length",
+)  # fmt: skip
+_READ_IN_EACH_STEP = (  # of `args`, by TRL's loss; it reads all other arguments at construction
+    "delta", "use_bias_correction_kl", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
+    "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
 )  # fmt: skip
 
 
@@ -134,6 +140,12 @@ class GRPOTrainer(OnlineTrainer):
             entropy_bonus=bool(args.entropy_coef or args.use_adaptive_entropy),
         )
 
+    def _followed(self, task: Task) -> Task:
+        if not isinstance(task, GrpoTask):  # of a user's own trainer
+            return task
+        found = {name: vars(self.args)[name] for name in _READ_IN_EACH_STEP}
+        return replace(task, objective=replace(task.objective, **found))
+
     @property
     def entropy_coef(self) -> float:
         """The current coefficient of the entropy bonus: `args.entropy_coef`, or its adapted value with
@@ -230,8 +242,12 @@ class GRPOTrainer(OnlineTrainer):
         args = self.args
         if not args.use_adaptive_entropy:
             return EntropyBonus(args.entropy_coef) if args.entropy_coef else None
+        return EntropyBonus(args.entropy_coef, **self._entropy_settings(), settings=self._entropy_settings)
+
+    def _entropy_settings(self) -> dict[str, float]:
+        args = self.args
         bounds = {"least": args.entropy_coef_min, "most": args.entropy_coef_max}
-        return EntropyBonus(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, **bounds)
+        return {"target": args.entropy_target, "delta": args.entropy_coef_delta, **bounds}
 
 
 def _sampler_correction(args: GRPOConfig) -> dict[str, Any]:

@@ -51,6 +51,12 @@ class CompletionEvaluator:
     def __init__(self, setup: Setup, forward: Forward, sharded_step: ShardedStep | None, source: RolloutSteps):
         self._setup, self._source = setup, source
         self._numbers = CommonNumbers(setup.task, PolicyEqualsReference(setup))
+        self._forward, self._sharded_step = forward, sharded_step
+        self.recompile()
+
+    def recompile(self) -> None:
+        """Discard the compiled program, because the task has changed."""
+        forward, sharded_step = self._forward, self._sharded_step
 
         def first(params: dict, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             loss, sums = forward.loss(params, jax.tree.map(lambda leaf: leaf[0], batch), None)
