@@ -542,9 +542,13 @@ def write_picture(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
 
 
 class Collected:
-    """Metric values by name since the last log, in the order in which names first appeared."""
+    """Metric values by name since the last log, in the order in which names first appeared.
 
-    def __init__(self, values: dict[str, list[float]] | None = None):
+    prefix: of the names in logs.
+    """
+
+    def __init__(self, values: dict[str, list[float]] | None = None, prefix: str = ""):
+        self.prefix = prefix
         self.values: dict[str, list[float]] = defaultdict(list, values or {})
 
     def add(self, metrics: Iterator[tuple[str, float]]) -> None:

@@ -410,7 +410,9 @@ class Rollout:
     begin: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     own: OwnMethods | None = None
     stop: StopRule | None = None
-    collected: dict[str, Collected] = field(default_factory=lambda: {"train": Collected(), "eval": Collected()})
+    collected: dict[str, Collected] = field(
+        default_factory=lambda: {"train": Collected(), "eval": Collected(prefix="eval_")}
+    )
     _ready: Written | None = None  # completions that were generated ahead, of the rows that are scored next
 
     def begin_ahead(self, rows: Sequence[Row], group: int) -> Callable[[], Written]:

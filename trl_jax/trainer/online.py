@@ -163,7 +163,6 @@ class RolloutTrainer(BaseTrainer):
     rollout_func: Callable[[list, Any], Mapping[str, Any]] | None = None
     _environments: Environments | None = None
     _own_methods: OwnRollout | None = None
-    _eval_prefix: str = "eval"
     _takes_transforms = True
     _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as in TRL, also when saved
     _writes_completions: ClassVar[bool] = True
@@ -223,17 +222,17 @@ class RolloutTrainer(BaseTrainer):
         return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode, before = ("train", "") if self.model.training else ("eval", f"{self._eval_prefix}_")
-        taken = self._setup.rollout.rollout.collected[mode].taken()
-        logs |= {f"{before}{name}": value for name, value in taken.items()}
+        collected = self._setup.rollout.rollout.collected["train" if self.model.training else "eval"]
+        logs |= {f"{collected.prefix}{name}": value for name, value in collected.taken().items()}
         super().log(logs, start_time)
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        self._eval_prefix = prefix
+        collected = self._setup.rollout.rollout.collected["eval"]
+        before, collected.prefix = collected.prefix, f"{prefix}_"
         try:
             return super()._evaluate_one(dataset, prefix)
         finally:
-            del self._eval_prefix
+            collected.prefix = before
 
     @property
     def _logs(self) -> dict[str, Any]:
