@@ -295,6 +295,26 @@ def test_names_of_rewards_that_a_script_sets(make):
         trainer.reward_func_names = ["one", "two"]
 
 
+def test_completions_of_a_stream_do_not_share_their_prompt(checkpoint, tmp_path):
+    """As in TRL: a reward function that changes the prompts changes each one once."""
+    trl, found = pytest.importorskip("trl"), []
+
+    def changes(prompts, **columns):
+        for prompt in prompts:
+            prompt[0]["content"] += "!"
+        return [0.0] * len(prompts)
+
+    def sees(prompts, **columns):
+        found.append([prompt[0]["content"] for prompt in prompts])
+        return [float(len(text)) for text in found[-1]]
+
+    for package in (trl, trl_jax):
+        args = package.GRPOConfig(str(tmp_path / package.__name__), **BASE | STEPS | {"max_steps": 1})
+        rows = Dataset.from_list(prompt_rows(8, "chat")).to_iterable_dataset()
+        package.GRPOTrainer(str(checkpoint(**CHAT)), [changes, sees], args, rows).train()
+    assert found[0] == found[1] and found[0][0].count("!") == 1
+
+
 def test_the_entropy_bonus_follows_the_arguments(make):
     """TRL reads them in each step."""
     trainer = make(

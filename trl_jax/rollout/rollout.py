@@ -176,7 +176,8 @@ class RolloutSteps:
         found = self.measure(metrics)
         if self.bonus is not None:
             self.bonus.stepped(metrics)
-            first = {"policy_loss": found.pop("policy_loss")} if self.cycle.accumulation == 1 else {}
+            alone = len(found.get("policy_loss", ())) == 1
+            first = {"policy_loss": found.pop("policy_loss")} if alone else {}
             coef = {"entropy_coef": self.bonus.taken()}  # TRL records it during the last micro-batch
             found = first | coef | found if first else found | coef
         collected = self.rollout.collected["train"]

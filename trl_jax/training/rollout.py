@@ -192,7 +192,7 @@ class RowReader:
         setup = self._setup
         dataset = setup.train_dataset if self._dataset is None else self._dataset
         if isinstance(dataset, IterableDataset):
-            return index
+            return _copied(index)  # the completions of a prompt do not share it: reward functions may change it
         if has_transform(dataset):
             row = dataset[int(index)]
             rows.check_row(row, int(index), self._name, setup.processing_class, images=setup.encoder is not None)
@@ -201,7 +201,14 @@ class RowReader:
             return dataset[int(index)]
         if self._last[0] != (id(dataset), index):  # the completions of a prompt decode its images only once
             self._last = (id(dataset), index), dataset[int(index)]
-        return dict(self._last[1])
+        return _copied(self._last[1])
+
+
+def _copied(value: Any) -> Any:
+    """Copy nested lists and dicts; other values, such as images, are shared."""
+    if type(value) is list:
+        return [_copied(entry) for entry in value]
+    return {name: _copied(entry) for name, entry in value.items()} if type(value) is dict else value
 
 
 def _count_tokens(events: Events, tokens: int) -> int:
