@@ -61,6 +61,23 @@ class Rater:
         return [int(len(second) > len(first)) for first, second in completions]
 
 
+def test_weights_of_rewards_count_as_a_script_sets_them(make):
+    """In place too, as in TRL; without EOS penalty, the logged score is the weighted reward."""
+    seen = []
+
+    def reward(completions, **columns):
+        seen.extend(length_reward(completions))
+        return seen[-len(completions) :]
+
+    trainer = make({"missing_eos_penalty": None}, reward_funcs=reward)
+    trainer.args.reward_weights = [9.0]  # read once, as in TRL
+    trainer.reward_weights[0] = -2.0
+    trainer.train()
+    assert trainer.state.log_history[0]["objective/scores"] == pytest.approx(-2 * np.mean(seen))
+    trainer.reward_weights = [0.5]
+    assert trainer.reward_weights.tolist() == [0.5]
+
+
 REFUSED = {
     "no rewards": ({"reward_funcs": None}, ValueError, "`reward_funcs` must be provided"),
     "two sources": ({"judge": Rater()}, ValueError, "Pass only one of them"),
