@@ -14,12 +14,14 @@ from PIL import Image
 from compat_tests.effort import only_thorough
 from compat_tests.models import causal
 from compat_tests.tiny import tiny_tokenizer
+from compat_tests.trainer import vision_models
 from compat_tests.trainer.vision_models import pictures, tiny_llava, tiny_qwen
 from trl_jax.cli.main import main
 from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForImageTextToText
+from trl_jax.hub.generation_inputs import encoded_prompt
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.scripts import generate
-from trl_jax.scripts.loaded_model import FieldsParser
+from trl_jax.scripts.loaded_model import FieldsParser, LoadedModel
 
 TALK = [{"role": "user", "content": "How do I bake the bread?"}]
 ROWS = [{"prompt": "Tell me", "id": 1}, {"messages": TALK}, {"prompt": TALK}, {"text": "Why should"}, {"prompt": "a"}]
@@ -187,6 +189,22 @@ def greedy(folder, processor, text, images):
     given = processor(images=images, text=text, return_tensors="pt")
     new = model.generate(**given, max_new_tokens=8, do_sample=False)[0, given["input_ids"].shape[1] :]
     return processor.decode(new, skip_special_tokens=True), new.tolist(), given
+
+
+def test_conversations_without_pictures_are_rendered_as_by_the_processor(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    with monkeypatch.context() as patched:
+        patched.setattr(vision_models, "TEMPLATE", vision_models.BY_PARTS)
+        folder = str(tiny_llava(tmp_path))
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    parts = [TALK[0] | {"content": [{"type": "text", "text": TALK[0]["content"]}]}]
+    wanted = processor.apply_chat_template(parts, add_generation_prompt=True, tokenize=True, return_dict=True)
+    found = LoadedModel.find(folder, "float32", trust_remote_code=False)
+    assert encoded_prompt(TALK[:1], found.prompt_tokenizer()) == wanted["input_ids"][0]
+    model, seen = AutoModelForCausalLM.from_pretrained(folder), []
+    monkeypatch.setattr(type(model), "generate_batch", lambda self, ids, **_: seen.extend(ids) or {})
+    model.generate_text([TALK[:1]], processor.tokenizer)
+    assert seen == wanted["input_ids"]
 
 
 @only_thorough

@@ -393,14 +393,6 @@ def test_loaded_models_train_with_their_towers(llava, tmp_path):
         trainer(trl_jax, "SFT", text, tmp_path / "text", completions())
 
 
-# Like LLaVA's own: it skips contents that are strings, and does not begin with the BOS token.
-BY_PARTS = (
-    "{% for message in messages %}{{ message['role'] }}: "
-    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ part['text'] }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 TALKS = [(user(f"bake the {word}?"), assistant(f"gladly {word}")) for word in ("bread", "soup", "river")]
 TEXTS = {
     "messages": ("SFT", {}, [{"messages": asked + said} for asked, said in TALKS]),
@@ -414,7 +406,7 @@ TEXTS = {
 @pytest.fixture(scope="module")
 def by_parts(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vision_models, "TEMPLATE", BY_PARTS)
+        patch.setattr(vision_models, "TEMPLATE", vision_models.BY_PARTS)
         return str(tiny_llava(tmp_path_factory.mktemp("by_parts")))
 
 

@@ -28,6 +28,14 @@ TEMPLATE = (
     "{% endfor %}{% endif %}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+# Like LLaVA's own: it skips contents that are strings, and does not begin with the BOS token.
+BY_PARTS = (
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ part['text'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def tiny_llava(folder: Path, seed: int = 0, **sizes: int) -> Path:

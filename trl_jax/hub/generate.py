@@ -55,7 +55,7 @@ from trl_jax.hub.generation_inputs import (
     refuse_with_beams,
     resolve,
 )
-from trl_jax.hub.vision.processor import images_of_rows, split_images
+from trl_jax.hub.vision.processor import images_of_rows, prompt_tokenizer, split_images
 from trl_jax.mesh.mesh import platform
 
 logger = logging.getLogger(__name__)
@@ -218,8 +218,8 @@ class GenerationApi:
             tokenizer: the model's; its EOS and pad ids are used if the model's generation_config has none.
             arguments: as in `generate_batch`.
         """
-        options = chat_template_kwargs or {}
-        ids = [encoded_prompt(prompt, tokenizer, f"Prompt {row}", **options) for row, prompt in enumerate(prompts)]
+        options, reader = chat_template_kwargs or {}, prompt_tokenizer(tokenizer, self.folder)
+        ids = [encoded_prompt(prompt, reader, f"Prompt {row}", **options) for row, prompt in enumerate(prompts)]
         arguments = ids_of_tokenizer(self, tokenizer, arguments)
         done = list(self.generate_batch(ids, tokenizer=tokenizer, **arguments).values())
         texts, group = [decoded(one.generated_tokens, tokenizer) for one in done], len(done) // max(1, len(ids))

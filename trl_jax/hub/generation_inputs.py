@@ -18,7 +18,7 @@ import numpy as np
 
 from trl_jax.core.secrets import shown
 from trl_jax.core.text import brief
-from trl_jax.data.chat import rendered
+from trl_jax.data.chat import PartsTokenizer, rendered
 from trl_jax.data.checks import check_no_media
 from trl_jax.data.images import TextImages
 from trl_jax.generation.beams import Beams
@@ -494,6 +494,7 @@ def encoded_prompt(
     A conversation ends with a generation prompt. If its last message is from the assistant, that message is continued.
 
     Args:
+        tokenizer: a `PartsTokenizer` for a model whose processor renders conversations.
         where: name of the prompt in errors.
 
     Raises:
@@ -513,10 +514,10 @@ def encoded_prompt(
             "tokenizer.chat_template."
         )
     continues = prompt[-1]["role"] == "assistant"
-    text = rendered(
-        tokenizer, list(prompt), where, tokenize=False, add_generation_prompt=not continues,
-        continue_final_message=continues, **template_kwargs,
-    )  # fmt: skip
+    options = {"add_generation_prompt": not continues, "continue_final_message": continues} | template_kwargs
+    if isinstance(tokenizer, PartsTokenizer):
+        return rendered(tokenizer, list(prompt), where, **options)["input_ids"]
+    text = rendered(tokenizer, list(prompt), where, tokenize=False, **options)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -108,7 +108,7 @@ class Answerer:
     """Answers a conversation, and prints the answer while it is generated."""
 
     def __init__(self, model: LoadedModel, args: ChatArguments):
-        self._model, self._tokenizer = model.load(), model.tokenizer
+        self._model, self._tokenizer, self._reader = model.load(), model.tokenizer, model.prompt_tokenizer()
         self._config = _without_default_lengths(model.settings(args.fields))
         self._dtype = "bfloat16" if args.bf16 else None
         self._pictures, self._processor, self._arrays = [], None, {}
@@ -125,7 +125,7 @@ class Answerer:
         from trl_jax.hub.generation_inputs import encoded_prompt
 
         if self._processor is None:
-            return encoded_prompt(messages, self._tokenizer, "The conversation")
+            return encoded_prompt(messages, self._reader, "The conversation")
         [ids], _ = encoded_prompts([prepare_multimodal_messages(messages, self._pictures)], self._processor)
         return ids
 

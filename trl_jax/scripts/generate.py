@@ -154,7 +154,8 @@ class Completer:
             prompts = _PicturePrompts(model.vision_processor(), args.image, rows)
             ids, images = [prompts(number).ids.tolist() for number in range(len(rows))], prompts.images
         else:
-            ids = [_ids(row, model.tokenizer) for row in rows]
+            reader = model.prompt_tokenizer()
+            ids = [_ids(row, reader) for row in rows]
         self._batches = Batches(
             model.load(), settings, ids, stream=TorchGenerator(args.seed), batch_size=args.batch_size,
             dtype=self.dtype, tokenizer=model.tokenizer, window=_WINDOW * args.batch_size, images=images,
@@ -229,7 +230,10 @@ class _PicturePrompts:
         Raises:
             ValueError: there are such files, but a row has pictures of its own.
         """
+        from trl_jax.data.chat import PartsTokenizer
+
         self._processor, self._pictures, self._rows = processor, pictures, rows
+        self._reader = PartsTokenizer(processor.tokenizer)  # for rows without pictures
         own = next((row for row in rows if pictures and _has_pictures(row)), None)
         if own is not None:
             raise ValueError(f"{own.where} has pictures of its own. Leave --image out, or name its files in every row.")
@@ -253,7 +257,7 @@ class _PicturePrompts:
 
         row, processor = self._rows[number], self._processor
         if not (self._pictures or _has_pictures(row)):
-            ids = np.asarray(_ids(row, processor.tokenizer), np.int32)
+            ids = np.asarray(_ids(row, self._reader), np.int32)
             return EncodedText(ids, processor.placed(ids, ()))
         _, prompt, options = _prompt(row)
         pictures = pictures_of(row.content) or self._pictures

@@ -165,6 +165,12 @@ class LoadedModel:
         found = self.checkpoint
         return VisionProcessor(found.native, found.config, self.tokenizer, load_image_processor(found.folder))
 
+    def prompt_tokenizer(self) -> Any:
+        """The tokenizer that renders conversations without pictures as the model's processor does, if it has one."""
+        from trl_jax.hub.vision.processor import prompt_tokenizer
+
+        return prompt_tokenizer(self.tokenizer, self.checkpoint.folder)
+
     def settings(self, fields: dict[str, Any]) -> Settings:
         """The generation settings with these fields of GenerationConfig."""
         from trl_jax.hub.generation_inputs import ids_of_tokenizer, resolve

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trl_jax.core import files
 from trl_jax.core.text import brief
+from trl_jax.data.chat import PartsTokenizer
 from trl_jax.data.images import ImagePatches, TextImages, text_images
 from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.native_backend import NativeBackend
@@ -168,6 +170,13 @@ def open_picture(value: Any) -> Any:
 
 def has_image_processor(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+
+
+def prompt_tokenizer(tokenizer: Any, folder: Path) -> Any:
+    """The tokenizer, as a `PartsTokenizer` if the folder has a vision-language model with a processor."""
+    config = folder / "config.json"
+    sees = config.is_file() and "vision_config" in files.read(config) and has_image_processor(folder)
+    return PartsTokenizer(tokenizer) if sees else tokenizer
 
 
 def load_image_processor(folder: Path) -> Any:
