@@ -282,7 +282,7 @@ def test_a_generator_of_rewards_is_read_and_its_errors_are_its_own():
 
 
 def test_functions_share_their_lists_as_in_trl(monkeypatch):
-    """What a function changes in a message or in a column, the next ones see, async ones too."""
+    """The next functions see what a function changes in a message or in a column, async ones too."""
     pytest.importorskip("trl")
     found = []
     for trl in (True, False):
@@ -325,6 +325,33 @@ def test_the_error_of_a_function_that_clears_its_lists():
     with pytest.raises(ValueError, match="of the script") as raised:
         made(clears)(ROWS, list(PROMPTS), COMPLETIONS, IDS)
     assert "Raised by the reward function 'clears' for 4 completions" in raised.value.__notes__[0]
+
+
+def test_functions_that_pop_from_their_lists():
+    """The next functions get full lists."""
+
+    def pops(prompts, completions, note, **kwargs):
+        return [float(len(completions.pop(0) + prompts.pop(0) + note.pop(0))) for _ in PROMPTS]
+
+    async def pops_later(**kwargs):
+        return pops(**kwargs)
+
+    def of_next(prompts, completions, note, **kwargs):
+        assert (prompts, completions, note) == (PROMPTS, COMPLETIONS, [row["note"] for row in ROWS])
+        return [None] * 4
+
+    prompts, completions = list(PROMPTS), list(COMPLETIONS)
+    found = made(pops, of_next, pops_later)(ROWS, prompts, completions, IDS)
+    np.testing.assert_array_equal(found.T, [[3, 4, 2, 6], [np.nan] * 4, [3, 4, 2, 6]])
+    assert (prompts, completions) == (PROMPTS, COMPLETIONS)  # for the completions table
+
+
+@pytest.mark.parametrize("value", [None, 1.0, np.array(1.0), "ab"])
+def test_weights_and_names_that_are_no_sequence(value):
+    rewards = made(lengths, later)
+    for put, text in ((rewards.set_weights, "reward_weights"), (rewards.set_names, "reward_func_names")):
+        with pytest.raises(TypeError, match=f"{text} must be a sequence with one .* per reward function, got"):
+            put(value)
 
 
 def test_a_metric_that_is_no_number():

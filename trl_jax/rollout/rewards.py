@@ -296,19 +296,26 @@ class RewardFunctions:
     _renamed: set[str] = field(default_factory=set)
 
     def set_weights(self, weights: Any) -> None:
-        """Raises ValueError if there is not one weight per function."""
-        self._check_count("weights", weights)
+        """Raises TypeError or ValueError if there is not one weight per function."""
+        self._check_count("reward_weights", "weight", weights)
         self.weights = np.asarray(weights, np.float32) if isinstance(weights, list | tuple) else weights
 
     def set_names(self, names: Sequence[str]) -> None:
-        """Raises ValueError if there is not one name per function."""
-        self._check_count("names", names)
+        """Raises TypeError or ValueError if there is not one name per function."""
+        self._check_count("reward_func_names", "name", names)
         self.names = list(names)
 
-    def _check_count(self, what: str, found: Sequence[Any]) -> None:
-        if len(found) != len(self.functions):
+    def _check_count(self, attribute: str, what: str, found: Any) -> None:
+        wrong = TypeError(f"{attribute} must be a sequence with one {what} per reward function, got {found!r}.")
+        if isinstance(found, str):
+            raise wrong
+        try:
+            count = len(found)
+        except TypeError as error:  # None, a number, or an array or tensor without axes
+            raise wrong from error
+        if count != len(self.functions):
             raise ValueError(
-                f"Number of reward {what} ({len(found)}) must match number of reward functions ({len(self.functions)})"
+                f"Number of reward {what}s ({count}) must match number of reward functions ({len(self.functions)})"
             )
 
     @property
@@ -337,11 +344,12 @@ class RewardFunctions:
         """
         if self.own is None:
             return self.calculated(rows, prompts, completions, completion_ids)
+        wanted = len(prompts), len(self.functions)  # the method may clear the lists
         found = np.asarray(as_arrays(self.own(rows, prompts, completions, completion_ids)), np.float32)
-        if found.shape != (len(prompts), len(self.functions)) or np.isinf(found).any():
+        if found.shape != wanted or np.isinf(found).any():
             raise TypeError(
                 f"The trainer's own _calculate_rewards returned {'infinite ' * bool(np.isinf(found).any())}numbers "
-                f"{list(found.shape)}; expected [{len(prompts)}, {len(self.functions)}], a row for each completion and "
+                f"{list(found.shape)}; expected {list(wanted)}, a row for each completion and "
                 "a column for each reward function."
             )
         return found
@@ -351,8 +359,8 @@ class RewardFunctions:
     ) -> np.ndarray:
         """Call the reward functions: float32 `[B, F]`, NaN where one does not apply.
 
-        Sync functions run one after another, then the async ones concurrently. All get the same lists, as in TRL:
-        what one changes in a completion, the next ones and the completions table see.
+        Sync functions run one after another, then the async ones concurrently. All get the same lists, as in TRL. The
+        next functions and the completions table see what a function changes. Lists of another length are filled again.
 
         Args:
             rows: dataset rows, one per completion; all columns except prompt, completion and completion_ids are passed
@@ -373,7 +381,8 @@ class RewardFunctions:
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         every = {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
         helpers = {name: every[name] for name in self.helpers}
-        rewards = np.full((len(prompts), len(self.functions)), np.nan, np.float32)
+        before = {name: list(values) for name, values in given.items()}
+        rewards = np.full((len(rows), len(self.functions)), np.nan, np.float32)
         later = []
         for number, function in enumerate(self.functions):
             if isinstance(function, RewardModel):
@@ -384,11 +393,13 @@ class RewardFunctions:
             else:
                 with raised_by(f"the reward function {self.names[number]!r}", prompts):
                     found = function(**given, **helpers)
-                    rewards[:, number] = _checked(self.names[number], found, len(prompts))
+                    rewards[:, number] = _checked(self.names[number], found, len(rows))
+                _refill(given, before)
         if later:
-            rewards[:, later] = np.stack(self._all_awaited(later, given, helpers), axis=1)
+            rewards[:, later] = np.stack(self._all_awaited(later, given, helpers, before["prompts"]), axis=1)
+            _refill(given, before)
         _warn_of_none(rewards, given)
-        self._completions = len(prompts)
+        self._completions = len(rows)
         return rewards
 
     def __post_init__(self):
@@ -465,9 +476,12 @@ class RewardFunctions:
             logger.warning(f"{call}: the trainer logs {name!r} itself, so this is logged as {free!r}.")
         return free
 
-    def _all_awaited(self, numbers: list[int], given: dict[str, Any], helpers: dict[str, Any]) -> list[np.ndarray]:
+    def _all_awaited(
+        self, numbers: list[int], given: dict[str, Any], helpers: dict[str, Any], prompts: list
+    ) -> list[np.ndarray]:
+        """Call the async functions with `given`; `prompts` is a list that they cannot change."""
         try:
-            return self._loop.run([self._awaited(number, given, helpers) for number in numbers], self.timeout)
+            return self._loop.run([self._awaited(number, given, helpers, prompts) for number in numbers], self.timeout)
         except TookTooLong as error:
             name = self.names[numbers[error.number]]
             way = "make the function return None in time"
@@ -476,14 +490,14 @@ class RewardFunctions:
                     "use await for waiting inside the function: it blocks the event loop, so no other function can "
                     "run. Wrap blocking calls as await asyncio.to_thread(function, ...)"
                 )
-            with raised_by(f"the reward function {name!r}", given["prompts"]):
+            with raised_by(f"the reward function {name!r}", prompts):
                 raise TimeoutError(
                     f"The reward function {name!r} took longer than reward_timeout={self.timeout:g} seconds. Raise it, "
                     f"or {way}."
                 ) from error
 
-    async def _awaited(self, number: int, given: dict[str, Any], helpers: dict[str, Any]) -> np.ndarray:
-        name, prompts = self.names[number], given["prompts"]
+    async def _awaited(self, number: int, given: dict[str, Any], helpers: dict[str, Any], prompts: list) -> np.ndarray:
+        name = self.names[number]
         with raised_by(f"the reward function {name!r}", prompts):
             found = await self.functions[number](**given, **helpers)
             return _checked(name, found, len(prompts))
@@ -582,6 +596,13 @@ def _number(value: Any) -> float:
     if isinstance(value, (str, bytes)):  # float() would accept "1.0"
         raise TypeError("a text")
     return np.nan if value is None else float(value)
+
+
+def _refill(given: Mapping[str, list], before: Mapping[str, list]) -> None:
+    """Fill lists whose length a function changed, as by `pop`, with their values `before` it."""
+    for name, values in given.items():
+        if len(values) != len(before[name]):
+            values[:] = before[name]
 
 
 def _warn_of_none(rewards: np.ndarray, given: Mapping[str, Any]) -> None:
