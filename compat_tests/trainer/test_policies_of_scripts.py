@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 
 import trl_jax
 from compat_tests.effort import thorough, usual, usually
@@ -220,7 +220,6 @@ def test_a_script_reads_the_arguments_on_the_trainer(kind, checkpoint, tmp_path)
 @BOTH
 def test_weights_of_rewards_that_a_callback_sets_count_from_the_next_generation_on(kind, checkpoint, tmp_path):
     import torch
-    from transformers import TrainerCallback
 
     trl, found = pytest.importorskip("trl"), []
 
@@ -345,9 +344,8 @@ def test_what_cannot_be_changed_is_told(make):
 
 
 def test_metrics_are_where_scripts_of_trl_read_them(checkpoint, tmp_path):
-    """After a step `_metrics` has the numbers of its loss; `log` gets the loss, and `super().log` adds the metrics."""
-    from transformers import TrainerCallback
-
+    """After a step `_metrics` has the numbers of its loss; `log` gets the loss, and `super().log` adds the metrics.
+    They are cleared after `on_log`, and the dict stays the same."""
     trl, found = pytest.importorskip("trl"), []
     config = {"logging_steps": 2, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
@@ -357,8 +355,13 @@ def test_metrics_are_where_scripts_of_trl_read_them(checkpoint, tmp_path):
             if state.global_step == 1:
                 trainer.log({"own": 1.0})
 
+        def on_log(self, args, state, control, **options):
+            kept.append(trainer._metrics["train"])
+            for metrics in trainer._metrics.values():
+                seen.append({name: list(values) for name, values in metrics.items()})
+
     for package in (trl, trl_jax):
-        seen = []
+        seen, kept = [], []
 
         class Own(package.GRPOTrainer):
             def log(self, logs, start_time=None, seen=seen):
@@ -373,6 +376,7 @@ def test_metrics_are_where_scripts_of_trl_read_them(checkpoint, tmp_path):
         given = {"eval_dataset": Dataset.from_list(prompt_rows(4)), "callbacks": [After()]}
         trainer = Own(str(checkpoint(**SMALL)), length_reward, args, rows, **given)
         trainer.train()
+        assert all(metrics is trainer._metrics["train"] for metrics in kept)
         found.append([timeless(entry) for entry in [*seen, *trainer.state.log_history]])
     for theirs, ours in zip(*found, strict=True):
         assert list(ours) == list(theirs)

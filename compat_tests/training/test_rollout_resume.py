@@ -17,6 +17,7 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.training.rollout_run import CONFIG, trainer_of
+from trl_jax.rollout.rollout import RolloutSteps
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.trainer.rloo_trainer import RLOOTrainer
 
@@ -81,6 +82,24 @@ def test_from_any_step_the_rest_is_the_same(step, whole, folder, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, trainer.ref_model.params, again.ref_model.params)
     for file in sorted(path.name for path in (tmp_path / "completions").glob("*")):
         assert (tmp_path / "completions" / file).read_bytes() == (out / "completions" / file).read_bytes()
+
+
+def test_from_a_checkpoint_of_an_earlier_version_the_logs_are_the_same(whole, folder, tmp_path, monkeypatch):
+    """It has the losses of the steps since the last log, but not among the metrics."""
+    trainer, _, out = whole
+    restore, of_loss = RolloutSteps.restore, {"entropy", "kl", "policy_loss", "clip_ratio/low_mean"}
+
+    def restore_earlier(self, arrays, facts, unlogged):
+        assert of_loss <= facts["metrics"].keys() and len(unlogged) == 2
+        kept = ("completions/", "reward", "frac_reward", "num_tokens")
+        metrics = {name: values for name, values in facts["metrics"].items() if name.startswith(kept)}
+        return restore(self, arrays, facts | {"metrics": metrics, "generated": "before"}, unlogged)
+
+    monkeypatch.setattr(RolloutSteps, "restore", restore_earlier)
+    again, _ = trainer_of(folder, only(out, 5, tmp_path))
+    again.train(resume_from_checkpoint=True)
+    ours, theirs = ([{name: log.get(name) for name in of_loss} for log in history(run)] for run in (again, trainer))
+    assert ours == theirs
 
 
 def test_an_evaluation_at_the_start_of_a_resumed_run_changes_no_completion(whole, folder, tmp_path):

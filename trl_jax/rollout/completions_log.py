@@ -545,11 +545,12 @@ class Collected:
     """Metric values by name since the last log, in the order in which names first appeared.
 
     prefix: of the names in logs.
+    values: always the same dict, which scripts may keep and change.
     """
 
-    def __init__(self, values: dict[str, list[float]] | None = None, prefix: str = ""):
+    def __init__(self, prefix: str = ""):
         self.prefix = prefix
-        self.values: dict[str, list[float]] = defaultdict(list, values or {})
+        self.values: dict[str, list[float]] = defaultdict(list)
 
     def add(self, metrics: Iterator[tuple[str, float]]) -> None:
         for name, value in metrics:
@@ -557,23 +558,31 @@ class Collected:
 
     def extend(self, metrics: Mapping[str, list[float]], *, first: bool = False) -> None:
         """Add lists of values; with `first`, before all other names."""
+        others = dict(self.values) if first else {}
         if first:
-            metrics, others = defaultdict(list, {name: [*values] for name, values in metrics.items()}), self.values
-            self.values = metrics
-        else:
-            others = metrics
-        for name, values in others.items():
-            self.values[name].extend(values)
+            self.values.clear()
+        for name, values in metrics.items():
+            if name in others:
+                self.values[name] = others.pop(name)
+                self.values[name][:0] = values
+            else:
+                self.values[name].extend(values)
+        self.values.update(others)
 
     def set(self, name: str, value: float) -> None:
         """Set a metric; only its last value is logged."""
         self.values[name] = [value]
 
-    def taken(self) -> dict[str, float | None]:
-        """Return the mean of each metric's non-NaN values (None if there is none), and reset."""
-        values, self.values = self.values, defaultdict(list)
-        real = {name: [value for value in found if not math.isnan(value)] for name, found in values.items()}
+    def means(self) -> dict[str, float | None]:
+        """The mean of each metric's non-NaN values; None if there is none."""
+        real = {name: [value for value in found if not math.isnan(value)] for name, found in self.values.items()}
         return {name: sum(found) / len(found) if found else None for name, found in real.items()}
+
+    def taken(self) -> dict[str, float | None]:
+        """Return the means, and clear the values."""
+        means = self.means()
+        self.values.clear()
+        return means
 
 
 def length_metrics(lengths: Sequence[int], truncated: np.ndarray) -> Iterator[tuple[str, float]]:

@@ -235,14 +235,19 @@ class RolloutSteps:
             "sizes": self._sizes(),
             "streams": [[state.used, state.position] for state in states],
             "seeds": None if seeds is None else [seeds.used, seeds.position],
-            "metrics": self.rollout.collected["train"].values,
+            "metrics": {name: [*values] for name, values in self.rollout.collected["train"].values.items()},
             "bonus": None if self.bonus is None else self.bonus.state(),
             "next": None if begun is None else begun.step,
         }
         return arrays, facts
 
-    def restore(self, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> bool:
+    def restore(
+        self, arrays: dict[str, np.ndarray], facts: dict[str, Any], unlogged: Sequence[dict[str, np.ndarray]] = ()
+    ) -> bool:
         """Continue from a saved `state`.
+
+        Args:
+            unlogged: the metrics of each step since the last log.
 
         Returns:
             Whether arguments have changed, so that new generations are formed, starting with the first prompt that no
@@ -258,7 +263,12 @@ class RolloutSteps:
         self.num_steps = facts["num_steps"]
         if self.bonus is not None and facts["bonus"] is not None:
             self.bonus.restore(facts["bonus"])
-        self.rollout.collected["train"] = Collected(facts["metrics"])
+        collected = self.rollout.collected["train"]
+        collected.values.clear()
+        collected.extend(facts["metrics"])
+        if "generated" in facts:  # a checkpoint of an earlier version, whose metrics leave out the losses
+            for metrics in unlogged:
+                collected.extend(self.measure(metrics))
         written = _under("next", arrays)
         self._next = Begun(lambda: Written.of_arrays(written), facts["next"]) if written and self.ahead else None
         return self._restore_place(_under("buffer", arrays), _under("sampler", arrays), facts)

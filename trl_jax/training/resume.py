@@ -183,7 +183,7 @@ def _of_ours(
     state = saved.tree("optimizer", like, places[1])
     if setup.rollout is not None:
         arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
-        moved = setup.rollout.restore(arrays, saved.facts["rollout"])
+        moved = setup.rollout.restore(arrays, saved.facts["rollout"], saved.progress.unreported)
         if moved:
             saved.progress.examples = setup.rollout.micro_batches_done * setup.micro_batch_examples
         if moved or saved.facts["step_examples"] != setup.step_examples:
