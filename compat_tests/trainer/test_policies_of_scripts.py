@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -264,9 +265,21 @@ def arguments_of_each_step(trainer):
     trainer.args.delta = 0.9
 
 
-@pytest.mark.parametrize(
-    "change", [replaced, another_list, other_rows, other_arguments, weights_in_place, arguments_of_each_step]
-)
+def arguments_between_steps(trainer):
+    class Between(TrainerCallback):
+        def on_step_end(self, args, state, control, **options):
+            args.delta = 0.9
+
+    trainer.add_callback(Between())
+
+
+CHANGES = [
+    replaced, another_list, other_rows, other_arguments, weights_in_place, arguments_of_each_step,
+    arguments_between_steps,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_a_script_changes_before_training_counts_as_in_trl(change, checkpoint, tmp_path):
     trl, found = pytest.importorskip("trl"), []
     for package in (trl, trl_jax):
@@ -292,6 +305,24 @@ def test_names_of_rewards_that_a_script_sets(make):
     assert trainer.reward_func_names == ["other"]
     with pytest.raises(ValueError, match=r"Number of reward names \(2\) must match number of reward functions \(1\)"):
         trainer.reward_func_names = ["one", "two"]
+    with pytest.raises(TypeError, match="reward_weights must be a sequence with one weight .*, got None"):
+        trainer.reward_weights = None
+
+
+def test_what_make_task_of_a_subclass_sets_is_kept(checkpoint, tmp_path, recwarn):
+    """Also the fields that follow the arguments, and the weights of rewards."""
+
+    class Own(trl_jax.GRPOTrainer):
+        def make_task(self):
+            task = super().make_task()
+            return replace(task, objective=replace(task.objective, delta=0.9), reward_weights=(3.0,))
+
+    args = trl_jax.GRPOConfig(str(tmp_path), **BASE | STEPS | {"max_steps": 1})
+    trainer = Own(str(checkpoint(**SMALL)), length_reward, args, Dataset.from_list(prompt_rows(8)))
+    trainer.train()
+    objective, log = trainer._setup.task.objective, trainer.state.log_history[0]
+    assert objective.delta == 0.9 and not [one for one in recwarn if "Arguments that decide" in str(one.message)]
+    assert log["reward"] == pytest.approx(3 * log["rewards/length_reward/mean"])
 
 
 def test_completions_of_a_stream_do_not_share_their_prompt(checkpoint, tmp_path):

@@ -141,9 +141,10 @@ class GRPOTrainer(OnlineTrainer):
         )
 
     def _followed(self, task: Task) -> Task:
-        if not isinstance(task, GrpoTask):  # of a user's own trainer
+        now = self.make_task()  # by which a subclass may set these fields itself
+        if not isinstance(now, GrpoTask):  # of a user's own trainer
             return task
-        found = {name: vars(self.args)[name] for name in _READ_IN_EACH_STEP}
+        found = {name: vars(now.objective)[name] for name in _READ_IN_EACH_STEP}
         return replace(task, objective=replace(task.objective, **found))
 
     @property

@@ -549,7 +549,6 @@ class OnlineTrainer(RolloutTrainer):
 
     To derive your own trainer, set `config_class` to a dataclass derived from `OnlineConfig`, and have `make_task`
     return an `OnlineTask` with `**self.task_options()`.
-
     """
 
     config_class = OnlineConfig
@@ -789,7 +788,7 @@ class OnlineTrainer(RolloutTrainer):
         open_ended = self._environments is not None or self._rollout_func() is not None
         rows = run.train_dataset
         rewards = reward_functions(
-            self.reward_funcs, self._reward_processing_classes, weights=self._reward_weights(),
+            self.reward_funcs, self._reward_processing_classes, weights=run.task.reward_weights,
             trainer_state=lambda: events.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
             metrics_of_run=("kl",) if args.beta else (),
