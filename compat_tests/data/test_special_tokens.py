@@ -6,7 +6,7 @@ import pytest
 
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data import chat
-from trl_jax.data.chat import settle, settle_chat_template, warn_of_shared_pad
+from trl_jax.data.chat import PartsTokenizer, check_template, settle, settle_chat_template, warn_of_shared_pad, with_eos
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +88,101 @@ def test_other_template_sources_are_refused(tmp_path):
             settle_chat_template(tiny_tokenizer(), place, rows=600)
     with pytest.raises(FileNotFoundError, match="gone.jinja': no such file"):
         settle_chat_template(tiny_tokenizer(), str(tmp_path / "gone.jinja"), rows=600)
+
+
+BY_PARTS = (
+    "{% for message in messages %}{% for part in message['content'] %}{{ part['text'] }} {% endfor %}{% endfor %}"
+)
+
+
+def around(tokenizer, before, after):
+    """Make the tokenizer add these tokens to each text."""
+    from tokenizers import processors
+
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in {before, after}]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{before} $A {after}", pair=f"{before} $A {after} $B", special_tokens=ids
+    )
+    return tokenizer
+
+
+def of_letters(letters):
+    """A tokenizer that knows only these letters and drops all others."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<pad>", "<s>", "</s>", *letters]
+    backend = Tokenizer(models.BPE({token: place for place, token in enumerate(known)}, []))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+PARTS = {
+    "bos": (lambda: tiny_tokenizer(bos="<s>"), BY_PARTS),
+    "begins-with-bos": (lambda: tiny_tokenizer(bos="<s>"), "<s>" + BY_PARTS),
+    "without-bos": (tiny_tokenizer, BY_PARTS),
+    "both-ends": (lambda: around(tiny_tokenizer(bos="<s>"), "<s>", "</s>"), BY_PARTS),
+    "without-a": (lambda: around(of_letters("bred"), "<s>", "</s>"), BY_PARTS),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_conversations_are_tokenized_as_by_a_processor(case):
+    pytest.importorskip("torch")
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    make, template = PARTS[case]
+    tokenizer = make()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    template = template.replace("{{ part['text'] }}", "{% generation %}{{ part['text'] }}{% endgeneration %}")
+    tokenizer.chat_template = template
+    processor = LlavaProcessor(CLIPImageProcessorPil(), tokenizer, chat_template=template)
+    talks = [[{"role": "user", "content": text}] for text in ("bread", "gladly bread a", "soup bread river")]
+    how = {"tokenize": True, "return_dict": True}
+    theirs, ours = [], PartsTokenizer(tokenizer)
+    for talk in talks:
+        parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in talk]
+        masked = processor.apply_chat_template([parts], **how, return_assistant_tokens_mask=True)
+        theirs.append(masked["input_ids"][0])
+        assert ours.apply_chat_template(talk, **how) == {"input_ids": theirs[-1]}
+        found = ours.apply_chat_template(talk, **how, return_assistant_tokens_mask=True)
+        assert found == {"input_ids": theirs[-1], "assistant_masks": masked["assistant_masks"][0]}
+        cut = ours.apply_chat_template(talk, **how, truncation=True, max_length=100)
+        assert cut == {"input_ids": theirs[-1]}
+    assert ours.ids_of([ours.apply_chat_template(talk, tokenize=False) for talk in talks]) == theirs
+
+
+def test_conversations_that_begin_with_bos_and_others_are_tokenized_together():
+    tokenizer = tiny_tokenizer(bos="<s>")
+    one, other = (tokenizer(text=text)["input_ids"] for text in ("bread", "soup"))
+    assert PartsTokenizer(tokenizer).ids_of(["bread", "<s>bread", "soup"]) == [one, one, other]
+
+
+def test_a_tokenizer_that_splits_differently_with_special_tokens_is_named():
+    tokenizer = tiny_tokenizer(bos="<s>")
+
+    class Other(type(tokenizer)):
+        def __call__(self, text, add_special_tokens=True, **options):
+            text = f" {text}" if add_special_tokens and isinstance(text, str) else text
+            if isinstance(text, list) and add_special_tokens:
+                text = [f" {one}" for one in text]
+            return super().__call__(text, add_special_tokens=add_special_tokens, **options)
+
+    tokenizer.__class__ = Other
+    tokenizer.chat_template = BY_PARTS.replace(
+        "{{ part['text'] }}", "{% generation %}{{ part['text'] }}{% endgeneration %}"
+    )
+    talk = [{"role": "user", "content": "bread"}]
+    ids = PartsTokenizer(tokenizer).apply_chat_template(talk)
+    assert ids["input_ids"] == tokenizer("bread ")["input_ids"]
+    with pytest.raises(ValueError, match=r"The tokenizer \(Other\) splits 'bread ' differently"):
+        PartsTokenizer(tokenizer).apply_chat_template(talk, return_assistant_tokens_mask=True)
+
+
+def test_errors_name_the_class_of_the_users_tokenizer():
+    tokenizer = tiny_tokenizer(eos=None)
+    kind = type(tokenizer).__name__
+    with pytest.raises(ValueError, match=rf"the tokenizer \({kind}\) has no chat template"):
+        check_template(PartsTokenizer(tokenizer), {}, "Row 0")
+    with pytest.raises(ValueError, match=rf"the tokenizer \({kind}\) has none"):
+        with_eos("bread", PartsTokenizer(tokenizer), "Row 0")

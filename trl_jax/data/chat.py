@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.core import files
-from trl_jax.core.text import printable
+from trl_jax.core.text import brief, printable
 from trl_jax.data.chat_templates import (
     ITEM,
     MAX_CHARACTERS,
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _MULTIPLE = 64  # TRL rounds resized embeddings up to a multiple of this
 # Arguments of apply_chat_template in a row that change the tokens but not the text.
 ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
+_ABOUT_RESULT = {"return_dict", "return_assistant_tokens_mask"}
 _SHOWN = 2000  # characters kept of an error message from a template
 _WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
 
@@ -177,13 +178,13 @@ def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
         text.eos_token_id = tokenizer.eos_token_id
 
 
-def settle_generation(config: Any, tokenizer: Any, *, eos: bool, alone: bool = False) -> None:
+def settle_generation(config: Any, tokenizer: Any, *, eos: bool, replaces: bool = False) -> None:
     """Copy the pad id into a generation_config and, if `eos`, insert the EOS id at the front of its EOS ids or, if
-    `alone`, let it replace them, as `clone_chat_template` does."""
+    `replaces`, let it replace them, as `clone_chat_template` does."""
     config.pad_token_id = tokenizer.pad_token_id
     others = config.eos_token_id or []
     others = [others] if isinstance(others, int) else others
-    if alone:
+    if replaces:
         config.eos_token_id = tokenizer.eos_token_id
     elif eos and tokenizer.eos_token_id not in others:
         config.eos_token_id = [tokenizer.eos_token_id, *others]
@@ -251,7 +252,7 @@ def with_eos(text: str, tokenizer: Any, where: str) -> str:
     if tokenizer.eos_token is None:
         raise ValueError(
             f"{where} is plain text, to which the EOS token is appended, but the tokenizer "
-            f"({type(tokenizer).__name__}) has none. Pass a token of its vocabulary as eos_token=... in the trainer's "
+            f"({_class_name(tokenizer)}) has none. Pass a token of its vocabulary as eos_token=... in the trainer's "
             "config."
         )
     return text if text.endswith(tokenizer.eos_token) else text + tokenizer.eos_token
@@ -310,9 +311,14 @@ def check_template(tokenizer: Any, options: dict[str, Any], where: str) -> None:
     """Raise ValueError if there is no chat template for a conversation; `where` names the row."""
     if tokenizer.chat_template is None and "chat_template" not in options:
         raise ValueError(
-            f"{where} is a conversation, but the tokenizer ({type(tokenizer).__name__}) has no chat template. "
+            f"{where} is a conversation, but the tokenizer ({_class_name(tokenizer)}) has no chat template. "
             'Pass one with chat_template_path="template.jinja" in the config, or set tokenizer.chat_template.'
         )
+
+
+def _class_name(tokenizer: Any) -> str:
+    """The class of the user's tokenizer, for errors."""
+    return type(tokenizer.tokenizer if isinstance(tokenizer, PartsTokenizer) else tokenizer).__name__
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
@@ -342,14 +348,12 @@ class PartsTokenizer:
     """A tokenizer that reads conversations as the processor of a vision-language model does.
 
     Message contents become lists of parts, because templates of such models may skip plain strings. The tokens that the
-    tokenizer adds to texts are added, unless the conversation begins with the BOS token. All else is the tokenizer's.
+    tokenizer adds to texts are added, unless the conversation begins with the BOS token. Everything else comes from the
+    tokenizer.
     """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        plain, whole = (tokenizer(text="a", add_special_tokens=added)["input_ids"] for added in (False, True))
-        start = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
-        self._before, self._after = whole[:start], whole[start + len(plain) :]
 
     def __getattr__(self, name: str) -> Any:
         if name == "tokenizer" or name.startswith("__"):  # unpickling asks before there is a tokenizer
@@ -360,17 +364,48 @@ class PartsTokenizer:
         return self.tokenizer(*texts, **options)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], *, tokenize: bool = True, **options: Any) -> Any:
-        """The conversation as text, or as a dict with `input_ids` and, if requested, `assistant_masks`."""
+        """The conversation as text, or as a dict with `input_ids` and, if requested, `assistant_masks`.
+
+        Raises:
+            ValueError: masks are requested, and special tokens change how the tokenizer splits the text.
+        """
         parts = prepare_multimodal_messages(messages)
         if not tokenize:
             return self.tokenizer.apply_chat_template(parts, tokenize=False, **options)
+        about_text = {name: options[name] for name in options.keys() - ABOUT_TOKENS - _ABOUT_RESULT}
+        text = self.tokenizer.apply_chat_template(parts, tokenize=False, **about_text)
+        if ABOUT_TOKENS.isdisjoint(options) and not options.get("return_assistant_tokens_mask"):
+            return {"input_ids": self.ids_of([text])[0]}
         found = self.tokenizer.apply_chat_template(parts, tokenize=True, **(options | {"return_dict": True}))
-        names = [name for name in ("input_ids", "assistant_masks") if name in found]
-        if self.tokenizer.bos_token_id is not None and found["input_ids"][:1] == [self.tokenizer.bos_token_id]:
-            return {name: found[name] for name in names}
-        around = {"input_ids": (self._before, self._after)}
-        around["assistant_masks"] = [0] * len(self._before), [0] * len(self._after)
-        return {name: [*around[name][0], *found[name], *around[name][1]] for name in names}
+        before, after = self._added_to(text)
+        ids = {"input_ids": [*before, *found["input_ids"], *after]}
+        if "assistant_masks" not in found:
+            return ids
+        return ids | {"assistant_masks": [0] * len(before) + list(found["assistant_masks"]) + [0] * len(after)}
+
+    def ids_of(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of rendered conversations. They are tokenized together, which is faster."""
+        bos, ids = self.tokenizer.bos_token, [[]] * len(texts)
+        has_bos = [bos is not None and text.startswith(bos) for text in texts]
+        for special in (False, True):
+            places = [place for place, has in enumerate(has_bos) if has != special]
+            if places:
+                found = self.tokenizer(text=[texts[place] for place in places], add_special_tokens=special)["input_ids"]
+                for place, own in zip(places, found, strict=True):
+                    ids[place] = own
+        return ids
+
+    def _added_to(self, text: str) -> tuple[list[int], list[int]]:
+        """The special tokens before and after the tokens of a rendered conversation."""
+        [whole], plain = self.ids_of([text]), self.tokenizer(text=text, add_special_tokens=False)["input_ids"]
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start], whole[start + len(plain) :]
+        raise ValueError(
+            f"The tokenizer ({type(self.tokenizer).__name__}) splits {brief(text)} differently when it adds special "
+            "tokens, so the tokens of the assistant cannot be found. Use a fast tokenizer, or a chat template that "
+            "begins with the BOS token."
+        )
 
 
 def check_contents(row: dict[str, Any], columns: list[str], where: str, hint: str) -> None:

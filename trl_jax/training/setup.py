@@ -187,7 +187,7 @@ def settle_model(
         config.use_cache = args.use_cache
     for one in (model, torch_model):
         if one is not None and head == "lm":
-            chat.settle_generation(one.generation_config, tokens.tokenizer, eos=eos, alone=cloned)
+            chat.settle_generation(one.generation_config, tokens.tokenizer, eos=eos, replaces=cloned)
 
 
 def divide(model: PreTrainedModel, args: BaseConfig, own_loss: frozenset[str]) -> ShardingPlan | None:
