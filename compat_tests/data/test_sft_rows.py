@@ -12,6 +12,7 @@ from datasets import Dataset, disable_caching, enable_caching
 
 from compat_tests.effort import usual
 from compat_tests.tiny import BAD, GOOD, preference_rows, tiny_model, tiny_tokenizer
+from trl_jax.data.chat import PartsTokenizer
 from trl_jax.data.sft import prepare
 
 TEMPLATE = (
@@ -250,3 +251,22 @@ def test_unprepared_rows_get_their_ids_as_labels(tokenizer):
     for dataset in (Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset()):
         found = columns(ours(dataset, tokenizer, max_length=2, packing=True, skip_prepare_dataset=True))
         assert found == [row | {"labels": row["input_ids"]} for row in rows]
+
+
+def test_conversations_as_parts_are_tokenized_together(monkeypatch):
+    """Some of them begin with the BOS token."""
+    counts, ids_of = [], PartsTokenizer.ids_of
+
+    def counted(self, texts):
+        counts.append(len(texts))
+        return ids_of(self, texts)
+
+    monkeypatch.setattr(PartsTokenizer, "ids_of", counted)
+    made, rows = tiny_tokenizer(bos="<s>"), talks(9)
+    made.chat_template = (
+        "{% if messages | length > 2 %}<s>{% endif %}{% for m in messages %}"
+        "{% for part in m['content'] %}{{ part['text'] }}{% endfor %} {% endfor %}"
+    )
+    found = prepare(Dataset.from_list(rows), PartsTokenizer(made), max_length=None, num_proc=None, name="train_dataset")
+    texts = [" ".join([*(message["content"] for message in row["messages"]), ""]) for row in rows]
+    assert list(found["input_ids"]) == made(text=texts)["input_ids"] and counts == [9]

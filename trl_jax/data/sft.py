@@ -431,9 +431,10 @@ def _tokenize(
 
     Without masks, conversations are rendered one by one but tokenized together, which is faster.
     """
-    together = not assistant and not isinstance(tokenizer, chat.PartsTokenizer)
-    if together and all(chat.ABOUT_TOKENS.isdisjoint(talk.options) for talk in talks):
+    if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(talk.options) for talk in talks):
         texts = [_render(talk, tokenizer, tokenize=False, **options) for talk in talks]
+        if isinstance(tokenizer, chat.PartsTokenizer):
+            return tokenizer.ids_of(texts), []
         return tokenizer(text=texts, add_special_tokens=False)["input_ids"], []
     options |= {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": assistant}
     rendered = [_render(talk, tokenizer, **options) for talk in talks]
