@@ -19,9 +19,11 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.rollout.stub_server import StubServer
+from compat_tests.trainer import vision_models
 from compat_tests.trainer.test_reward_config import declared
 from trl_jax.core.trainers import names_of_config
 from trl_jax.data.batch import Batch, Extras
+from trl_jax.data.prompts import prompt_ids
 from trl_jax.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl_jax.losses.policy_gradient import PolicyLoss
 from trl_jax.rollout.completions_log import group_reward_metrics
@@ -285,3 +287,24 @@ def test_a_server_may_start_later_than_a_generation_may_be_silent(folder):
     with pytest.raises(ServerError, match=r"did not answer for 0\.8 s \(vllm_server_timeout;"):
         connect(["http://127.0.0.1:9"], needs, Limits(0.8, alive=0.1))
     assert time.monotonic() - began > 0.8
+
+
+def test_prompts_for_vision_language_models_are_tokenized_by_the_tokenizer(tmp_path, monkeypatch):
+    """TRL's AsyncGRPOTrainer has no processor: contents stay strings, and no special tokens are added."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(vision_models, "TEMPLATE", vision_models.BY_PARTS)
+    folder = vision_models.tiny_llava(tmp_path / "model")
+    prompts = [vision_models.user("bake the bread?")]
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    server = StubServer(folder)
+    try:
+        options = BASE | CONFIG | {"vllm_server_base_url": server.url, "vllm_weights_dir": str(tmp_path)}
+        args = AsyncGRPOConfig(str(tmp_path / "out"), **options)
+        made = AsyncGRPOTrainer(str(folder), length_reward, args, train_dataset=rows)
+    finally:
+        server.stop()
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        prompts, add_generation_prompt=True, return_dict=False
+    )
+    assert prompt_ids(prompts, made._setup.chat_tokenizer) == theirs

@@ -318,7 +318,7 @@ def check_template(tokenizer: Any, options: dict[str, Any], where: str) -> None:
 
 def _class_name(tokenizer: Any) -> str:
     """The class of the user's tokenizer, for errors."""
-    return type(tokenizer.tokenizer if isinstance(tokenizer, PartsTokenizer) else tokenizer).__name__
+    return type(tokenizer.tokenizer if isinstance(tokenizer, ProcessorTokenizer) else tokenizer).__name__
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
@@ -344,12 +344,11 @@ def rendered_spans(
         return render(template, messages, spans=True, **tokenizer.special_tokens_map)
 
 
-class PartsTokenizer:
+class ProcessorTokenizer:
     """A tokenizer that reads conversations as the processor of a vision-language model does.
 
-    Message contents become lists of parts, because templates of such models may skip plain strings. The tokens that the
-    tokenizer adds to texts are added, unless the conversation begins with the BOS token. Everything else comes from the
-    tokenizer.
+    The tokens that the tokenizer adds to texts are added, unless the conversation begins with the BOS token. Everything
+    else comes from the tokenizer.
     """
 
     def __init__(self, tokenizer: Any):
@@ -369,14 +368,14 @@ class PartsTokenizer:
         Raises:
             ValueError: masks are requested, and special tokens change how the tokenizer splits the text.
         """
-        parts = prepare_multimodal_messages(messages)
+        messages = self._prepared(messages)
         if not tokenize:
-            return self.tokenizer.apply_chat_template(parts, tokenize=False, **options)
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         about_text = {name: options[name] for name in options.keys() - ABOUT_TOKENS - _ABOUT_RESULT}
-        text = self.tokenizer.apply_chat_template(parts, tokenize=False, **about_text)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **about_text)
         if ABOUT_TOKENS.isdisjoint(options) and not options.get("return_assistant_tokens_mask"):
             return {"input_ids": self.ids_of([text])[0]}
-        found = self.tokenizer.apply_chat_template(parts, tokenize=True, **(options | {"return_dict": True}))
+        found = self.tokenizer.apply_chat_template(messages, tokenize=True, **(options | {"return_dict": True}))
         before, after = self._added_to(text)
         ids = {"input_ids": [*before, *found["input_ids"], *after]}
         if "assistant_masks" not in found:
@@ -395,6 +394,9 @@ class PartsTokenizer:
                     ids[place] = own
         return ids
 
+    def _prepared(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return messages
+
     def _added_to(self, text: str) -> tuple[list[int], list[int]]:
         """The special tokens before and after the tokens of a rendered conversation."""
         [whole], plain = self.ids_of([text]), self.tokenizer(text=text, add_special_tokens=False)["input_ids"]
@@ -406,6 +408,14 @@ class PartsTokenizer:
             "tokens, so the tokens of the assistant cannot be found. Use a fast tokenizer, or a chat template that "
             "begins with the BOS token."
         )
+
+
+class PartsTokenizer(ProcessorTokenizer):
+    """A `ProcessorTokenizer` that makes message contents lists of parts, because templates of vision-language models
+    may skip plain strings."""
+
+    def _prepared(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return prepare_multimodal_messages(messages)
 
 
 def check_contents(row: dict[str, Any], columns: list[str], where: str, hint: str) -> None:

@@ -18,6 +18,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
 from trl_jax.core.text import api_boundary
+from trl_jax.data.chat import PartsTokenizer, ProcessorTokenizer
 from trl_jax.data.checks import check_type, images_read
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.peft_config import as_adapter_config
@@ -112,6 +113,7 @@ class BaseTrainer(abc.ABC):
     _takes_transforms: ClassVar[bool] = False  # whether the dataset may have a transform
     _check_images: Callable[[], None] | None = None  # checks the arguments if rows have images; None: images refused
     _may_get_images = False  # whether images may also come from tools
+    _reader: ClassVar[type[ProcessorTokenizer] | None] = PartsTokenizer  # see `setup.TrainerSpec`
     _collator_class: ClassVar[type | None] = None  # only its pad_to_multiple_of is used; other classes are refused
     _vision_collator: ClassVar[type[VisionCollator] | None] = None  # for rows with images; its options are used
     _older_collators: ClassVar[tuple[type, ...]] = ()  # collators of early TRL that are also accepted
@@ -199,6 +201,7 @@ class BaseTrainer(abc.ABC):
         spec = (spec or setup.TrainerSpec())._replace(
             make_task=self.make_task, hooks=self._hooks(), tags=self._tag_names, paper=self._paper,
             tokenizer_sides=self._tokenizer_sides, check_images=self._check_images,
+            reader=self._reader,
         )  # fmt: skip
         progress = self._begin(args, spec)
         if "compute_loss" in spec.hooks.overridden:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from datasets import Dataset, IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
+from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config, tell
 from trl_jax.legacy.policy import OLD_ARGUMENTS, MissingEos, modern_policy
@@ -34,6 +35,7 @@ class RLOOTrainer(OnlineTrainer):
     _writes_completions: ClassVar[bool] = False
     _averages_losses: ClassVar[bool] = True
     _parses_messages: ClassVar[bool] = False
+    _reader = ProcessorTokenizer  # TRL's RLOOTrainer makes parts only of prompts with images
     normalize_advantages, reward_clip_range = map(argument, ("normalize_advantages", "reward_clip_range"))
 
     @accepting_old_keywords(first=modern_policy)

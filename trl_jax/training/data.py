@@ -20,7 +20,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import Images, VirtualTokens
 from trl_jax.core.text import brief
 from trl_jax.data.batch import IGNORED, Batch, Columns, Example, of_examples
-from trl_jax.data.chat import PartsTokenizer
+from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.data.checks import argument, check_labels, check_token_ids
 from trl_jax.data.image_rows import Encoder
 from trl_jax.data.layout_plan import LayoutPlan
@@ -46,14 +46,14 @@ class Tokens(NamedTuple):
     vocab_size: token ids must be below it.
     max_positions: maximum tokens in a text; None without a limit.
     encoder: makes examples from rows with images; None for text-only rows.
-    in_parts: whether message contents become lists of parts, as by the processor of a vision-language model.
+    reader: tokenizes conversations as the processor of a vision-language model; None: the tokenizer does.
     """
 
     tokenizer: Any
     vocab_size: int
     max_positions: int | None
     encoder: Encoder | None = None
-    in_parts: bool = False
+    reader: type[ProcessorTokenizer] | None = None
 
 
 def prepare(
@@ -76,7 +76,7 @@ def prepare(
         return task.prepare_images(dataset, tokens.tokenizer, name=name)  # tokenized in the loader
     prepared = task.prepare(
         dataset,
-        PartsTokenizer(tokens.tokenizer) if tokens.in_parts and not task.online else tokens.tokenizer,
+        tokens.tokenizer if tokens.reader is None or task.online else tokens.reader(tokens.tokenizer),
         max_length=args.max_length if bounded else None,
         num_proc=_forked_processes(args.dataset_num_proc, dataset, name, told),
         name=name,

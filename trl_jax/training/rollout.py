@@ -21,7 +21,6 @@ from trl_jax.core.text import brief
 from trl_jax.core.torch_random import TorchGenerator, default_generator
 from trl_jax.data import prompts as rows
 from trl_jax.data.batch import Batch
-from trl_jax.data.chat import PartsTokenizer
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
 from trl_jax.data.image_rows import pictures_in
 from trl_jax.data.images import TextImages
@@ -478,10 +477,7 @@ class PolicyWriter:
         if self._setup.encoder is not None:
             ids, images = rows.encoded_prompts(prompts, self._setup.encoder, **options)
             return ids, list(_with_features(self._setup, images))
-        tokenizer = self._setup.processing_class
-        return rows.prompt_ids(
-            prompts, PartsTokenizer(tokenizer) if self._setup.in_parts else tokenizer, **options
-        ), None
+        return rows.prompt_ids(prompts, self._setup.chat_tokenizer, **options), None
 
     def complete(self, prompt_ids: Ids, group: int, images: list[TextImages] | None = None) -> list[np.ndarray]:
         setup, options = self._setup, self._sampling.options

@@ -305,6 +305,8 @@ class TrainerSpec(NamedTuple):
     check_images: raises ValueError for arguments that do not support images; None if the trainer takes no images.
     may_get_images: whether images may come from tools although the rows have none. A model with a processor then keeps
         its vision tower, as in TRL.
+    reader: tokenizes conversations without images as the processor of a vision-language model does for this trainer in
+        TRL; None if TRL's trainer uses the tokenizer.
     """
 
     reference: Callable[[BaseConfig, Task, Policy], ReferenceModel | None] | None = None
@@ -317,6 +319,7 @@ class TrainerSpec(NamedTuple):
     tokenizer_sides: Mapping[str, str] | None = None
     check_images: Callable[[], None] | None = None
     may_get_images: bool = False
+    reader: type[chat.ProcessorTokenizer] | None = chat.PartsTokenizer
 
 
 class Given(NamedTuple):
@@ -395,7 +398,7 @@ def build(
         router_aux_loss_coef=balance,
         rollout=None,
         encoder=tokens.encoder,
-        in_parts=tokens.in_parts,
+        reader=tokens.reader,
         features=FeatureStore(args) if takes_images and sharding_plan is None and not several() else None,
         script_loss=hooks.own_loss,
     )
@@ -451,12 +454,12 @@ def _tokens(
     vocab_size, new_tokens = settle_tokens(
         args, tokenizer, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=head
     )
-    in_parts = head == "lm" and _reads_parts(spec, checkpoint, given)
+    reader = spec.reader if head == "lm" and _has_processor(spec, checkpoint, given) else None
     most = positions_left(checkpoint.max_positions, given.adapter)
-    return Tokens(tokenizer, vocab_size, most, in_parts=in_parts), new_tokens
+    return Tokens(tokenizer, vocab_size, most, reader=reader), new_tokens
 
 
-def _reads_parts(spec: TrainerSpec, checkpoint: Checkpoint | PreTrainedModel, given: Given) -> bool:
+def _has_processor(spec: TrainerSpec, checkpoint: Checkpoint | PreTrainedModel, given: Given) -> bool:
     """Whether TRL tokenizes texts with a processor: one that was passed or, in a trainer that takes images, the one
     saved with a vision-language model."""
     if given.tokenizer is not None or spec.check_images is None:

@@ -14,6 +14,7 @@ from transformers.trainer_callback import TrainerState
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import VirtualTokens
 from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.data.image_rows import Encoder
 from trl_jax.data.loader import RunLength, run_length
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -148,7 +149,7 @@ class Setup:
     rollout: the source of steps in online training; None if the rows come from a dataset.
     encoder: makes examples from rows with images; None for text-only rows.
     features: cached image features of a frozen vision tower; None for text-only rows or on several devices.
-    in_parts: as in `training.data.Tokens`.
+    reader: as in `training.data.Tokens`.
     script_loss: the user-defined loss that replaces the task's (`completions_loss.OwnLoss` or
         `script_metrics.OwnMetrics`); None without one.
     """
@@ -165,12 +166,17 @@ class Setup:
     rollout: RolloutSteps | None
     encoder: Encoder | None
     features: FeatureStore | None
-    in_parts: bool
+    reader: type[ProcessorTokenizer] | None
     script_loss: Any = None
 
     args, task, model = _editable("args"), _editable("task"), _editable("model")
     processing_class, pad_to_multiple_of = _editable("processing_class"), _editable("pad_to_multiple_of")
     train_dataset, eval_dataset = _editable("train_dataset"), _editable("eval_dataset")
+
+    @property
+    def chat_tokenizer(self) -> Any:
+        """Tokenizes conversations without images."""
+        return self.processing_class if self.reader is None else self.reader(self.processing_class)
 
     @property
     def state(self) -> TrainerState:
