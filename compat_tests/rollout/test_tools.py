@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import trl
 
 from compat_tests.tiny import tiny_tokenizer
+from trl_jax.data.chat import PartsTokenizer
 from trl_jax.data.chat_templates import response_template
 from trl_jax.rollout.tools import Calls, Environments, Tools
 from trl_jax.trainer.online import tools_of
+from trl_jax.training.rollout import PolicyWriter, Sampling
 
 # Turns are delimited by <|im_start|> and <|im_end|>; tool calls are JSON, or tags with parameters.
 TURN = (
@@ -212,3 +215,36 @@ def test_what_the_reset_of_an_environment_raises_is_named():
     with pytest.raises(KeyError, match="stock") as error:
         Environments(Shop).begin([{"prompt": [{"role": "user", "content": "Buy."}]}])
     assert error.value.__notes__[0].startswith("Raised by reset() of the environment 'Shop' for 1 ")
+
+
+def test_answers_without_images_are_tokenized_as_by_a_processor():
+    """This template renders parts and strings differently."""
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = tiny_tokenizer(eos=END, bos="<s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = FORMS["json"].replace(
+        "+ m.content }}",
+        "}}{%- if m.content is string %}{{- 'text: ' + m.content }}{%- else %}"
+        "{%- for part in m.content %}{{- part.text }}{%- endfor %}{%- endif %}",
+    )
+    processor = LlavaProcessor(CLIPImageProcessorPil(), tokenizer, chat_template=tokenizer.chat_template)
+    trainer = SimpleNamespace(
+        processing_class=processor, _tokenizer=tokenizer, _is_vlm=True, chat_template=None, chat_template_kwargs={}
+    )
+    theirs = trl.GRPOTrainer._get_tool_suffix_ids(trainer, [{"role": "tool", "name": "add", "content": "3"}])
+    tokenizer.response_template = response_template(tokenizer)
+    made, _ = tools_of([add], None, tokenizer, {}, most_turns=None, longest=200, positions=None, vocab_size=10_000)
+    made = dataclasses.replace(made, chat_tokenizer=PartsTokenizer(tokenizer))
+    written, _ = completed(made, CALLS["json"] + END, "Three." + END)
+    assert written.completion_ids[0][~written.by_model[0]].tolist() == theirs
+
+
+def test_a_run_tokenizes_answers_as_its_prompts():
+    made, options = tools()
+    reader = PartsTokenizer(made.tokenizer)
+    sampling = Sampling(options, None, {}, (), parses_messages=True, tools=made)
+    parts = SimpleNamespace(sampling=sampling, rollout_func=None, rewards=None, own=None, server=None)
+    writer = PolicyWriter(SimpleNamespace(chat_tokenizer=reader), parts, None, None, alone=False)
+    assert writer._sampling.tools.chat_tokenizer is reader and writer._sampling.tools.calls is made.calls

@@ -138,6 +138,7 @@ class Tools:
     positions: another turn only starts while prompt and completion have fewer tokens than this; None means no limit.
     vocab_size: rows of the model's embedding.
     encoder: encodes the images in tool results; None if the model has no vision tower.
+    chat_tokenizer: tokenizes conversations without images; None: `tokenizer` does.
     """
 
     functions: Functions
@@ -150,6 +151,7 @@ class Tools:
     vocab_size: int
     encoder: Encoder | None = None
     calls: Calls = field(default_factory=Calls)
+    chat_tokenizer: Any = None
 
     @property
     def of_each(self) -> list[Functions] | None:
@@ -259,8 +261,9 @@ class Tools:
     def _rendered(self, talk: list[Message], **options: Any) -> tuple[list[int], Sequence[ImagePatches], Sequence[Any]]:
         where = f"The answers of tools {brief(talk[2:], 300)}"
         if self.encoder is None:
-            options |= {"tokenize": True, "return_dict": False, **self.template_options}
-            return list(rendered(self.tokenizer, talk, where, **options)), (), ()
+            options |= {"tokenize": True, "return_dict": True, **self.template_options}
+            tokenizer = self.tokenizer if self.chat_tokenizer is None else self.chat_tokenizer
+            return list(rendered(tokenizer, talk, where, **options)["input_ids"]), (), ()
         talk = prepare_multimodal_messages(talk)
         text = rendered(self.tokenizer, talk, where, tokenize=False, **options, **self.template_options)
         pictures = pictures_in(talk)

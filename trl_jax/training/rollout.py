@@ -297,7 +297,9 @@ class PolicyWriter:
         alone: bool,
         seeds: TorchGenerator | None = None,
     ):
-        self._setup, self._sampling, self._stream, self._line = setup, parts.sampling, stream, line
+        tools = parts.sampling.tools and replace(parts.sampling.tools, chat_tokenizer=setup.chat_tokenizer)
+        self._sampling = replace(parts.sampling, tools=tools)
+        self._setup, self._stream, self._line = setup, stream, line
         self._alone, self._copy = alone, None
         self._rollout_func, self._rewards, self._own = parts.rollout_func, parts.rewards, parts.own
         self._server = None if parts.server is None else ServerPolicy(setup, parts.server, seeds)
