@@ -145,6 +145,7 @@ def test_conversations_are_tokenized_as_by_a_processor(case):
         masked = processor.apply_chat_template([parts], **how, return_assistant_tokens_mask=True)
         theirs.append(masked["input_ids"][0])
         assert ours.apply_chat_template(talk, **how) == {"input_ids": theirs[-1]}
+        assert ours.apply_chat_template(talk, return_dict=False) == theirs[-1]
         found = ours.apply_chat_template(talk, **how, return_assistant_tokens_mask=True)
         assert found == {"input_ids": theirs[-1], "assistant_masks": masked["assistant_masks"][0]}
         cut = ours.apply_chat_template(talk, **how, truncation=True, max_length=100)

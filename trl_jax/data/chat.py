@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 _MULTIPLE = 64  # TRL rounds resized embeddings up to a multiple of this
 # Arguments of apply_chat_template in a row that change the tokens but not the text.
 ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
-_ABOUT_RESULT = {"return_dict", "return_assistant_tokens_mask"}
 _SHOWN = 2000  # characters kept of an error message from a template
 _WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
 
@@ -362,8 +361,10 @@ class ProcessorTokenizer:
     def __call__(self, *texts: Any, **options: Any) -> Any:
         return self.tokenizer(*texts, **options)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], *, tokenize: bool = True, **options: Any) -> Any:
-        """The conversation as text, or as a dict with `input_ids` and, if requested, `assistant_masks`.
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, tokenize: bool = True, return_dict: bool = True, **options: Any
+    ) -> Any:
+        """The conversation as text, as token ids, or as a dict with `input_ids` and, if requested, `assistant_masks`.
 
         Raises:
             ValueError: masks are requested, and special tokens change how the tokenizer splits the text.
@@ -371,14 +372,21 @@ class ProcessorTokenizer:
         messages = self._prepared(messages)
         if not tokenize:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        about_text = {name: options[name] for name in options.keys() - ABOUT_TOKENS - _ABOUT_RESULT}
+        found = self._tokenized(messages, **options)
+        return found if return_dict else found["input_ids"]
+
+    def _tokenized(
+        self, messages: list[dict[str, Any]], *, return_assistant_tokens_mask: bool = False, **options: Any
+    ) -> dict[str, list[int]]:
+        about_text = {name: options[name] for name in options.keys() - ABOUT_TOKENS}
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, **about_text)
-        if ABOUT_TOKENS.isdisjoint(options) and not options.get("return_assistant_tokens_mask"):
+        if ABOUT_TOKENS.isdisjoint(options) and not return_assistant_tokens_mask:
             return {"input_ids": self.ids_of([text])[0]}
-        found = self.tokenizer.apply_chat_template(messages, tokenize=True, **(options | {"return_dict": True}))
+        options |= {"return_dict": True, "return_assistant_tokens_mask": return_assistant_tokens_mask}
+        found = self.tokenizer.apply_chat_template(messages, tokenize=True, **options)
         before, after = self._added_to(text)
         ids = {"input_ids": [*before, *found["input_ids"], *after]}
-        if "assistant_masks" not in found:
+        if not return_assistant_tokens_mask:
             return ids
         return ids | {"assistant_masks": [0] * len(before) + list(found["assistant_masks"]) + [0] * len(after)}
 
