@@ -34,6 +34,7 @@ class StubServer:
         adapters: adapter name -> model with that adapter.
         folders: adapter name -> its folder.
         lost: paths to which the next reply is lost after the request has run.
+        page: an HTML page with which every POST is refused (400), as by a proxy; None: none is.
     """
 
     owner = "vllm"  # `owned_by` in /v1/models
@@ -46,7 +47,7 @@ class StubServer:
     def __init__(self, folder, *, max_model_len=512, logprobs_mode="processed_logprobs", max_lora_rank=None, port=0):
         self.replay: Callable | None = None
         self.shift, self.missing, self.seen, self.before = 0.0, set(), [], lambda path: None
-        self.image_tokens = 0
+        self.image_tokens, self.page = 0, None
         self.version, self.paused, self.loads = "default", False, 0
         self.adapters, self.folders, self.lost, self._max_lora_rank = {}, {}, set(), max_lora_rank
         self._max_model_len, self._logprobs_mode, self._folder = max_model_len, logprobs_mode, str(folder)
@@ -66,15 +67,16 @@ class StubServer:
                 self._answer(json.loads(self.rfile.read(size)) if size else None)
 
             def _answer(self, body):
-                status, reply = stub.answer(self.path, body, posted=self.command == "POST")
+                page = stub.page if self.command == "POST" else None
+                status, reply = (400, None) if page else stub.answer(self.path, body, posted=self.command == "POST")
                 if self.path in stub.lost:
                     stub.lost.remove(self.path)
                     self.close_connection = True
                     return
-                data = json.dumps(reply).encode()
+                data = (page or json.dumps(reply)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
-                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Type", "text/html" if page else "application/json")
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -144,7 +146,8 @@ class StubServer:
         return 200, {"results": [None]}
 
     def _post_load_adapter(self, body):
-        if body["lora_name"] in self.adapters and not body.get("load_inplace"):
+        assert "load_inplace" not in body  # vLLM would then read the folder in every step of its engine
+        if body["lora_name"] in self.adapters:
             return 400, {"error": {"message": f"The lora adapter '{body['lora_name']}' has already been loaded."}}
         self.folders[body["lora_name"]] = body["lora_path"]
         self.adapters[body["lora_name"]] = trl_jax.AutoModelForCausalLM.from_pretrained(body["lora_path"])
@@ -283,7 +286,8 @@ class SglangStub(StubServer):
 
     def _post_unload_lora_adapter(self, body):
         if body["lora_name"] not in self.adapters:
-            return 400, {"success": False, "error_message": "does not exist", "loaded_adapters": None}
+            problem = f"LoRA with name {body['lora_name']} does not exist. Loaded LoRAs: dict_keys([])"
+            return 400, {"success": False, "error_message": problem, "loaded_adapters": None}
         self._post_unload_adapter(body)
         return 200, {"success": True, "error_message": "", "loaded_adapters": dict(self.folders)}
 

@@ -276,6 +276,19 @@ def test_a_request_whose_reply_is_lost_runs_again(kind, serve, make):
     assert asked == [paths[0]] * 3 + [paths[1]] * 2 and not stub.lost and len(stub.adapters) == 1
 
 
+@pytest.mark.parametrize("kind", [StubServer, SglangStub])
+def test_a_refusal_that_is_not_json_is_an_error_of_the_server(kind, serve, folder):
+    """As of a proxy."""
+    stub = serve(kind, max_lora_rank=8)
+    needs = Requirements(str(folder), stub.model.vocab_size, 16, True, adapter_rank=4, fused_adapter=True)
+    servers = connect([stub.url], needs, Limits(30.0))
+    stub.page = "<html>Bad Request</html>"
+    with pytest.raises(
+        ServerError, match=r"could not load the adapter in /nowhere \(400\): '<html>Bad Request</html>'"
+    ):
+        servers.load_adapter("/nowhere", "1")
+
+
 @pytest.fixture
 def turns():
     """A rollout_func that calls `trainer._generate_single_turn`, and a list of the (completion ids, logps) it got."""
@@ -602,6 +615,15 @@ def test_sglang_servers_that_do_not_fit_are_refused(serve, make, folder):
         ServerError, match=r"could not load the adapter in /nowhere \('rank 16'\). Start it with: sglang"
     ):
         servers.load_adapter("/nowhere", "1")
+    del stub._post_load_lora_adapter
+    impatient = connect([stub.url], needs, Limits(30.0, load=0.5))
+    servers.engine._unload("another")  # of a server that was restarted
+    stub._post_unload_lora_adapter = lambda body: (400, {"success": False, "error_message": "in use"})
+    with pytest.raises(ServerError, match=r"could not unload the adapter another \(400\): 'in use'"):
+        servers.engine._unload("another")
+    stub._post_unload_lora_adapter = lambda body: (time.sleep(2.0), (200, {}))[1]
+    with pytest.raises(ServerError, match=r"did not unload the adapter another within 0.5 s \(weight_sync_timeout\)"):
+        impatient.engine._unload("another")
     stub.answer = lambda path, body, *, posted: (200, [{"meta_info": {"finish_reason": {"type": "abort"}}}])
     with pytest.raises(ServerError, match="aborted a completion"):
         servers.begin([[1]], servers.engine.parameters(SamplingOptions(**SAMPLED)), group=1, seeds=[1]).result()

@@ -272,7 +272,8 @@ def test_slow_servers_end_the_run_with_the_argument_that_allows_more(stub, folde
     limits = Limits(0.3, request=0.2), Limits(30.0, load=0.2)
     impatient, servers = (connect([stub.url], needs, own) for own in limits)
     stub.before, stub.seen = lambda path: time.sleep(1.0), []
-    words = r"did not answer for 0\.8 s \(request_timeout; no completions within request_timeout=0\.2 s, 4 times\)"
+    words = r"did not answer for 0\.8 s \(request_timeout; no completions within request_timeout=0\.2 s, 4 times\)\. "
+    words += "Raise request_timeout, or lower max_completion_length or max_inflight_tasks"
     with pytest.raises(ServerError, match=words):
         impatient.begin([[1]], sampling, **given).result()
     assert len(stub.seen) == 4

@@ -381,7 +381,7 @@ class Transport:
         body: Any = None,
         *,
         missing_ok: bool = False,
-        refused_ok: bool = False,
+        refused_ok: str | None = None,
         doing: str = "",
         within: float | None = None,
     ) -> list[Any]:
@@ -389,7 +389,7 @@ class Transport:
 
         Args:
             missing_ok: return None for servers that reply with 404.
-            refused_ok: return the JSON of the reply also for servers that reply with 400.
+            refused_ok: return the body of the reply also for servers that reply with 400 and this text.
             doing: what the request does ("load the weights"), for error messages.
             within: timeout in seconds, including retries; None for no timeout.
 
@@ -406,8 +406,8 @@ class Transport:
                 ) from error
             if missing_ok and reply.status_code == 404:
                 return None
-            if refused_ok and reply.status_code == 400:
-                return reply.json()
+            if refused_ok is not None and reply.status_code == 400 and refused_ok in reply.text:
+                return _body(reply)
             return self.accepted(url, reply, doing)
 
         async def ask(client: httpx2.AsyncClient) -> list[Any]:
@@ -438,7 +438,7 @@ class Transport:
             path = reply.request.url.path
             what = f"could not {doing}" if doing else f"refused {path}"
             raise ServerError(f"The {self.name} server at {url} {what} ({reply.status_code}): {message(reply)}")
-        return reply.json() if reply.headers.get("Content-Type", "").startswith("application/json") else reply.text
+        return _body(reply)
 
     async def answer(
         self,
@@ -472,7 +472,11 @@ class Transport:
                 if late <= _REPEATS or late * within <= timeout:
                     failed = None  # it was reachable
                 else:
-                    raise self._silent(url, f"{problem}, {late} times", late * within, "request_timeout") from None
+                    raise ServerSilent(
+                        f"The {self.name} server at {url} did not answer for {late * within:g} s (request_timeout; "
+                        f"{problem}, {late} times). Raise request_timeout, or lower max_completion_length or "
+                        "max_inflight_tasks."
+                    ) from None
             now = time.monotonic()
             failed = now if failed is None else failed
             if now - failed > timeout:
@@ -569,11 +573,16 @@ def _in_thread(do: Callable[[], Any]) -> concurrent.futures.Future:
     return future
 
 
+def _body(reply: httpx2.Response) -> Any:
+    return reply.json() if reply.headers.get("Content-Type", "").startswith("application/json") else reply.text
+
+
 def message(reply: httpx2.Response) -> str:
     """The error message in the reply to a refused request, shortened."""
     try:
         body = reply.json()
     except ValueError:
         return brief(reply.text)
-    found = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
+    names = ("error", "detail", "error_message")
+    found = next((body[name] for name in names if name in body), body) if isinstance(body, dict) else body
     return brief(found["message"] if isinstance(found, dict) and "message" in found else found)

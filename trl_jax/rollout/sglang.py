@@ -278,9 +278,9 @@ class Sglang:
 
     def load_adapter(self, folder: str, version: str) -> None:
         transport, before = self.transport, self._adapter
-        doing, within = f"load the adapter in {folder}", transport.limits.load
-        body = {"lora_name": version, "lora_path": folder}
-        replies = transport.each("POST", "/load_lora_adapter", body, refused_ok=True, doing=doing, within=within)
+        doing = f"load the adapter in {folder}"
+        how = {"refused_ok": "error_message", "doing": doing, "within": transport.limits.load}
+        replies = transport.each("POST", "/load_lora_adapter", {"lora_name": version, "lora_path": folder}, **how)
         for url, reply in zip(transport.urls, replies, strict=True):
             if (reply.get("loaded_adapters") or {}).get(version) != folder:
                 raise transport.unusable(url, f"could not {doing} ({brief(reply.get('error_message', reply))})")
@@ -290,7 +290,9 @@ class Sglang:
     def _unload(self, adapter: str | None) -> None:
         """Unload an adapter. A server that was restarted no longer has it, and refuses the request."""
         if adapter is not None:
-            self.transport.each("POST", "/unload_lora_adapter", {"lora_name": adapter}, refused_ok=True)
+            doing, within = f"unload the adapter {adapter}", self.transport.limits.load
+            how = {"refused_ok": "does not exist", "doing": doing, "within": within}
+            self.transport.each("POST", "/unload_lora_adapter", {"lora_name": adapter}, **how)
 
     def versions(self) -> list[str]:
         return [reply["weight_version"] for reply in self.transport.each("GET", "/model_info")]

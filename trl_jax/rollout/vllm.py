@@ -237,9 +237,10 @@ class Vllm:
     def load_adapter(self, folder: str, version: str) -> None:
         each, before = self.transport.each, self._adapter
         doing, within = f"load the adapter in {folder}", self.transport.limits.load
-        # In place, because a request that is sent again after a lost reply finds its own adapter.
-        body = {"lora_name": version, "lora_path": folder, "load_inplace": True}
-        replies = each("POST", "/v1/load_lora_adapter", body, missing_ok=True, doing=doing, within=within)
+        # A request that is sent again after a lost reply finds its own adapter. (`load_inplace` would accept it, but
+        # then the server reads the folder in every step of its engine.)
+        how = {"missing_ok": True, "refused_ok": "has already been loaded", "doing": doing, "within": within}
+        replies = each("POST", "/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder}, **how)
         for url, reply in zip(self.transport.urls, replies, strict=True):
             if reply is None:
                 raise self.transport.unusable(
