@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -39,19 +42,45 @@ def test_completions_that_are_generated_ahead_come_back(calls):
             np.testing.assert_array_equal(own, other)
 
 
+def written(content):
+    messages = [[{"role": "assistant", "content": "ä"}, {"role": "tool", "name": "draw", "content": content}]]
+    one = np.asarray([True])
+    return Written([[1]], [np.int32([7])], [one], messages=messages, calls=(1, 0), sampling_logps=[np.float32([-1])])
+
+
 def test_pictures_of_tools_come_back():
-    picture = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
-    content = [
-        {"type": "image", "image": picture},
-        {"type": "image", "image": "cat.png"},
-        {"type": "text", "text": "?"},
+    """In every form that `open_picture` takes, with their modes."""
+    array = np.arange(16, dtype=np.uint8).reshape(2, 2, 4)
+    pictures = [Image.fromarray(array).convert(mode) for mode in ("RGBA", "RGB", "L", "LA", "1", "CMYK", "F", "I")]
+    buffer = io.BytesIO()
+    pictures[0].save(buffer, "PNG")
+    data = buffer.getvalue()
+    others = [
+        array,
+        array[..., 0],
+        data,
+        {"bytes": data, "path": None},
+        {"path": "cat.png"},
+        Path("cat.png"),
+        "cat.png",
     ]
-    messages, ids = [[{"role": "tool", "name": "draw", "content": content}]], [np.int32([7])]
-    made = Written([[1]], ids, [np.asarray([True])], messages=messages, calls=(1, 0), sampling_logps=[np.float32([-1])])
-    [[message]] = Written.of_arrays(made.arrays()).messages
-    back, *others = message["content"]
-    np.testing.assert_array_equal(np.asarray(back["image"]), np.asarray(picture))
-    assert others == content[1:] and message["name"] == "draw"
+    content = [{"type": "image", "image": own} for own in (*pictures, *others)] + [{"type": "text", "text": "?"}]
+    made = written(content)
+    [[first, message]] = Written.of_arrays(made.arrays()).messages
+    assert first == made.messages[0][0] and message["name"] == "draw" and message["content"][-1] == content[-1]
+    back = [part["image"] for part in message["content"][:-1]]
+    for found, wanted in zip(back, pictures, strict=False):
+        assert found.mode == wanted.mode
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+    for found, wanted in zip(back[len(pictures) :], others, strict=True):
+        assert type(found) is type(wanted)
+        np.testing.assert_equal(found, wanted)
+    assert all(part["image"] is own for part, own in zip(content, (*pictures, *others), strict=False))
+
+
+def test_values_of_tools_that_a_checkpoint_cannot_have_are_named():
+    with pytest.raises(TypeError, match="Object of type float32 is not JSON serializable"):
+        written([{"type": "number", "number": np.float32(1)}]).arrays()
 
 
 def test_a_checkpoint_has_the_names_that_earlier_ones_have():

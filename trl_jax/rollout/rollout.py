@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import time
@@ -20,7 +19,7 @@ from trl_jax.data.batch import IGNORED, Batch, CompletionRows, Context, Example,
 from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
 from trl_jax.generation.generator import StopRule
-from trl_jax.hub.vision.processor import open_picture
+from trl_jax.hub.vision.processor import picture_from_json, picture_to_json
 from trl_jax.losses.advantages import Advantages
 from trl_jax.rollout.completions_log import (
     Collected,
@@ -31,7 +30,7 @@ from trl_jax.rollout.completions_log import (
     sampling_metrics,
 )
 from trl_jax.rollout.samplers import Sampler
-from trl_jax.rollout.server import ServerError, data_url
+from trl_jax.rollout.server import ServerError
 from trl_jax.tasks.policy import Cycle, EntropyBonus, PolicyTask, RolloutTask
 
 logger = logging.getLogger(__name__)
@@ -913,7 +912,7 @@ class Written:
             arrays |= _prefixed("images", images_to_arrays(self.images))
         if self.calls is None:
             return arrays
-        told = np.frombuffer(json.dumps(self.messages, default=_picture_to_json).encode(), np.uint8)
+        told = np.frombuffer(json.dumps(_with_pictures(self.messages, picture_to_json)).encode(), np.uint8)
         return arrays | {"by_model": np.concatenate(self.by_model), "messages": told, "calls": np.asarray(self.calls)}
 
     @classmethod
@@ -931,7 +930,7 @@ class Written:
         )  # fmt: skip
         if "calls" not in arrays:
             return made
-        messages = json.loads(arrays["messages"].tobytes(), object_hook=_picture_from_json)
+        messages = _with_pictures(json.loads(arrays["messages"].tobytes()), picture_from_json)
         calls = tuple(arrays["calls"].tolist())
         return replace(made, by_model=split("by_model", "completion"), messages=messages, calls=calls)
 
@@ -952,18 +951,18 @@ class Written:
         return own | {name: value for name, value in self.columns.items() if name not in lists}
 
 
-_PICTURE = "trl_jax.picture"
+def _with_pictures(messages: Sequence[Sequence[Mapping]], convert: Callable[[Any], Any]) -> list[list[dict[str, Any]]]:
+    """Messages whose pictures (see `open_picture`) are converted."""
 
+    def part(own: Any) -> Any:
+        seen = isinstance(own, Mapping) and own.get("type") == "image" and "image" in own
+        return {**own, "image": convert(own["image"])} if seen else own
 
-def _picture_to_json(picture: Any) -> dict[str, str]:
-    """A picture of a tool, which is in its message (see `open_picture`)."""
-    return {_PICTURE: data_url(open_picture(picture))}
+    def message(own: Mapping[str, Any]) -> dict[str, Any]:
+        parts = isinstance(own.get("content"), list | tuple)
+        return {**own, "content": list(map(part, own["content"]))} if parts else dict(own)
 
-
-def _picture_from_json(found: dict[str, Any]) -> Any:
-    if found.keys() != {_PICTURE}:
-        return found
-    return open_picture(base64.b64decode(found[_PICTURE].partition(",")[2]))
+    return [list(map(message, talk)) for talk in messages]
 
 
 def all_written(completions: Sequence[np.ndarray]) -> list[np.ndarray]:

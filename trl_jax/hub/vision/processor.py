@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.vision import Pictures, special_token
+
+_KIND = "trl_jax.kind"  # in the JSON of a picture that is not JSON itself
+_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Pillow's modes that PNG keeps
 
 
 class EncodedText(NamedTuple):
@@ -166,6 +170,39 @@ def open_picture(value: Any) -> Any:
     raise ValueError(
         f"{brief(value)} is no picture: pass a PIL image, a path, the bytes of a file or an array of pixels."
     )
+
+
+def picture_to_json(value: Any) -> Any:
+    """A picture that `open_picture` takes, in JSON, for `picture_from_json`."""
+    if isinstance(value, Mapping):
+        return {name: picture_to_json(own) for name, own in value.items()}
+    if value is None or isinstance(value, str):
+        return value
+    buffer = io.BytesIO()
+    if isinstance(value, bytes | Path):
+        kind = "bytes" if isinstance(value, bytes) else "path"
+        buffer.write(value if kind == "bytes" else str(value).encode())
+    elif isinstance(value, np.ndarray):
+        kind = "array"
+        np.save(buffer, value, allow_pickle=False)
+    else:
+        kind = "picture"
+        open_picture(value).save(buffer, "PNG" if value.mode in _PNG else "TIFF")
+    return {_KIND: kind, "data": base64.b64encode(buffer.getvalue()).decode()}
+
+
+def picture_from_json(value: Any) -> Any:
+    """Inverse of `picture_to_json`: the same form, and the same pixels."""
+    if not isinstance(value, dict):
+        return value
+    if _KIND not in value:
+        return {name: picture_from_json(own) for name, own in value.items()}
+    data = base64.b64decode(value["data"])
+    if value[_KIND] == "array":
+        return np.load(io.BytesIO(data), allow_pickle=False)
+    if value[_KIND] == "path":
+        return Path(data.decode())
+    return data if value[_KIND] == "bytes" else open_picture(data)
 
 
 def has_image_processor(folder: Path) -> bool:
