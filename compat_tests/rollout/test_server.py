@@ -33,7 +33,7 @@ CONFIG = {
 
 SAMPLED = {
     "max_tokens": 4, "temperature": 0.7, "top_p": None, "top_k": None, "min_p": None, "repetition_penalty": None,
-    "ends": [0], "regex": None, "never": None, "others": {},
+    "ends": [0], "regex": None, "never": (), "others": {},
 }  # fmt: skip
 
 
@@ -508,14 +508,14 @@ def test_prompts_with_images(serve, folder):
 
 def test_parameters_of_requests():
     given = {"max_tokens": 5, "temperature": 0.7, "top_p": None, "top_k": -1, "min_p": None, "repetition_penalty": 1.1,
-             "ends": [2, 3], "never": None}  # fmt: skip
+             "ends": [2, 3], "never": ()}  # fmt: skip
     engine = Vllm([], Requirements("model", 100, 16, True), Limits(1.0))
     found = engine.parameters(SamplingOptions(**given, regex="a+", others={"min_tokens": 2, "top_p": 0.5}))
     assert found == {
         "max_tokens": 5, "temperature": 0.7, "top_p": 0.5, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.1,
         "stop_token_ids": [2, 3], "min_tokens": 2, "structured_outputs": {"regex": "a+"},
     }  # fmt: skip
-    given |= {"never": 7, "regex": None}
+    given |= {"never": (7,), "regex": None}
     found = engine.parameters(SamplingOptions(**given, others={"stop_strings": ["END"], "logit_bias": {"1": 2.0}}))
     assert (found["stop"], found["include_stop_str_in_output"], "stop_strings" in found) == (["END"], True, False)
     assert found["logit_bias"] == {"1": 2.0, "7": -100.0} and "structured_outputs" not in found
@@ -667,23 +667,53 @@ def test_prompts_with_images_of_sglang(serve, folder):
     stub, needs = serve(SglangStub), Requirements(str(folder), 100, 16, True, image_token=5)
     stub.image_token, stub.image_tokens = 5, 3
     servers = connect([stub.url], needs, Limits(30.0))
-    sampling = servers.engine.parameters(SamplingOptions(**SAMPLED | {"never": 5}))
+    sampling = servers.engine.parameters(SamplingOptions(**SAMPLED | {"never": (5, 9)}))
     stub.replay = lambda ids, n: [[len(ids), number] for number in range(n)]
     prompts, images = [[1, 5, 5, 5, 2, 5, 5, 5], [1, 2]], [["data:a", "data:b"], []]
     found = servers.begin(prompts, sampling, group=2, seeds=[3, 4], images=images).result()
     assert [own.tolist() for own in found.completions] == [[8, 0], [8, 1], [2, 0], [2, 1]]
     bodies = [body for path, body in stub.seen if path == "/generate" and "image_data" in body]
     assert [(body["input_ids"], body["image_data"]) for body in bodies] == [([[1, 5, 2, 5]] * 2, [images[0]] * 2)]
-    assert bodies[0]["sampling_params"][0]["logit_bias"] == {"5": -100.0}
+    assert bodies[0]["sampling_params"][0]["logit_bias"] == {"5": -100.0, "9": -100.0}
     servers.load(str(folder), "2")
     servers.begin(prompts[:1], sampling, group=2, seeds=[3], images=images[:1]).result()
     hashes = [body["mm_hashes"] for path, body in stub.seen if path == "/generate" and "image_data" in body]
     assert len({own for by_image in hashes for own in by_image[0]}) == 4  # of each image and version
     stub.image_tokens = 4
-    with pytest.raises(ServerError, match="turned a prompt with 2 images into 10 other tokens, and the trainer into 8"):
+    with pytest.raises(
+        ServerError, match="has 8 image tokens for a prompt with 2 images, and the trainer 6: the server"
+    ):
         servers.begin(prompts, sampling, group=2, seeds=[3, 4], images=images).result()
-    with pytest.raises(ServerError, match="A prompt has 2 images and 1 runs of image tokens, and the SGLang server at"):
+    with pytest.raises(ServerError, match="A prompt has 2 images and 1 run of image tokens, and the SGLang server at"):
         servers.begin([[1, 5, 5, 5, 5]], sampling, group=1, seeds=[3], images=images[:1]).result()
+
+
+def test_texts_with_images_that_sglang_changes_or_refuses(serve, folder):
+    stub = serve(SglangStub)
+    needs = Requirements(str(folder), 100, 16, True, image_token=5, other_media=[9])
+    stub.image_token, stub.image_tokens, stub.replay = 5, 3, lambda ids, n: [[7]] * n
+    servers = connect([stub.url], needs, Limits(30.0))
+    sampling = servers.engine.parameters(SamplingOptions(**SAMPLED))
+
+    def complete(ids):
+        return servers.begin([ids], sampling, group=1, seeds=[3], images=[["data:a"]]).result()
+
+    expand = stub._with_images
+    stub._with_images = lambda ids, urls: [6 if token == 2 else token for token in expand(ids, urls)]
+    with pytest.raises(
+        ServerError, match=r"tokenized the text .* from token 4 on: \[6, 3\], and \[2, 3\] in the request"
+    ):
+        complete([1, 5, 5, 5, 2, 3])
+    stub._with_images = lambda ids, urls: [*expand(ids, urls), 3]
+    with pytest.raises(ServerError, match=r"again, and it differs from token 5 on: \[3\], and \[\] in the request"):
+        complete([1, 5, 5, 5, 2])
+    stub._post_generate = lambda body: (400, {"error": {"message": "no data"}})
+    with pytest.raises(
+        ServerError, match=r"no data'? The prompt has 1 image and has the tokens \[9\], placeholders of"
+    ):
+        complete([1, 5, 5, 5, 9])
+    with pytest.raises(ServerError, match=r"no data'? The prompt has 1 image and may have text .* a literal <image>"):
+        complete([1, 5, 5, 5])
 
 
 def test_parameters_of_requests_to_sglang(caplog):

@@ -96,6 +96,7 @@ class Requirements:
     max_tokens: the context length needed for a prompt and its completion, as far as it is known before training.
     processed_logps: whether log-probabilities must be computed after temperature and filters (top_k, top_p, min_p).
     image_token: the token id of image placeholders in prompts; None if there are no images.
+    other_media: the token ids of the model's placeholders for videos and audio, which prompts do not have.
     adapter_rank: the largest LoRA rank of the policy; None if it has no adapter, or one that must be merged.
     fused_adapter: whether an engine that fuses projections, as SGLang, computes the adapter: all matrices have the
         config's rank and scale, and those of a fused layer have adapters together.
@@ -106,6 +107,7 @@ class Requirements:
     max_tokens: int
     processed_logps: bool
     image_token: int | None = None
+    other_media: Sequence[int] = ()
     adapter_rank: int | None = None
     fused_adapter: bool = False
 
@@ -116,7 +118,7 @@ class SamplingOptions:
 
     ends: EOS token ids.
     regex: a pattern that constrains completions, or None.
-    never: a token id that must not be sampled, or None.
+    never: token ids that must not be sampled.
     others: `generation_kwargs`: vLLM's sampling parameters by name, plus transformers' `stop_strings`. They override
         the other fields except `regex` and `never`.
     """
@@ -129,7 +131,7 @@ class SamplingOptions:
     repetition_penalty: float | None
     ends: Sequence[int]
     regex: str | None
-    never: int | None
+    never: Sequence[int]
     others: Mapping[str, Any]
 
 

@@ -38,6 +38,7 @@ _EXACT = ("DFLASH", "DSPARK")  # speculative decoding that returns log-probabili
 _UNKNOWN_ADAPTER = "has never been loaded"  # in the reply to a request with an adapter that the server does not have
 _ABSENT = ("allowed_token_ids", "bad_words")
 _STRUCTURES = {"regex": "regex", "json": "json_schema", "grammar": "ebnf", "structural_tag": "structural_tag"}
+_INSTEAD = "Start a vLLM server, or set use_vllm=False."
 
 
 class Sglang:
@@ -154,8 +155,9 @@ class Sglang:
         parameters["top_k"] = parameters["top_k"] if parameters["top_k"] > 0 else -1
         parameters |= _structure(structure if options.regex is None else {"regex": options.regex})
         self._check_filters(parameters)
-        if options.never is not None:
-            parameters["logit_bias"] = {**parameters.get("logit_bias", {}), str(options.never): -100.0}
+        if options.never:
+            never = {str(token): -100.0 for token in options.never}
+            parameters["logit_bias"] = {**parameters.get("logit_bias", {}), **never}
         if parameters["repetition_penalty"] != 1.0:
             logger.warning(
                 "repetition_penalty=%s: SGLang penalizes the tokens of a completion, not those of its prompt, which "
@@ -209,7 +211,7 @@ class Sglang:
         reply = await transport.answer(client, url, "POST", "/generate", body, within=transport.limits.request)
         if reply.status_code == 400 and self._adapter is not None and _UNKNOWN_ADAPTER in reply.text:
             raise StaleWeights(f"{url} has no adapter {self._adapter!r}")
-        found = transport.accepted(url, reply)
+        found = self._accepted(url, reply, prompt)
         if len(found) != prompt.group:
             raise transport.unusable(url, f"returned {len(found)} completions for {prompt.group}")
         completions, logps = [], []
@@ -218,11 +220,7 @@ class Sglang:
             if info["finish_reason"]["type"] == "abort":
                 raise ServerError(f"The SGLang server at {url} aborted a completion ({brief(info['finish_reason'])}).")
             if prompt.images and one["prompt_token_ids"] != prompt.ids:
-                raise ServerError(
-                    f"The SGLang server at {url} turned a prompt with {len(prompt.images)} images into "
-                    f"{len(one['prompt_token_ids'])} other tokens, and the trainer into {len(prompt.ids)}: it "
-                    "processes images of this model otherwise. Start a vLLM server, or set use_vllm=False."
-                )
+                raise self._other_ids(url, one["prompt_token_ids"], prompt)
             completions.append(token_ids(one["output_ids"], self._needs.vocab_size, f"A completion of {url}"))
             # output_token_sampling_logprobs are normalized over the tokens that pass the filters, output_token_logprobs
             # over the whole vocabulary.
@@ -242,8 +240,8 @@ class Sglang:
         ids = [own for number, own in enumerate(prompt.ids) if own != image or prompt.ids[number - 1 : number] != [own]]
         if ids.count(image) != len(prompt.images):
             raise ServerError(
-                f"A prompt has {len(prompt.images)} images and {ids.count(image)} runs of image tokens, and the SGLang "
-                f"server at {url} takes one run for each. Start a vLLM server, or set use_vllm=False."
+                f"A prompt has {_count(len(prompt.images), 'image')} and {_count(ids.count(image), 'run')} of image "
+                f"tokens, and the SGLang server at {url} takes one run for each. {_INSTEAD}"
             )
         # Loading weights does not flush the server's cache of image features, which finds them by these hashes.
         hashes = [
@@ -251,6 +249,43 @@ class Sglang:
         ]
         each = {"input_ids": ids, "image_data": list(prompt.images), "mm_hashes": hashes}
         return {name: [own] * prompt.group for name, own in each.items()} | {"return_prompt_token_ids": True}
+
+    def _accepted(self, url: str, reply: httpx2.Response, prompt: Prompt) -> Any:
+        """Like `Transport.accepted`. In prompts with images, SGLang refuses placeholders without an image, a video or
+        audio, which it looks for in the text."""
+        try:
+            return self.transport.accepted(url, reply)
+        except ServerError as error:
+            if not prompt.images:
+                raise
+            media = sorted({*self._needs.other_media} & {*prompt.ids})
+            cause = "may have text that SGLang takes for another placeholder, such as a literal <image>"
+            if media:
+                cause = f"has the tokens {media}, placeholders of videos or audio"
+            raise ServerError(
+                f"{error} The prompt has {_count(len(prompt.images), 'image')} and {cause}. Remove it from prompts and "
+                "answers of tools."
+            ) from error
+
+    def _other_ids(self, url: str, read: Sequence[int], prompt: Prompt) -> ServerError:
+        """The error for a prompt with images that the server read as other tokens."""
+        image, given = self._needs.image_token, prompt.ids
+        if read.count(image) != given.count(image):
+            return ServerError(
+                f"The SGLang server at {url} has {read.count(image)} image tokens for a prompt with "
+                f"{_count(len(prompt.images), 'image')}, and the trainer {given.count(image)}: the server processes "
+                f"images of this model in another way. {_INSTEAD}"
+            )
+        at = next(
+            (at for at, pair in enumerate(zip(read, given, strict=False)) if pair[0] != pair[1]),
+            min(len(read), len(given)),
+        )
+        return ServerError(
+            f"The SGLang server at {url} tokenized the text of a prompt with images again, and it differs from token "
+            f"{at} on: {brief(read[at : at + 5])}, and {brief(given[at : at + 5])} in the request. This changes "
+            "completions of earlier turns. The server's log says why it does not keep the tokens "
+            f"(SGLANG_MM_AVOID_RETOKENIZE). {_INSTEAD}"
+        )
 
     def score(self, ids: Sequence[int]) -> list[np.ndarray]:
         body = {
@@ -296,6 +331,10 @@ class Sglang:
 
     def versions(self) -> list[str]:
         return [reply["weight_version"] for reply in self.transport.each("GET", "/model_info")]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _structure(asked: Mapping[str, Any]) -> dict[str, str]:

@@ -126,8 +126,9 @@ class Vllm:
         parameters |= {name: value for name, value in options.others.items() if name != "stop_strings"}
         if strings is not None:
             parameters |= {"stop": strings, "include_stop_str_in_output": True}
-        if options.never is not None:
-            parameters["logit_bias"] = {**parameters.get("logit_bias", {}), str(options.never): -100.0}
+        if options.never:
+            never = {str(token): -100.0 for token in options.never}
+            parameters["logit_bias"] = {**parameters.get("logit_bias", {}), **never}
         return parameters if options.regex is None else parameters | {"structured_outputs": {"regex": options.regex}}
 
     async def complete(

@@ -359,7 +359,7 @@ class RolloutTrainer(BaseTrainer):
             ValueError: the run uses a feature that is not supported with servers.
             ServerError: a server does not answer, or was started with incompatible options.
         """
-        args, model = run.args, run.model
+        args, model, encoder = run.args, run.model, run.encoder
         if model.backend.virtual.count:
             raise ValueError(
                 "vllm_mode='server' together with an adapter of virtual tokens is not in this release of trl_jax. "
@@ -379,8 +379,9 @@ class RolloutTrainer(BaseTrainer):
             vocab_size=run.vocab_size,
             max_tokens=others.get("max_tokens", args.max_completion_length) + (args.max_prompt_length or 1),
             processed_logps="sampling_logps" in run.task.logps,
-            image_token=None if run.encoder is None else run.encoder.image_token_id,
-            adapter_rank=adapter_rank(model) if run.encoder is None else None,
+            image_token=None if encoder is None else encoder.image_token_id,
+            other_media=() if encoder is None else [own for own in encoder.other_media_ids if own < run.vocab_size],
+            adapter_rank=adapter_rank(model) if encoder is None else None,
             fused_adapter=fused_adapter(model),
         )
         servers = by_first(lambda: connect(urls, needs, self._limits()))
@@ -388,7 +389,8 @@ class RolloutTrainer(BaseTrainer):
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
             min_p=args.min_p, repetition_penalty=args.repetition_penalty,
             ends=eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
-            never=needs.image_token,  # in a completion it would stand for an image that is not there
+            # In a completion they would stand for an image, a video or audio that is not there.
+            never=() if encoder is None else (encoder.image_token_id, *needs.other_media),
             others=others,
         )  # fmt: skip
         sampling = servers.engine.parameters(options)

@@ -54,6 +54,9 @@ class VisionProcessor:
         self.tokenizer, self.image_processor = tokenizer, image_processor
         self.options = self.family.options(config) | options | {"return_tensors": "np"}
         self.image_token_id = getattr(config, self.family.image_token)
+        facts = config.to_dict()
+        ids = (facts.get("video_token_id"), facts.get("audio_token_id"))
+        self.other_media_ids = [own for own in ids if own is not None]  # placeholders for videos and audio
         self.image_token = tokenizer.convert_ids_to_tokens(self.image_token_id)
         if self.image_token is None:
             raise ValueError(
