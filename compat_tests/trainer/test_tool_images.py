@@ -197,6 +197,25 @@ def test_turns_by_a_server_are_those_of_this_process(options, qwen, serve, tmp_p
     assert len(sent) == len(drawn) + 2 * len(start)
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["processor", "tokenizer"])
+def test_an_adapter_is_merged_because_tools_may_return_images(alone, qwen, serve, tmp_path, caplog):
+    """A tokenizer as processing_class says that they do not."""
+    caplog.set_level("INFO", "trl_jax")
+    stub, (folder, processor) = serve({}), qwen
+    stub._max_lora_rank = 8
+    processor.tokenizer.response_template = response_template(processor.tokenizer)
+    config = {"num_generations": 4, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True,
+              "bf16": False} | served_by(stub, tmp_path / "weights")  # fmt: skip
+    rows = Dataset.from_list([{"prompt": user("What?"), "number": 0}] * 4)
+    made = trl_jax.GRPOTrainer(
+        folder, lambda completions, **columns: [0.0] * len(completions), trl_jax.GRPOConfig(str(tmp_path), **config),
+        rows, processing_class=processor.tokenizer if alone else processor, tools=[draw],
+        peft_config=trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    )  # fmt: skip
+    assert made._setup.rollout.rollout.writer._server._servers.engine.takes_adapters == alone
+    assert ("get the adapter merged into the model, because tools may return images" in caplog.text) == (not alone)
+
+
 def test_a_tokenizer_alone_sees_no_images(qwen, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="The answer of the tool 'draw': .* rows with images are not supported"):
         run(trl_jax, qwen, tmp_path, monkeypatch, alone=True, tools=[draw])

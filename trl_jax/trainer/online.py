@@ -22,7 +22,7 @@ from trl_jax.data.chat_templates import (
     template_for_training,
 )
 from trl_jax.data.checks import argument as argument_checks
-from trl_jax.data.checks import has_transform
+from trl_jax.data.checks import has_images, has_transform
 from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.generate import check_completes
 from trl_jax.hub.pretrained import PreTrainedModel
@@ -57,6 +57,7 @@ from trl_jax.trainer.overrides import (
 from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
+from trl_jax.training.logging import tell
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import OWN_METHODS, OwnRollout, RolloutParts, Sampling
 from trl_jax.training.server import ServerParts, adapter_rank, by_first, connect, default_root, fused_adapter
@@ -374,6 +375,14 @@ class RolloutTrainer(BaseTrainer):
         root = default_root(args.output_dir) if args.vllm_weights_dir is None else Path(args.vllm_weights_dir)
         others = as_dict("generation_kwargs", args.generation_kwargs) if args.generation_kwargs else {}
         others = {name: value for name, value in others.items() if value is not None}
+        rank = adapter_rank(model)
+        if rank is not None and encoder is not None and not has_images(run.train_dataset):
+            tell(
+                run.progress.told,
+                "merged adapter",
+                "The servers get the adapter merged into the model, because tools may return images. If they do not, "
+                "pass the model's tokenizer as processing_class: then servers with --enable-lora get the adapter only.",
+            )
         needs = Requirements(
             model=model.name_or_path,
             vocab_size=run.vocab_size,
@@ -381,7 +390,7 @@ class RolloutTrainer(BaseTrainer):
             processed_logps="sampling_logps" in run.task.logps,
             image_token=None if encoder is None else encoder.image_token_id,
             other_media=() if encoder is None else [own for own in encoder.other_media_ids if own < run.vocab_size],
-            adapter_rank=adapter_rank(model) if encoder is None else None,
+            adapter_rank=rank if encoder is None else None,
             fused_adapter=fused_adapter(model),
         )
         servers = by_first(lambda: connect(urls, needs, self._limits()))
