@@ -37,6 +37,8 @@ from compat_tests.trainer.vision_models import (
     tiny_tiled,
     user,
 )
+from trl_jax.rollout.server import data_url
+from trl_jax.training import rollout
 
 SAME = {
     "max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "learning_rate": 1e-3,
@@ -204,6 +206,21 @@ def test_completions_by_a_server_train_as_those_of_this_process(llava, tmp_path)
     [place] = body["features"]["mm_placeholders"]["image"]
     assert [body["token_ids"].index(image), body["token_ids"].count(image)] == [place["offset"], place["length"]]
     assert body["sampling_params"]["logit_bias"] == {str(image): -100.0} and body["sampling_params"]["n"] == 2
+
+
+def test_a_picture_is_sent_to_a_server_once_for_its_completions(llava, tmp_path, monkeypatch):
+    """Also if a transform opens it for each of them."""
+    stub, encoded = StubServer(llava), []
+    stub.replay, stub.image_tokens = (lambda ids, n: [[9, 11]] * n), (SIZE // PATCH) ** 2
+    monkeypatch.setattr(rollout, "data_url", lambda picture: (encoded.append(1), data_url(picture))[1])
+    rows = prompts().with_transform(lambda batch: batch)
+    more = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url, "max_steps": 1,
+            "vllm_importance_sampling_correction": False, "shuffle_dataset": False}  # fmt: skip
+    try:
+        trainer(trl_jax, "GRPO", llava, tmp_path, rows, **POLICY | more).train()
+    finally:
+        stub.stop()
+    assert len(encoded) == 2 == len([path for path, _ in stub.seen if path.endswith("render")])
 
 
 def test_servers_generate_ahead_of_a_frozen_tower_and_a_run_resumes(llava, tmp_path):

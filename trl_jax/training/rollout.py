@@ -389,15 +389,8 @@ class PolicyWriter:
     ) -> Callable[[], Written]:
         tools, part = self._sampling.tools, slice(None)
         if several() and tools is not None:  # each process has the environments and tools of its own part
-            part, images = own_part(len(prompts)), None
-
-            def encoded() -> tuple[list[list[int]], list[list[str]] | None]:
-                nonlocal images
-                ids, images, urls = self._encoded_part(prompts[part])
-                return ids, urls
-
-            ids, urls = zip(*of_each_process(encoded), strict=True)
-            ids, urls = list(chain.from_iterable(ids)), None if images is None else list(chain.from_iterable(urls))
+            part = own_part(len(prompts))
+            ids, images, urls = self._encoded_parts(prompts, part)
         else:
             ids, images, urls = self._encoded_part(prompts)
         group = _group_of(ids, group, urls)
@@ -449,10 +442,26 @@ class PolicyWriter:
         if self._setup.encoder is None:
             return self._checked_ids(prompts)[0] if prompts else [], None, None
         ids, images = self._checked_ids(prompts) if prompts else ([], [])
-        pictures = [pictures_in(prompt) for prompt in prompts]
-        every = {id(picture): picture for own in pictures for picture in own}  # completions of a prompt share them
-        urls = {key: _url_of(picture) for key, picture in every.items()}
-        return ids, images, [[urls[id(picture)] for picture in own] for own in pictures]
+        urls: list[list[str]] = []
+        for number, prompt in enumerate(prompts):  # equal prompts of a group are adjacent
+            alike = number > 0 and images[number].key == images[number - 1].key
+            urls.append(urls[-1] if alike else list(map(_url_of, pictures_in(prompt))))
+        return ids, images, urls
+
+    def _encoded_parts(
+        self, prompts: list, part: slice
+    ) -> tuple[list[list[int]], list[TextImages] | None, list[list[str]] | None]:
+        """Like `_encoded_part` of all prompts, which each process calls for its own `part`. The images are those of
+        this part."""
+        images = None
+
+        def encoded() -> tuple[list[list[int]], list[list[str]] | None]:
+            nonlocal images
+            ids, images, urls = self._encoded_part(prompts[part])
+            return ids, urls
+
+        ids, urls = zip(*of_each_process(encoded), strict=True)
+        return list(chain.from_iterable(ids)), images, None if images is None else list(chain.from_iterable(urls))
 
     def _checked_ids(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
         ids, images = self.encoded(prompts) if self._own is None else self._own.encoded(prompts)
