@@ -78,8 +78,16 @@ def test_pictures_of_tools_come_back():
     assert all(part["image"] is own for part, own in zip(content, (*pictures, *others), strict=False))
 
 
+def test_pictures_in_modes_that_no_file_has_are_converted():
+    [[_, message]] = Written.of_arrays(
+        written([{"type": "image", "image": Image.new("HSV", (2, 2))}]).arrays()
+    ).messages
+    assert message["content"][0]["image"].mode == "RGB"
+
+
 def test_values_of_tools_that_a_checkpoint_cannot_have_are_named():
-    with pytest.raises(TypeError, match="Object of type float32 is not JSON serializable"):
+    wanted = "The answer of the tool 'draw' cannot be saved in a checkpoint: Object of type float32 is not"
+    with pytest.raises(TypeError, match=wanted):
         written([{"type": "number", "number": np.float32(1)}]).arrays()
 
 

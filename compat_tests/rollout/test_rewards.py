@@ -346,6 +346,24 @@ def test_functions_that_pop_from_their_lists():
     assert (prompts, completions) == (PROMPTS, COMPLETIONS)  # for the completions table
 
 
+def test_entries_that_a_function_replaced_stay_when_the_next_one_pops():
+    def replaces(completions, **kwargs):
+        completions[0] = "new"
+        return [None] * 4
+
+    def pops(completions, **kwargs):
+        return [float(len(completions.pop(0))) for _ in PROMPTS]
+
+    def method(rows, prompts, completions, ids):
+        prompts.clear()
+        return rewards.calculated(rows, list(PROMPTS), completions, ids)
+
+    rewards, completions, prompts = made(replaces, pops), list(COMPLETIONS), list(PROMPTS)
+    rewards.own = method
+    assert rewards(ROWS, prompts, completions, IDS)[0, 1] == 3
+    assert (prompts, completions) == (PROMPTS, ["new", *COMPLETIONS[1:]])
+
+
 @pytest.mark.parametrize("value", [None, 1.0, np.array(1.0), "ab"])
 def test_weights_and_names_that_are_no_sequence(value):
     rewards = made(lengths, later)

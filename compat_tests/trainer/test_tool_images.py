@@ -197,8 +197,8 @@ def test_turns_by_a_server_are_those_of_this_process(options, qwen, serve, tmp_p
     assert len(sent) == len(drawn) + 2 * len(start)
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["processor", "tokenizer"])
-def test_an_adapter_is_merged_because_tools_may_return_images(alone, qwen, serve, tmp_path, caplog):
+@pytest.mark.parametrize("as_tokenizer", [False, True], ids=["processor", "tokenizer"])
+def test_an_adapter_is_merged_because_tools_may_return_images(as_tokenizer, qwen, serve, tmp_path, caplog):
     """A tokenizer as processing_class says that they do not."""
     caplog.set_level("INFO", "trl_jax")
     stub, (folder, processor) = serve({}), qwen
@@ -209,11 +209,13 @@ def test_an_adapter_is_merged_because_tools_may_return_images(alone, qwen, serve
     rows = Dataset.from_list([{"prompt": user("What?"), "number": 0}] * 4)
     made = trl_jax.GRPOTrainer(
         folder, lambda completions, **columns: [0.0] * len(completions), trl_jax.GRPOConfig(str(tmp_path), **config),
-        rows, processing_class=processor.tokenizer if alone else processor, tools=[draw],
+        rows, processing_class=processor.tokenizer if as_tokenizer else processor, tools=[draw],
         peft_config=trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     )  # fmt: skip
-    assert made._setup.rollout.rollout.writer._server._servers.engine.takes_adapters == alone
-    assert ("get the adapter merged into the model, because tools may return images" in caplog.text) == (not alone)
+    assert made._setup.rollout.rollout.writer._server._servers.engine.takes_adapters == as_tokenizer
+    assert ("get the adapter merged into the model, because tools may return images" in caplog.text) == (
+        not as_tokenizer
+    )
 
 
 def test_a_tokenizer_alone_sees_no_images(qwen, tmp_path, monkeypatch):

@@ -371,7 +371,7 @@ class ProcessorTokenizer:
         """
         messages = self._prepared(messages)
         if not tokenize:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            return apply_chat_template(self.tokenizer, messages, tokenize=False, **options)
         found = self._tokenized(messages, **options)
         return found if return_dict else found["input_ids"]
 
@@ -379,11 +379,11 @@ class ProcessorTokenizer:
         self, messages: list[dict[str, Any]], *, return_assistant_tokens_mask: bool = False, **options: Any
     ) -> dict[str, list[int]]:
         about_text = {name: options[name] for name in options.keys() - ABOUT_TOKENS}
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **about_text)
+        text = apply_chat_template(self.tokenizer, messages, tokenize=False, **about_text)
         if ABOUT_TOKENS.isdisjoint(options) and not return_assistant_tokens_mask:
             return {"input_ids": self.ids_of([text])[0]}
         options |= {"return_dict": True, "return_assistant_tokens_mask": return_assistant_tokens_mask}
-        found = self.tokenizer.apply_chat_template(messages, tokenize=True, **options)
+        found = apply_chat_template(self.tokenizer, messages, tokenize=True, **options)
         before, after = self._added_to(text)
         ids = {"input_ids": [*before, *found["input_ids"], *after]}
         if not return_assistant_tokens_mask:

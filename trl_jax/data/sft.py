@@ -433,7 +433,7 @@ def _tokenize(
     """
     if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(talk.options) for talk in talks):
         texts = [_render(talk, tokenizer, tokenize=False, **options) for talk in talks]
-        if isinstance(tokenizer, chat.PartsTokenizer):
+        if isinstance(tokenizer, chat.ProcessorTokenizer):
             return tokenizer.ids_of(texts), []
         return tokenizer(text=texts, add_special_tokens=False)["input_ids"], []
     options |= {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": assistant}

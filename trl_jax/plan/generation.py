@@ -189,7 +189,7 @@ def longest_steps(trainer: BaseTrainer) -> LongestSteps | None:
     if isinstance(trainer, OnlineDPOTrainer):
         steps = trainer.batches(trainer.train_dataset, training=True).steps
         found = LongestSteps(steps, steps.loader.step_layout.layout, tokens, trainer.num_generations, [trainer.model])
-        steps.pairs = replace(steps.pairs, complete=found.complete)
+        steps.pairs = replace(steps.pairs, complete=found.complete, ends=frozenset())  # TOKEN may be an EOS id
         return found
     if not isinstance(trainer, GKDTrainer):
         return None

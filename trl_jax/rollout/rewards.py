@@ -344,8 +344,9 @@ class RewardFunctions:
         """
         if self.own is None:
             return self.calculated(rows, prompts, completions, completion_ids)
-        wanted = len(prompts), len(self.functions)  # the method may clear the lists
-        found = np.asarray(as_arrays(self.own(rows, prompts, completions, completion_ids)), np.float32)
+        wanted = len(prompts), len(self.functions)
+        with _refilled({"prompts": prompts, "completions": completions, "completion_ids": completion_ids}):
+            found = np.asarray(as_arrays(self.own(rows, prompts, completions, completion_ids)), np.float32)
         if found.shape != wanted or np.isinf(found).any():
             raise TypeError(
                 f"The trainer's own _calculate_rewards returned {'infinite ' * bool(np.isinf(found).any())}numbers "
@@ -360,7 +361,7 @@ class RewardFunctions:
         """Call the reward functions: float32 `[B, F]`, NaN where one does not apply.
 
         Sync functions run one after another, then the async ones concurrently. All get the same lists, as in TRL. The
-        next functions and the completions table see what a function changes. Lists of another length are filled again.
+        next functions and the completions table see what a function changes. Lists that it shortens are restored.
 
         Args:
             rows: dataset rows, one per completion; all columns except prompt, completion and completion_ids are passed
@@ -381,7 +382,6 @@ class RewardFunctions:
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         every = {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
         helpers = {name: every[name] for name in self.helpers}
-        before = {name: list(values) for name, values in given.items()}
         rewards = np.full((len(rows), len(self.functions)), np.nan, np.float32)
         later = []
         for number, function in enumerate(self.functions):
@@ -391,13 +391,12 @@ class RewardFunctions:
             elif is_async(function):
                 later.append(number)
             else:
-                with raised_by(f"the reward function {self.names[number]!r}", prompts):
+                with raised_by(f"the reward function {self.names[number]!r}", prompts), _refilled(given):
                     found = function(**given, **helpers)
                     rewards[:, number] = _checked(self.names[number], found, len(rows))
-                _refill(given, before)
         if later:
-            rewards[:, later] = np.stack(self._all_awaited(later, given, helpers, before["prompts"]), axis=1)
-            _refill(given, before)
+            with _refilled(given) as before:
+                rewards[:, later] = np.stack(self._all_awaited(later, given, helpers, before["prompts"]), axis=1)
         _warn_of_none(rewards, given)
         self._completions = len(rows)
         return rewards
@@ -598,11 +597,16 @@ def _number(value: Any) -> float:
     return np.nan if value is None else float(value)
 
 
-def _refill(given: Mapping[str, list], before: Mapping[str, list]) -> None:
-    """Fill lists whose length a function changed, as by `pop`, with their values `before` it."""
-    for name, values in given.items():
-        if len(values) != len(before[name]):
-            values[:] = before[name]
+@contextlib.contextmanager
+def _refilled(given: Mapping[str, list]) -> Iterator[dict[str, list]]:
+    """Restore lists whose length changes inside, as by `pop`; yields copies of all of them."""
+    before = {name: list(values) for name, values in given.items()}
+    try:
+        yield before
+    finally:
+        for name, values in given.items():
+            if len(values) != len(before[name]):
+                values[:] = before[name]
 
 
 def _warn_of_none(rewards: np.ndarray, given: Mapping[str, Any]) -> None:

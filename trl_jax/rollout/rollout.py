@@ -6,8 +6,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -267,7 +268,8 @@ class RolloutSteps:
         collected.extend(facts["metrics"])
         if "generated" in facts:  # a checkpoint of an earlier version, whose metrics leave out the losses
             for metrics in unlogged:
-                collected.extend(self.measure(metrics))
+                with suppress(KeyError):  # sums of another loss, if arguments have changed
+                    collected.extend(self.measure(metrics))
         written = _under("next", arrays)
         self._next = Begun(lambda: Written.of_arrays(written), facts["next"]) if written and self.ahead else None
         return self._restore_place(_under("buffer", arrays), _under("sampler", arrays), facts)
@@ -912,7 +914,7 @@ class Written:
             arrays |= _prefixed("images", images_to_arrays(self.images))
         if self.calls is None:
             return arrays
-        told = np.frombuffer(json.dumps(_with_pictures(self.messages, picture_to_json)).encode(), np.uint8)
+        told = np.frombuffer(_json_of(_with_pictures(self.messages, picture_to_json)).encode(), np.uint8)
         return arrays | {"by_model": np.concatenate(self.by_model), "messages": told, "calls": np.asarray(self.calls)}
 
     @classmethod
@@ -949,6 +951,18 @@ class Written:
         lists = {name: values for name, values in self.columns.items() if isinstance(values, list)}
         own = {name: values[place] for name, values in lists.items() if place < len(values)}
         return own | {name: value for name, value in self.columns.items() if name not in lists}
+
+
+def _json_of(messages: list[list[dict[str, Any]]]) -> str:
+    for message in chain.from_iterable(messages):
+        try:
+            json.dumps(message)
+        except TypeError as error:
+            raise TypeError(
+                f"The answer of the tool {message.get('name')!r} cannot be saved in a checkpoint: {error}. Return "
+                "text, numbers of Python, lists, dicts and images."
+            ) from error
+    return json.dumps(messages)
 
 
 def _with_pictures(messages: Sequence[Sequence[Mapping]], convert: Callable[[Any], Any]) -> list[list[dict[str, Any]]]:

@@ -256,7 +256,7 @@ class Sglang:
         try:
             return self.transport.accepted(url, reply)
         except ServerError as error:
-            if not prompt.images:
+            if not prompt.images or reply.status_code != 400:
                 raise
             media = sorted({*self._needs.other_media} & {*prompt.ids})
             cause = "may have text that SGLang takes for another placeholder, such as a literal <image>"

@@ -72,6 +72,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
     _not_arguments = tuple(field.name for field in fields(OnlineConfig) if field.name not in _KNOWN)
     _reward_helpers = ()
     _writes_completions = False
+    _may_get_images = False  # from tools, as in TRL
     _reader = None  # TRL's AsyncGRPOTrainer has a tokenizer, not a processor
     _uses_server = True
     _never_called = NEVER_CALLED_WITH_REWARDS | {

@@ -225,8 +225,10 @@ class RolloutTrainer(BaseTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         collected = self._setup.rollout.rollout.collected["train" if self.model.training else "eval"]
         logs |= {f"{collected.prefix}{name}": value for name, value in collected.means().items()}
-        super().log(logs, start_time)
-        collected.values.clear()
+        try:
+            super().log(logs, start_time)
+        finally:  # otherwise a checkpoint would have them again
+            collected.values.clear()
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
         collected = self._setup.rollout.rollout.collected["eval"]

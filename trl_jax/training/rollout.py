@@ -451,8 +451,8 @@ class PolicyWriter:
     def _encoded_parts(
         self, prompts: list, part: slice
     ) -> tuple[list[list[int]], list[TextImages] | None, list[list[str]] | None]:
-        """Like `_encoded_part` of all prompts, which each process calls for its own `part`. The images are those of
-        this part."""
+        """Like `_encoded_part` of all prompts, which each process calls for its own `part`. Returns the images of this
+        part only."""
         images = None
 
         def encoded() -> tuple[list[list[int]], list[list[str]] | None]:

@@ -21,6 +21,8 @@ from trl_jax.hub.vision import Pictures, special_token
 
 _KIND = "trl_jax.kind"  # in the JSON of a picture that is not JSON itself
 _PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Pillow's modes that PNG keeps
+_TIFF = ("CMYK", "F", "I", "I;16", "LAB", "YCbCr")  # and TIFF
+_CONVERTED = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA"}  # the others become RGB
 
 
 class EncodedText(NamedTuple):
@@ -190,12 +192,17 @@ def picture_to_json(value: Any) -> Any:
         np.save(buffer, value, allow_pickle=False)
     else:
         kind = "picture"
-        open_picture(value).save(buffer, "PNG" if value.mode in _PNG else "TIFF")
+        picture = open_picture(value)
+        if picture.mode in _TIFF:
+            picture.save(buffer, "TIFF", compression="raw")
+        else:
+            picture = picture if picture.mode in _PNG else picture.convert(_CONVERTED.get(picture.mode, "RGB"))
+            picture.save(buffer, "PNG")
     return {_KIND: kind, "data": base64.b64encode(buffer.getvalue()).decode()}
 
 
 def picture_from_json(value: Any) -> Any:
-    """Inverse of `picture_to_json`: the same form, and the same pixels."""
+    """Inverse of `picture_to_json`: the same form and, except in modes that no file has, the same pixels."""
     if not isinstance(value, dict):
         return value
     if _KIND not in value:
