@@ -66,8 +66,8 @@ class RolloutSteps:
     streams: torch random streams, one per rank. Completions are sampled with the first one.
     seeds: the random stream for the servers' seeds, which do not depend on the number of ranks; None without servers.
     num_micro_batches: number of micro-batches since the start of the run; determines when to generate.
-    losses_first: whether TRL records the metrics of the current step's loss before those of its generation, which then
-        starts within the step's micro-batches. Determines the order of the logged metrics.
+    losses_first: whether loss metrics precede generation metrics in the log. As in TRL, they do if the step's
+        generation starts after its first micro-batch.
     num_steps_of_run: returns the number of steps in the run; nothing is generated ahead for later steps.
     at_iterates: a context in which the policy has the parameters at which the next gradient is taken, as in TRL. With a
         schedule-free optimizer, these differ from the averaged parameters that evaluation uses.

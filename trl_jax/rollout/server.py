@@ -98,8 +98,8 @@ class Requirements:
     image_token: the token id of image placeholders in prompts; None if there are no images.
     other_media: the token ids of the model's placeholders for videos and audio, which prompts do not have.
     adapter_rank: the largest LoRA rank of the policy; None if it has no adapter, or one that must be merged.
-    fused_adapter: whether an engine that fuses projections, as SGLang, computes the adapter: all matrices have the
-        config's rank and scale, and those of a fused layer have adapters together.
+    fused_adapter: whether an engine that fuses projections, such as SGLang, computes the adapter correctly: all
+        matrices have the config's rank and scale, and q_proj and v_proj (and k_proj, if used) are adapted together.
     """
 
     model: str
