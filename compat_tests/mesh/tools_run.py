@@ -21,10 +21,10 @@ from trl_jax.training.rollout import PolicyWriter
 model, out = sys.argv[1:]
 
 
-def first_turns(writer, ids, group, images=None):
+def first_turns(writer, ids, group, *more):
     """First turns of completions are scripted per row; the model samples the others."""
     if group == 1:
-        return complete(writer, ids, group, images)
+        return complete(writer, ids, group, *more)
     texts = [writer.decoded([own])[0] for own in ids]
     found = [FIRST[int("You have 1" in text)][place % 2] for place, text in enumerate(texts)]
     return [np.asarray(words()(text)["input_ids"], np.int32) for text in found]

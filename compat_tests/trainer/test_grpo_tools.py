@@ -99,8 +99,8 @@ class Runs:
         trainer, first = self.made(trl_jax, **self.options), self.first()
         complete = PolicyWriter.complete
 
-        def given(writer, ids, group, images=None):
-            return [np.asarray(own, np.int32) for own in first] if group == 4 else complete(writer, ids, group, images)
+        def given(writer, ids, group, *more):
+            return [np.asarray(own, np.int32) for own in first] if group == 4 else complete(writer, ids, group, *more)
 
         self.monkeypatch.setattr(PolicyWriter, "complete", given)
         return self.trained(trainer)
@@ -174,8 +174,8 @@ def test_turns_by_a_server_are_those_of_this_process(runs, monkeypatch):
     runs.rows = [row | {"environment": list(kinds)[number % 2]} for number, row in enumerate(ROWS)]
     runs.texts, runs.options = VISITS, {"tools": [add], "environment_factory": kinds}
 
-    def recorded(writer, ids, group, images=None):
-        found = complete(writer, ids, group, images)
+    def recorded(writer, ids, group, *more):
+        found = complete(writer, ids, group, *more)
         turns.update({tuple(text): tokens for text, tokens in zip(ids, found, strict=True)})
         return found
 

@@ -105,11 +105,11 @@ def run(package, qwen, out, monkeypatch, alone=False, config=None, turns=None, *
     if package is trl_jax and served is None:
         complete = PolicyWriter.complete
 
-        def given(writer, ids, group, images=None):
+        def given(writer, ids, group, *more):
             asked.append(len(ids))
             if len(asked) % 2:
                 return [np.asarray(own, np.int32) for own in first]
-            found = complete(writer, ids, group, images)
+            found = complete(writer, ids, group, *more)
             if turns is not None:
                 turns.update({tuple(text): tokens for text, tokens in zip(ids, found, strict=True)})
             return found

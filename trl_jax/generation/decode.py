@@ -271,9 +271,10 @@ def grown_shapes(state: Decoding, *, capacity: int) -> Decoding:
 
 
 def selected(
-    state: Decoding, prompts: np.ndarray, members: np.ndarray, alive: np.ndarray, *, shards: Shards | None = None
-) -> Decoding:
-    """Select a subset of completions. Consumes the cache of `state`, array by array like `grow`.
+    state: Decoding, prompts: np.ndarray, members: np.ndarray, alive: np.ndarray, *, shards: Shards | None = None,
+    keep: bool = False,
+) -> Decoding:  # fmt: skip
+    """Select a subset of completions. Consumes the cache of `state`, array by array like `grow`, unless `keep` is set.
 
     Args:
         prompts: int32 `[P']`, prompt indices within the shard; every shard has equally many.
@@ -283,7 +284,8 @@ def selected(
 
     def select(array: jax.Array, axis: int, each: bool) -> jax.Array:
         new = _selected_array(array, prompts, members if each else None, axis=axis, shards=shards)
-        array.delete()
+        if not keep:
+            array.delete()
         return new
 
     parts = [part.selected(select) for part in state.cache.parts]

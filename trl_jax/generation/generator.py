@@ -16,7 +16,7 @@ from flax import nnx
 
 from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
 from trl_jax.data.batch import padded_length
-from trl_jax.data.images import TEXT_ALONE, PromptImages, TextImages, prompt_images
+from trl_jax.data.images import TEXT_ALONE, PromptImages, TextImages, prompt_images, rounded_up
 from trl_jax.generation.decode import (
     Decoding,
     Shards,
@@ -40,11 +40,12 @@ from trl_jax.generation.decode import (
     with_token,
 )
 from trl_jax.generation.noise import Noise, NoiseSource, QueueSource, sample
+from trl_jax.generation.reuse import TurnCache
 from trl_jax.generation.sampling import History, Processor, process
 from trl_jax.mesh.mesh import TENSOR, fetched
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
-from trl_jax.nn.cache import Kept, LayerCache, LayersCache
+from trl_jax.nn.cache import Cache, Kept, LayerCache, LayersCache, Room
 
 STEPS = 16  # decoding steps per call, after which the host checks which completions have ended
 FIRST_CAPACITY = 32  # initial capacity in tokens; doubled whenever it is full
@@ -61,6 +62,7 @@ def generate(
     steps: int = STEPS,
     watch: Watch | None = None,
     progress: Progress | None = None,
+    turns: TurnCache | None = None,
 ) -> Completions:
     """Complete all prompts in one batch.
 
@@ -69,10 +71,15 @@ def generate(
         steps: tokens between two checks by the host; must be 1 with a `watch`.
         watch: sees every token, and may stop completions.
         progress: called after each check.
+        turns: the cache of the last turn, if the prompts are the next turns of conversations; replaced by the cache of
+            this turn. Not with a `watch`.
     """
     done: list[Completed] = []
-    _Generation(weights, request, noise, steps, len(request.prompts), done.extend, watch).run(progress)
-    return Completions.of(done, request.pad)
+    _Generation(weights, request, noise, steps, len(request.prompts), done.extend, watch, turns).run(progress)
+    completions = Completions.of(done, request.pad)
+    if turns is not None:
+        turns.end(*request.with_completions(completions))
+    return completions
 
 
 def generate_queue(
@@ -115,8 +122,9 @@ class _Generation:
         slots: int,
         done: Callable[[Sequence[Completed]], None],
         watch: Watch | None = None,
+        turns: TurnCache | None = None,
     ):
-        self._weights, self._request, self._watch = weights, request, watch
+        self._weights, self._request, self._watch, self._turns = weights, request, watch, turns
         self._source, self._chunk, self._steps, self._used = noise, None, steps, steps
         self._shards = 1 if weights.shards is None else weights.shards.count
         parts = part_of_group(min(slots, len(request.prompts)), request.group, self._shards)
@@ -145,6 +153,7 @@ class _Generation:
             state, alive = self._compacted(state._replace(alive=alive), alive)
             state, status = self._advanced(state, alive, int(status.count))
         slots.give(state, np.ones(slots.members.shape, bool))
+        self._keep(state, slots.members)
 
     def _first(
         self, members: np.ndarray, longest: int, prompt_capacity: int, capacity: int, noise: Noise | None
@@ -154,21 +163,44 @@ class _Generation:
         Args:
             longest: tokens of the longest text in the batch.
         """
+        logits, cache = self._continued(members, prompt_capacity, capacity) or self._prefilled(
+            members, longest, prompt_capacity, capacity
+        )
+        state, drawing = (
+            initial_state(cache, members.reshape(-1) >= 0, capacity, logps=self._request.logps),
+            self._drawing(members),
+        )
+        return first_tokens(logits, state, self._stops, noise, drawing, shards=self._weights.shards)
+
+    def _continued(self, members: np.ndarray, prompt_capacity: int, capacity: int) -> tuple[jax.Array, Cache] | None:
+        """Logits and cache as from `_prefilled`, from the cache of the last turn; None if it cannot be reused."""
+        if self._turns is None:
+            return None
+        request, room = self._request, Room(self._request.group, capacity)
+        images = request.images and [request.images[row // request.group] for row in members[:, 0]]
+        texts = self._slots.prompts(members)
+        return self._turns.begin(self._weights, texts, images, room, prompt_capacity, self._max_tokens)
+
+    def _prefilled(
+        self, members: np.ndarray, longest: int, prompt_capacity: int, capacity: int
+    ) -> tuple[jax.Array, Cache]:
         request, weights, prompts = self._request, self._weights, self._slots.prompts(members)
         tokens = np.full((len(prompts), prompt_capacity), request.pad, np.int32)
         for row, ids in zip(tokens, prompts, strict=True):
             row[: len(ids)] = ids
-        logits, cache = prefill(
+        return prefill(
             weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in prompts], np.int32),
             np.int32(longest), self._seen(members, prompt_capacity), group=request.group, capacity=capacity,
             max_tokens=self._max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype,
             by_layer=weights.layers is not None, shards=weights.shards,
         )  # fmt: skip
-        state, drawing = (
-            initial_state(cache, members.reshape(-1) >= 0, capacity, logps=request.logps),
-            self._drawing(members),
-        )
-        return first_tokens(logits, state, self._stops, noise, drawing, shards=weights.shards)
+
+    def _keep(self, state: Decoding, members: np.ndarray) -> bool:
+        """Keep the cache of these completions, `[P, G]` with -1 for others, for the next turn, if there may be one."""
+        keep = self._turns is not None and self._turns.keeps
+        if keep:
+            self._turns.keep(state.cache.parts, fetched(state.cache.fill.prompt_lengths), members)
+        return keep
 
     def _seen(self, members: np.ndarray, prompt_capacity: int) -> PromptImages:
         """The images of these members' prompts."""
@@ -276,10 +308,12 @@ class _Generation:
         without a watch, which identifies rows by their index."""
         if self._slots.waiting or self._watch is not None or self._used < self._steps:
             return state, alive
+        before = self._slots.members
         kept = self._slots.compact(state, alive)
         if kept is None:
             return state, alive
-        return selected(state, *kept, shards=self._weights.shards), kept[-1].reshape(-1)
+        keep = self._keep(state, np.where(alive.reshape(before.shape), -1, before))
+        return selected(state, *kept, shards=self._weights.shards, keep=keep), kept[-1].reshape(-1)
 
 
 # Slots
@@ -302,7 +336,8 @@ class Slots:
     def __init__(self, request: Request, count: int, done: Callable[[Sequence[Completed]], None], shards: int = 1):
         self._request, self._done, self._shards = request, done, shards
         first = range(min(count, len(request.prompts)))
-        count = -(-len(first) // shards) * shards
+        count = rounded_up(len(first), 1) if request.varies else len(first)
+        count = -(-count // shards) * shards
         self.members, self.begun = np.full((count, request.group), -1), np.zeros(count, np.int32)
         self.members[: len(first)] = self._rows_of(first)
         self.waiting = deque(range(len(first), len(request.prompts)))
@@ -517,6 +552,11 @@ def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit
     return Queue(max(slots, 1) * shards, group // size)
 
 
+def fits(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit, *, caches: int) -> bool:
+    """Whether memory allows this number of full caches. Other arguments as in `queue_of`; only without shards."""
+    return limit.memory is None or caches * cache_bytes(weights, prompts, group, lengths) <= SHARE * limit.memory
+
+
 def _slot_sizes(group: int, lengths: Lengths, most: int) -> list[int]:
     """Numbers of completions per slot to try, the best first.
 
@@ -575,6 +615,7 @@ class Request:
     temperature, logps: whether to record log-probabilities, and the temperature that divides their logits.
     virtual: virtual tokens before each prompt, which processors do not see.
     images: of each prompt, if any prompt has images; not with virtual tokens.
+    varies: the number of prompts varies from request to request; it is rounded up to limit compilations.
     stop: ends completions in addition to `eos`. Each check by the host passes it the new tokens; tokens after the end
         of a completion are dropped.
     """
@@ -590,6 +631,7 @@ class Request:
     logps: bool = False
     virtual: VirtualTokens = NO_VIRTUAL_TOKENS
     images: list[TextImages] | None = None
+    varies: bool = False
     stop: StopRule | None = None
 
     @cached_property
@@ -608,6 +650,14 @@ class Request:
         prompts = [ids for ids in self.prompts for _ in range(number)]
         images = None if self.images is None else [text for text in self.images for _ in range(number)]
         return replace(self, prompts=prompts, images=images, group=self.group // number)
+
+    def with_completions(self, made: Completions) -> tuple[list[np.ndarray], list[TextImages] | None]:
+        """The text of each row, prompt and completion, and its images."""
+        texts = [
+            np.concatenate([self.texts[row // self.group], tokens[:length]])
+            for row, (tokens, length) in enumerate(zip(made.tokens, made.lengths, strict=True))
+        ]
+        return texts, self.images and [images for images in self.images for _ in range(self.group)]
 
     def stops(self) -> Stops:
         """The stopping criteria."""

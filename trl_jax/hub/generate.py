@@ -27,6 +27,7 @@ from trl_jax.generation.generator import (
     Request,
     StopRule,
     Watch,
+    fits,
     queue_of,
 )
 from trl_jax.generation.noise import (
@@ -38,6 +39,7 @@ from trl_jax.generation.noise import (
     chunk_steps,
     random_key,
 )
+from trl_jax.generation.reuse import TurnCache, can_keep
 from trl_jax.generation.sampling import Processor, Text
 from trl_jax.hub.generation_hooks import StepWatch, UserFunctions, criteria_of
 from trl_jax.hub.generation_inputs import (
@@ -483,6 +485,7 @@ def complete(
     progress: Progress | None = None,
     limit: Limit = NO_LIMIT,
     tokenizer: Any = None,
+    turns: TurnCache | None = None,
 ) -> Completions:
     """Complete each prompt `group` times; completions of the same prompt are adjacent.
 
@@ -498,6 +501,8 @@ def complete(
         progress: callback as in `generation.generator.generate`.
         limit: how many completions may be computed at once; the others wait. It does not change the tokens.
         tokenizer: for `stop_strings`.
+        turns: the cache of the last turn if the prompts are the next turns of conversations, which is replaced by the
+            cache of this turn; None without further turns.
 
     Raises:
         ValueError: options are not supported in this release or out of range, there is no room for a new token, or
@@ -510,11 +515,11 @@ def complete(
     before, behind = processors_of(settings, text)
     request = request_of(settings, text, prompts, group, (*before.values(), *behind.values()))
     temperature = settings.config.temperature if settings.config.do_sample else 1.0
-    request = replace(request, temperature=temperature, logps=logps, images=images)
+    request = replace(request, temperature=temperature, logps=logps, images=images, varies=turns is not None)
     if settings.config.stop_strings is not None:
         request = replace(request, stop=StopStrings(settings.config.stop_strings, tokenizer).end_of)
     drawing = drawing_of(settings, stream, dtype)
-    options = {"dtype": dtype, "head_dtype": head_dtype, "progress": progress, "limit": limit}
+    options = {"dtype": dtype, "head_dtype": head_dtype, "progress": progress, "limit": limit, "turns": turns}
     return run(model, request, drawing, beams=settings.beams, **options)
 
 
@@ -576,12 +581,14 @@ def drawing_of(settings: Settings, stream: TorchGenerator, dtype: Any) -> Drawin
 def run(
     model: Any, request: Request, drawing: Drawing | None, *, dtype: Any, head_dtype: Any = None,
     watch: Watch | None = None, progress: Progress | None = None, limit: Limit = NO_LIMIT, beams: Beams | None = None,
+    turns: TurnCache | None = None,
 ) -> Completions:  # fmt: skip
     """Generate. The stream is advanced by the steps taken, or left unchanged if generation fails.
 
     Args:
         limit: cannot be combined with a `watch`, which sees all completions at once.
         beams: settings of a beam search, which runs all rows at once and without a `watch`; None for no beam search.
+        turns: see `complete`. It is used if all completions are generated at once.
 
     Raises:
         ValueError: the model does not support the length of the longest completion, or the beam search is not possible.
@@ -594,7 +601,11 @@ def run(
     if beams is not None:
         return _searched(model, weights, request, drawing, beams, limit, progress)
     # A watch identifies rows by their index in the batch, so it sees all of them at once.
-    queue = None if watch else queue_of(weights, len(request.prompts), request.group, Lengths.of(request), limit)
+    size = len(request.prompts), request.group, Lengths.of(request)
+    queue = None if watch else queue_of(weights, *size, limit)
+    if turns is not None:
+        # The batch shrinks to at most half whenever it is compacted, so all that is kept is at most two caches.
+        turns.keeps = queue is None and can_keep(weights) and fits(weights, *size, limit, caches=2)
     at_once = request.rows if queue is None else queue.slots * request.group // queue.parts
     steps = generator.STEPS if drawing is None else drawing.steps(at_once, model.vocab_size)
     steps = steps if watch is None else 1
@@ -605,8 +616,11 @@ def run(
     try:
         with _precision(weights):
             if queue is None:
-                completions = generator.generate(weights, request, source, steps=steps, watch=watch, progress=progress)
+                options = {"steps": steps, "watch": watch, "progress": progress, "turns": turns}
+                completions = generator.generate(weights, request, source, **options)
             else:
+                if turns is not None:
+                    turns.forget()
                 done: list[Completed] = []
                 options = {"slots": queue.slots, "steps": steps, "progress": progress}
                 generator.generate_queue(weights, request.in_parts(queue.parts), source, done.extend, **options)

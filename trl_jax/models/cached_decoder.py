@@ -1,4 +1,4 @@
-"""The decoder with a cache: prefill, and decoding one token at a time."""
+"""The decoder with a cache: prefill, continued texts, and decoding one token at a time."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def with_keys(
     values have no entry.
 
     Args:
-        tokens, positions, reads, dtype, max_tokens: as in `Decoder.__call__`. With a cache, each row is one token.
-            Without one, each row has one read, the last token of its text.
+        tokens, positions, reads, dtype, max_tokens: as in `Decoder.__call__`. Rows have one read each, their last
+            token; with a cache, None for rows of one token. Rows of several tokens continue the prompts of the cache.
         longest: length of the longest text so far, for ropes that depend on it.
         cache: the preceding tokens, in the same parts as the result; None at the start of the texts.
         layers: the parameters of each layer, already sliced from its stack; None to scan over the stacks.

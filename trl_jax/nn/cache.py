@@ -106,6 +106,36 @@ class LayerCache:
         )
         return replace(self, prompt_k=k, prompt_v=v)
 
+    def empty(self, rows: int, length: int, room: Room) -> LayerCache:
+        """A cache like this one for `rows` prompts of up to `length` tokens."""
+        *lead, _, heads, _, channels = self.prompt_k.shape
+        sizes, own = (channels, self.v.shape[-1]), (*lead, rows, room.group, heads)
+        prompts = (jnp.zeros((*lead, rows, heads, length, size), self.v.dtype) for size in sizes)
+        k_T, v = (*own, sizes[0], room.capacity), (*own, room.capacity, sizes[1])
+        return LayerCache(*prompts, jnp.zeros(k_T, self.v.dtype), jnp.zeros(v, self.v.dtype), self.window)
+
+    def with_texts(self, earlier: LayerCache, texts: CachedTexts) -> LayerCache:
+        """Set prompts to texts (prompt and completion) of an earlier cache."""
+        k = texts.joined(self.prompt_k, earlier.prompt_k, earlier.k_T.swapaxes(-1, -2))
+        return replace(self, prompt_k=k, prompt_v=texts.joined(self.prompt_v, earlier.prompt_v, earlier.v))
+
+    def extended(self, new: KeysValues, lengths: jax.Array, more: jax.Array) -> LayerCache:
+        """Append the first `more` `[P]` tokens of `new` `[P, T]` to prompts of these `lengths` `[P]`; they must fit."""
+        k, v = (
+            _extended(prompt, own.swapaxes(-2, -3), lengths, more)
+            for prompt, own in ((self.prompt_k, new.k), (self.prompt_v, new.v))
+        )
+        return replace(self, prompt_k=k, prompt_v=v)
+
+
+def _extended(prompts: jax.Array, new: jax.Array, lengths: jax.Array, more: jax.Array) -> jax.Array:
+    """`[..., P, K, S, C]` with tokens of `[..., P, K, T, C]` appended."""
+    place_PS = jnp.arange(prompts.shape[-2]) - lengths[:, None]
+    is_new_PS = (place_PS >= 0) & (place_PS < more[:, None])
+    place, is_new = (each[:, None, :, None] for each in (place_PS, is_new_PS))
+    place = jnp.clip(place, 0, new.shape[-2] - 1).reshape(*(1 for _ in new.shape[:-4]), *place.shape)
+    return jnp.where(is_new, jnp.take_along_axis(new, place, axis=-2).astype(prompts.dtype), prompts)
+
 
 def _last_tokens(x: jax.Array, lengths: jax.Array, window: int | None) -> jax.Array:
     """Reduce `[..., P, K, S, C]` to the last tokens of each prompt, as many as fit into the window."""
@@ -178,6 +208,22 @@ class LatentCache(NamedTuple):
         """Replace the prompts at `slots` by those of `new` `[P']`. Old completions stay, but are no longer visible."""
         new = new.with_prompt_capacity(self.prompt.shape[-2])
         return self._replace(prompt=replaced(self.prompt, slots, new.prompt, self.own.ndim - 4))
+
+    def empty(self, rows: int, length: int, room: Room) -> LatentCache:
+        """A cache like this one for `rows` prompts of up to `length` tokens."""
+        *lead, _, _, channels = self.prompt.shape
+        shapes = (*lead, rows, length, channels), (*lead, rows, room.group, room.capacity, channels)
+        return LatentCache(*(jnp.zeros(shape, self.own.dtype) for shape in shapes))
+
+    def with_texts(self, earlier: LatentCache, texts: CachedTexts) -> LatentCache:
+        """Set prompts to texts (prompt and completion) of an earlier cache."""
+        mine, prompt, own = (each[..., None, :, :] for each in (self.prompt, *earlier))
+        return self._replace(prompt=texts.joined(mine, prompt, own)[..., 0, :, :])
+
+    def extended(self, new: Latents, lengths: jax.Array, more: jax.Array) -> LatentCache:
+        """Append the first `more` `[P]` tokens of `new` `[P, T]` to prompts of these `lengths` `[P]`; they must fit."""
+        prompt, latent = self.prompt[..., None, :, :], new.latent[..., None, :, :]
+        return self._replace(prompt=_extended(prompt, latent, lengths, more)[..., 0, :, :])
 
 
 # Convolutions and recurrent layers
@@ -299,6 +345,18 @@ class NothingKept(NamedTuple):
         del slots, new
         return self
 
+    def empty(self, rows: int, length: int, room: Room) -> NothingKept:
+        del rows, length, room
+        return self
+
+    def with_texts(self, earlier: NothingKept, texts: CachedTexts) -> NothingKept:
+        del earlier, texts
+        return self
+
+    def extended(self, new: NothingKept, lengths: jax.Array, more: jax.Array) -> NothingKept:
+        del new, lengths, more
+        return self
+
 
 class BothKept(NamedTuple):
     """For layers that run attention and a recurrent mixer in parallel."""
@@ -372,6 +430,12 @@ class Cache(NamedTuple):
         """Resize to `count` tokens per prompt."""
         return self._replace(parts=[own.with_prompt_capacity(count) for own in self.parts])
 
+    def extended(self, new: list[Kept], more: jax.Array) -> Cache:
+        """Append the first `more` `[P]` tokens of `new` `[P, T]` to the prompts, which have no completions yet."""
+        lengths = self.fill.prompt_lengths
+        parts = [own.extended(each, lengths, more) for own, each in zip(self.parts, new, strict=True)]
+        return Cache(parts, self.fill._replace(prompt_lengths=lengths + more))
+
     def refilled(self, slots: jax.Array, new: Cache) -> Cache:
         """Replace the prompts at `slots` by the prompts of `new` `[P']`, which must fit; their completions start empty.
         Prompts whose slot is out of range are dropped."""
@@ -426,6 +490,32 @@ class CacheFill(NamedTuple):
         """The position in its text (prompt included) of the token at each of `capacity` places, int32 `[P, T]`;
         arbitrary for empty places."""
         return jnp.maximum(self.own[:, None] - self.tokens_back(capacity), 0) + self.prompt_lengths[:, None]
+
+
+class CachedTexts(NamedTuple):
+    """Texts of a cache (a prompt and one of its completions) that become prompts of another cache, int32 `[N]` each.
+
+    prompts, members: the prompt, and the completion among the prompt's completions. All completions began together.
+    rows: the prompt in the other cache; out of range for texts that are dropped.
+    lengths: number of tokens of the prompt.
+    """
+
+    prompts: jax.Array
+    members: jax.Array
+    rows: jax.Array
+    lengths: jax.Array
+
+    def joined(self, target: jax.Array, prompts: jax.Array, completions: jax.Array) -> jax.Array:
+        """Set rows of `target` `[..., R, K, S', C]` to texts of `prompts` `[..., P, K, S, C]` and `completions`
+        `[..., P, G, K, T, C]`."""
+        layers = (slice(None),) * (prompts.ndim - 4)
+        both = prompts[*layers, self.prompts], completions[*layers, self.prompts, self.members]
+        place = jnp.arange(target.shape[-2])
+        moved = place + prompts.shape[-2] - self.lengths[:, None]  # completions begin where the longest prompt may end
+        at = jnp.where(place < self.lengths[:, None], place, moved)[:, None, :, None]
+        text = jnp.concatenate(both, axis=-2)
+        at = at.reshape(*(1 for _ in layers), *at.shape)
+        return replaced(target, self.rows, jnp.take_along_axis(text, at, axis=-2, mode="clip"), len(layers))
 
 
 class Room(NamedTuple):

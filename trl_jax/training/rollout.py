@@ -26,6 +26,7 @@ from trl_jax.data.image_rows import pictures_in
 from trl_jax.data.images import TextImages
 from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch
 from trl_jax.generation.generator import Limit, device_bytes
+from trl_jax.generation.reuse import TurnCache
 from trl_jax.hub.generate import complete, exact_draws, stop_rule
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import as_arrays
@@ -373,14 +374,15 @@ class PolicyWriter:
         if self._server is not None:
             return self._by_servers(prompts, group, GenerationProgress(self._line, len(prompts)))()
         ids, images = self._checked_ids(prompts)
-        completions = self.complete(ids, _group_of(ids, group, _keys(images)), images)
+        turns = None if tools is None else TurnCache()
+        completions = self.complete(ids, _group_of(ids, group, _keys(images)), images, turns)
         if tools is None:
             return Written(ids, completions, all_written(completions), images=images)
 
         def further(texts: Ids, of_texts: list[Seen] | None, rooms: list[int]) -> tuple[list[np.ndarray], None]:
             del rooms
             seen = None if of_texts is None else list(_with_features(self._setup, [own.images for own in of_texts]))
-            return self.complete(texts, 1, seen), None
+            return self.complete(texts, 1, seen, turns), None
 
         return tools.completed(ids, completions, further, None if images is None else [Seen(own, ()) for own in images])
 
@@ -490,14 +492,20 @@ class PolicyWriter:
             return ids, list(_with_features(self._setup, images))
         return rows.prompt_ids(prompts, self._setup.chat_tokenizer, **options), None
 
-    def complete(self, prompt_ids: Ids, group: int, images: list[TextImages] | None = None) -> list[np.ndarray]:
+    def complete(
+        self,
+        prompt_ids: Ids,
+        group: int,
+        images: list[TextImages] | None = None,
+        turns: TurnCache | None = None,
+    ) -> list[np.ndarray]:
         setup, options = self._setup, self._sampling.options
         how = {"group": group, "stream": self._stream, "dtype": setup.args.compute_dtype, "logps": False}
         how["head_dtype"] = "float32" if setup.args.cast_lm_head_to_fp32 else None
         how["progress"] = GenerationProgress(self._line, len(prompt_ids))
         tell_first(setup.progress.told, "generation")
         how["images"] = None if images is None else images[::group]
-        how["tokenizer"] = setup.processing_class
+        how |= {"tokenizer": setup.processing_class, "turns": turns}
         with setup.on_device():
             model = self._copy if self._alone else setup.model
             out = complete(model, prompt_ids[::group], options, limit=self._limit(model), **how)

@@ -147,11 +147,12 @@ def attend(
 
     Packed rows are computed in place or, if `packed.texts` is set, as one row per text: on TPUs, only keys and values
     are rearranged, elsewhere queries, too. `inputs.packed` determines what is visible; `causal` must match it. With
-    `inputs.cache`, each row has one token, which attends to the cache and itself. Packed rows and caches do not support
-    bias and dropout.
+    `inputs.cache`, a row's only token attends to the cache and itself; rows with more tokens continue the prompts of
+    the cache (`attend_continued`). Packed rows and caches do not support bias and dropout.
     """
     if inputs.cache is not None:
-        return attend_cached(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
+        over_cache = attend_cached if q_RTHC.shape[1] == 1 else attend_continued
+        return over_cache(q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
     packed = inputs.packed
     if packed is None and causal and bias is None and dropout is None and _runs_in_blocks(q_RTHC, inputs):
         return _with_wide_values(attend_rows, q_RTHC, k_RSKC, v_RSKC, inputs, softcap=softcap, sinks=sinks)
@@ -250,6 +251,36 @@ def attend_cached(
     out_prompt = out_prompt.reshape(prompts, heads, group, -1, own_v.shape[-1])
     out = out_prompt.swapaxes(1, 2) + _dot("pgkmt,pgktc->pgkmc", weights[1], cache.v) + weights[2] * own_v
     return out.astype(v_RTKC.dtype).reshape(*q_RTHC.shape[:-1], -1)
+
+
+def attend_continued(
+    q_RTHC: jax.Array,
+    k_RTKC: jax.Array,
+    v_RTKC: jax.Array,
+    inputs: AttentionInputs,
+    *,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of tokens that continue the prompts of the cache `inputs.cache`, which has no completions yet:
+    `[R, T, H, C]`. Each token attends to its row's prompt, and to the tokens of its row up to itself.
+
+    Reads scale, cache and fill of `inputs`; the layers must not have windows. `sinks` as in `attend_padded`.
+    """
+    cache, lengths_R = inputs.cache, inputs.fill.prompt_lengths
+    rows, length, heads, channels = q_RTHC.shape
+    num_kv, places = cache.prompt_k.shape[1:3]
+    k_RSKC, v_RSKC = (
+        jnp.concatenate([prompt.swapaxes(1, 2).astype(own.dtype), own], axis=1)
+        for prompt, own in ((cache.prompt_k, k_RTKC), (cache.prompt_v, v_RTKC))
+    )
+    seen_RTP = jnp.broadcast_to(jnp.arange(places) < lengths_R[:, None, None], (rows, length, places))
+    causal_RTT = jnp.broadcast_to(jnp.tri(length, dtype=bool), (rows, length, length))
+    mask = jnp.concatenate([seen_RTP, causal_RTT], axis=2)[:, None, None]
+    q_RTKGC = q_RTHC.reshape(rows, length, num_kv, heads // num_kv, channels)
+    sinks_KG11 = None if sinks is None else sinks.reshape(*q_RTKGC.shape[2:4], 1, 1)
+    out = _softmax_average(q_RTKGC, k_RSKC, v_RSKC, mask, inputs.scale, None, softcap, sinks_KG11, None)
+    return out.reshape(rows, length, heads, -1)
 
 
 def _dot(form: str, left: jax.Array, right: jax.Array) -> jax.Array:

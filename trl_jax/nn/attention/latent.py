@@ -78,7 +78,7 @@ class LatentAttention(nnx.Module):
     def _attend_latents(
         self, nope_RTHC: jax.Array, rope_RTHC: jax.Array, kept: Latents, inputs: AttentionInputs
     ) -> jax.Array:
-        """Attention `[R, 1, H, C]` of one query per row over the latents of the cache and its own (section 2.1.2: the
+        """Attention `[R, T, H, C]` over the latents of the cache and those of the rows (section 2.1.2: the
         key map is absorbed into the query, the value map into the output). A bias on the keys cancels in the softmax.
         """
         arch, dtype = self.arch, nope_RTHC.dtype

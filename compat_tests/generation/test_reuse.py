@@ -1,0 +1,167 @@
+"""Turns that reuse the cache of earlier turns give the tokens and log-probabilities of a prefill."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import numpy as np
+import pytest
+
+from compat_tests.effort import usually
+from compat_tests.hub.vision.test_generate import inputs
+from compat_tests.models import causal
+from compat_tests.trainer.vision_models import tiny_qwen
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.generation import decode, reuse
+from trl_jax.generation.decode import Weights
+from trl_jax.generation.generator import SHARE, Lengths, Limit, cache_bytes, device_bytes
+from trl_jax.generation.reuse import TurnCache, can_keep
+from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForImageTextToText
+from trl_jax.hub.generate import complete
+from trl_jax.hub.vision.processor import images_of_rows, split_images
+
+OPTIONS = {"max_new_tokens": 40, "do_sample": True, "pad_token_id": 0, "eos_token_id": list(range(5, 500, 40))}
+FEW = {"max_new_tokens": 4, "do_sample": True, "pad_token_id": 0, "eos_token_id": None}
+GROUP = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return of("qwen3", tmp_path_factory, num_hidden_layers=1)
+
+
+def of(kind, tmp_path_factory, **facts):
+    folder = causal.build(tmp_path_factory.mktemp(kind), kind, tie=False, **facts)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+class Talk:
+    """Conversations with the model. After each turn some end, and the others get answers of 1 to 70 tokens; the longest
+    take two calls of the model."""
+
+    def __init__(self, model, monkeypatch, turns=2, new=FEW, **options):
+        self.model, self.turns, self.new, self.options = model, turns, new, options
+        self.steps, self.prompts = [], [ids.tolist() for ids in self.drawn(0, (90, 200, 31, 170, 64))]
+        step = reuse._step
+        monkeypatch.setattr(reuse, "_step", lambda *given, **own: self.steps.append(given[6]) or step(*given, **own))
+
+    def drawn(self, seed, lengths):
+        dice = np.random.default_rng(seed)
+        return [dice.integers(5, 500, length) for length in lengths]
+
+    def held(self, turns, images=None):
+        """The tokens and log-probabilities of each turn."""
+        stream, texts, group, made = TorchGenerator(3), self.prompts, GROUP, []
+        for turn in range(self.turns):
+            out = complete(
+                self.model, texts, self.new, group=group, stream=stream, turns=turns, images=images, **self.options
+            )
+            own = [tokens[:length].tolist() for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+            made.append((own, [logps[: len(ids)] for ids, logps in zip(own, out.logps, strict=True)]))
+            answers = self.drawn(turn + 1, np.resize((70, 1, 12), len(own)))
+            kept = [row for row in range(len(own)) if (row + turn) % 3]
+            texts = [texts[row // group] + own[row] + answers[row].tolist() for row in kept]
+            if images is not None:
+                new = [len(own[row]) + len(answers[row]) for row in kept]
+                images = [images[row // group].before(more) for row, more in zip(kept, new, strict=True)]
+            group = 1
+        return made
+
+    def check(self, images=None, tolerance=5e-6):
+        """Compare with prefills; returns how many calls of the model continued cached texts."""
+        assert not self.steps
+        wanted, found = self.held(None, images), self.held(TurnCache(), images)
+        for (tokens, logps), (others, other_logps) in zip(wanted, found, strict=True):
+            assert tokens == others
+            np.testing.assert_allclose(np.concatenate(other_logps), np.concatenate(logps), atol=tolerance)
+        return len(self.steps)
+
+
+def test_turns(model, monkeypatch):
+    """Completions end at different times, so the batch is compacted, and the cache is in several pieces."""
+    pieces, begin = [], TurnCache.begin
+    monkeypatch.setattr(
+        TurnCache, "begin", lambda self, *given: pieces.append(len(self._pieces)) or begin(self, *given)
+    )
+    talk = Talk(model, monkeypatch, 3, OPTIONS)
+    assert talk.check() == 3
+    assert pieces[0] == 0 and max(pieces) > 1
+    assert max(more.max() for more in talk.steps) == 64 and min(more.min() for more in talk.steps) == 0
+
+
+@pytest.mark.parametrize(
+    "kind", usually("deepseek_v3 opt".split().count, "deepseek_v3 opt mixtral cohere smollm3".split())
+)
+def test_families(kind, monkeypatch, tmp_path_factory):
+    assert Talk(of(kind, tmp_path_factory), monkeypatch).check() == 1
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_next"])
+def test_what_a_completion_overwrites_is_not_kept(kind, tmp_path_factory):
+    model = of(kind, tmp_path_factory)
+    assert not can_keep(Weights.of(model.graph, model.arrays))
+
+
+def test_layers_in_a_stack(model, monkeypatch):
+    monkeypatch.setattr(decode, "decodes_by_layer", lambda *given: False)
+    assert Talk(model, monkeypatch).check() == 1
+
+
+def test_the_cache_of_the_last_turn_alone_is_held(model, monkeypatch):
+    turns, held = TurnCache(), []
+    for numbers in ((), ("forget",)):
+        gc.collect()
+        before = jax.live_arrays()
+        Talk(model, monkeypatch).held(turns)
+        for name in numbers:
+            getattr(turns, name)()
+        held.append(sum(array.nbytes for array in jax.live_arrays() if not any(array is own for own in before)))
+    assert held[1] < held[0] / 4 and 0 < held[0] <= whole_cache(model, 14, 288)
+
+
+def whole_cache(model, prompts, prompt, group=1):
+    return cache_bytes(Weights.of(model.graph, model.arrays), prompts, group, Lengths(prompt, 32, prompt + 32))
+
+
+@pytest.mark.parametrize("caches", [1.9, 2.1])
+def test_nothing_is_kept_without_memory_for_two_caches(model, caches):
+    weights, turns = Weights.of(model.graph, model.arrays), TurnCache()
+    memory = caches * whole_cache(model, 5, 224, GROUP) / SHARE + device_bytes(weights.layers)
+    options = {"group": GROUP, "stream": TorchGenerator(3), "limit": Limit(None, int(memory))}
+    complete(model, [list(range(9, 9 + length)) for length in (90, 200, 31, 170, 64)], FEW, turns=turns, **options)
+    assert turns.keeps == (caches > 2)
+
+
+def test_other_texts_begin_anew(model, monkeypatch):
+    """Texts that do not continue those of the last turn, or have mostly new tokens."""
+    talk, turns = Talk(model, monkeypatch), TurnCache()
+    complete(model, talk.prompts, FEW, group=1, stream=TorchGenerator(0), turns=turns)
+    others = [ids[::-1] for ids in talk.prompts]
+    complete(model, others, FEW, group=1, stream=TorchGenerator(0), turns=turns)
+    out = complete(model, others, FEW, group=1, stream=TorchGenerator(0), turns=turns)
+    long = [ids + tokens.tolist() + [7] * 300 for ids, tokens in zip(others, out.tokens, strict=True)]
+    complete(model, long, FEW, group=1, stream=TorchGenerator(0), turns=turns)
+    assert not talk.steps
+
+
+def test_images(monkeypatch, tmp_path):
+    """Later turns continue the cached texts, at positions after the images; equal texts with other images do not."""
+    model = AutoModelForImageTextToText.from_pretrained(tiny_qwen(tmp_path))
+    given = inputs(tmp_path, (1, 0))
+    arrays, others = split_images(model, {name: np.asarray(value) for name, value in given.items()})
+    masks = others["attention_mask"].astype(bool)
+    rows = [ids[mask].astype(np.int32) for ids, mask in zip(others["input_ids"], masks, strict=True)]
+    images = images_of_rows(model, rows, arrays)
+    talk = Talk(model, monkeypatch)
+    talk.prompts = [row.tolist() for row in rows]
+    monkeypatch.setattr(talk, "drawn", lambda seed, lengths: [np.full(7, 9)] * len(lengths))
+    assert talk.check(images) == 1
+    talk.steps.clear()
+    other = [text._replace(key=b"other") for text in images]
+    turns = TurnCache()
+    out = complete(model, talk.prompts, FEW, group=1, stream=TorchGenerator(0), images=images, turns=turns)
+    texts = [ids + tokens.tolist() for ids, tokens in zip(talk.prompts, out.tokens, strict=True)]
+    longer = [text.before(out.tokens.shape[1]) for text in other]
+    complete(model, texts, FEW, group=1, stream=TorchGenerator(0), images=longer, turns=turns)
+    assert not talk.steps

@@ -1,0 +1,229 @@
+"""Reuse of the cache between the turns of a conversation: a turn computes only the tokens that are new."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trl_jax.core.outputs import reads_of_rows
+from trl_jax.data.images import TextImages
+from trl_jax.generation.decode import Weights, longrope_switch_length, model_with_cast_head, trunk_of
+from trl_jax.models.arch import cache_parts
+from trl_jax.models.cached_decoder import with_keys
+from trl_jax.models.model import merge
+from trl_jax.nn.cache import Cache, CachedTexts, CacheFill, LayersCache, Room
+
+_STEP = 64  # new tokens of each text per call, so that programs do not depend on the length of a tool's answer
+_MOST_NEW = 1 / 2  # largest ratio of new tokens to the longest text's tokens; above, a prefill is as fast
+
+
+@dataclass
+class TurnCache:
+    """The cache of the last turn of some conversations. Pass the same object to the generation of every turn; the
+    model must not change in between.
+
+    keeps: whether to keep the cache of the current turn, see `can_keep`. If not, the next turn begins with a prefill.
+    """
+
+    keeps: bool = False
+    _pieces: list[_Piece] = field(default_factory=list)
+    _places: dict[_Key, _Place] = field(default_factory=dict)
+    _lengths: list[int] = field(default_factory=list)
+
+    def keep(self, parts: list[LayersCache], prompt_lengths: np.ndarray, members: np.ndarray) -> None:
+        """Keep part of the current generation.
+
+        Args:
+            parts: of its cache, from now on owned by this object.
+            prompt_lengths: int `[P]`, in tokens.
+            members: int `[P, G]`, the row of each completion that has ended; -1 for others.
+        """
+        self._pieces.append(_Piece(parts, prompt_lengths, members))
+
+    def end(self, texts: Sequence[np.ndarray], images: Sequence[TextImages] | None) -> None:
+        """End the current generation.
+
+        Args:
+            texts: token ids of each row, prompt and completion.
+            images: of each row; None without images.
+        """
+        for number, piece in enumerate(self._pieces):
+            for slot, member in np.argwhere(piece.members >= 0):
+                row = piece.members[slot, member]
+                # The last token was sampled, but is not in the cache.
+                self._places[_key(texts[row][:-1], _of(images, row))] = _Place(number, slot, member)
+        self._lengths = sorted({length for length, *_ in self._places}, reverse=True)
+
+    def begin(
+        self, weights: Weights, texts: Sequence[np.ndarray], images: Sequence[TextImages] | None, room: Room,
+        prompt_capacity: int, max_tokens: int,
+    ) -> tuple[jax.Array, Cache] | None:  # fmt: skip
+        """Begin the next generation, and forget the last one.
+
+        Args:
+            texts: token ids of the prompts.
+            images: of each prompt; None without images.
+            room: for the completions of each prompt.
+            prompt_capacity, max_tokens: see `decode.prefill`.
+
+        Returns:
+            The result of `decode.prefill`; None if its prompts do not continue the texts of the last generation, or
+            are so much longer that a prefill is as fast.
+        """
+        if not self._pieces:
+            return None
+        pieces, found = self._pieces, [self._find(ids, _of(images, row)) for row, ids in enumerate(texts)]
+        places, known = [place for place, _ in found], np.asarray([length for _, length in found], np.int32)
+        self.forget()
+        lengths = np.asarray(list(map(len, texts)), np.int32)
+        if None in places or (lengths - known).max() > _MOST_NEW * lengths.max():
+            return None
+        parts = _joined(pieces, places, prompt_capacity, room)
+        offsets = None
+        if images is not None:
+            after = [image.next_position - len(image.features) for image in images]
+            offsets = np.asarray(after, np.int32)
+        fill = CacheFill(known, np.zeros_like(known), np.int32(0), offsets)
+        return _through(weights, Cache(parts, fill), texts, known, max_tokens)
+
+    def forget(self) -> None:
+        """Free the cache of the last turn."""
+        self._pieces, self._places, self._lengths = [], {}, []
+
+    def _find(self, text: np.ndarray, images: TextImages | None) -> tuple[_Place | None, int]:
+        """The longest known text that this text continues, and its length."""
+        for length in self._lengths:
+            if length < len(text) and (place := self._places.get(_key(text[:length], images))) is not None:
+                return place, length
+        return None, 0
+
+
+class _Piece(NamedTuple):
+    """See `TurnCache.keep`."""
+
+    parts: list[LayersCache]
+    prompt_lengths: np.ndarray
+    members: np.ndarray
+
+
+class _Place(NamedTuple):
+    """Where the cache of a text is: the piece, the prompt in it, and the completion of the prompt."""
+
+    piece: int
+    prompt: int
+    member: int
+
+
+_Key = tuple[int, bytes, bytes]  # number of tokens, the tokens, and a digest of the images
+
+
+def _key(text: np.ndarray, images: TextImages | None) -> _Key:
+    return len(text), text.astype(np.int32).tobytes(), b"" if images is None else images.key
+
+
+def _of(images: Sequence[TextImages] | None, row: int) -> TextImages | None:
+    return None if images is None else images[row]
+
+
+def can_keep(weights: Weights) -> bool:
+    """Whether a model's cache can be kept for another turn: on one device, in layers that attend to all tokens.
+
+    Layers with windows and recurrent layers keep overwriting the cache of a completion after its end, and LongRoPE
+    rotates all keys differently once a text is long.
+    """
+    arch = trunk_of(merge(weights.graph, weights.arrays)).arch
+    mixers = {run.kind.mixer for run in arch.runs}
+    windows = any(part.window is not None for part in cache_parts(arch))
+    return (
+        weights.shards is None and mixers <= {"attention", None} and not windows
+        and longrope_switch_length(weights) is None
+    )  # fmt: skip
+
+
+def _joined(pieces: list[_Piece], places: list[_Place], prompt_capacity: int, room: Room) -> list[LayersCache]:
+    """A cache whose prompts are the texts at these places. Consumes the pieces array by array, so that two whole caches
+    are never alive at once."""
+    texts = [_texts_of(number, piece, places) for number, piece in enumerate(pieces)]
+    parts = []
+    for number, example in enumerate(pieces[0].parts):
+        part = example.empty(len(places), prompt_capacity, room)
+        for piece, own in zip(pieces, texts, strict=True):
+            part = part if own is None else _with_texts(part, piece.parts[number], own)
+            for array in jax.tree.leaves(piece.parts[number]):
+                array.delete()
+        parts.append(part)
+    return parts
+
+
+def _texts_of(number: int, piece: _Piece, places: list[_Place]) -> CachedTexts | None:
+    """The texts that are in this piece, padded to a power of two to limit compilations; None if there are none."""
+    rows = [row for row, place in enumerate(places) if place.piece == number]
+    if not rows:
+        return None
+    prompts, members = np.asarray([places[row][1:] for row in rows], np.int32).T
+    missing = (1 << (len(rows) - 1).bit_length()) - len(rows)
+    prompts, members = (np.pad(each, (0, missing)) for each in (prompts, members))
+    at = np.pad(np.asarray(rows, np.int32), (0, missing), constant_values=len(places))
+    return CachedTexts(prompts, members, at, piece.prompt_lengths[prompts].astype(np.int32))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _with_texts(part: LayersCache, earlier: LayersCache, texts: CachedTexts) -> LayersCache:
+    return part.with_texts(earlier, texts)
+
+
+def _through(
+    weights: Weights, cache: Cache, texts: Sequence[np.ndarray], known: np.ndarray, max_tokens: int
+) -> tuple[jax.Array, Cache]:
+    """Run the tokens of each text that are not in the cache through the model."""
+    more, longest = np.asarray(list(map(len, texts))) - known, max(map(len, texts))
+    logits = None
+    for first in range(0, int(more.max()), _STEP):
+        tokens = np.zeros((len(texts), _STEP), np.int32)
+        for row, text, start in zip(tokens, texts, known + first, strict=True):
+            own = text[start : start + _STEP]
+            row[: len(own)] = own
+        logits, cache = _step(
+            weights.graph, weights.arrays, weights.layers, cache, logits, tokens,
+            np.clip(more - first, 0, _STEP).astype(np.int32), np.int32(longest), max_tokens=max_tokens,
+            dtype=weights.dtype, head_dtype=weights.head_dtype,
+        )  # fmt: skip
+    return logits, cache
+
+
+@partial(jax.jit, static_argnames=("graph", "max_tokens", "dtype", "head_dtype"), donate_argnames=("cache", "logits"))
+def _step(
+    graph: Any,
+    arrays: dict[str, jax.Array],
+    layers: list[nnx.State] | None,
+    cache: Cache,
+    logits: jax.Array | None,
+    tokens: jax.Array,
+    more: jax.Array,
+    longest: jax.Array,
+    *,
+    max_tokens: int,
+    dtype: jnp.dtype,
+    head_dtype: jnp.dtype,
+) -> tuple[jax.Array, Cache]:
+    """Append the first `more` `[R]` of `tokens` `[R, T]` to the prompts of the cache.
+
+    Args:
+        logits: of the tokens before, `[R, V]`, returned for texts without another token; None at the start.
+    """
+    trunk = trunk_of(merge(graph, arrays))
+    positions = cache.fill.next_positions[:, None] + jnp.arange(tokens.shape[1])
+    reads = reads_of_rows(jnp.maximum(more - 1, 0), tokens.shape[1])
+    options = {"cache": cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens}
+    hidden, new = with_keys(trunk, tokens, positions, reads, longest, **options)
+    headed = model_with_cast_head(graph, arrays, head_dtype)
+    found = headed.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
+    found = found if logits is None else jnp.where(more[:, None] > 0, found, logits)
+    return found, cache.extended(new, more)
