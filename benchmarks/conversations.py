@@ -9,10 +9,9 @@ process, after one warm-up; times are CPU seconds of all turns but the first, wh
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks import common
@@ -39,7 +38,7 @@ def main() -> None:
     work = Work(**{name: vars(args)[name] for name in Work._fields})
     with tempfile.TemporaryDirectory() as scratch:
         common.build_llama(Path(scratch), **MODELS[args.model])
-        rows = common.in_child(race, Path(scratch), work, args.rounds)
+        rows = common.in_child(race, Path(scratch), work, args.rounds, args.sides)
         for row in rows:
             row["peak MB"] = common.in_child(peak, row["side"], Path(scratch), work)
     common.show(rows)
@@ -56,7 +55,12 @@ def _arguments():
     options.add_argument("--new", type=int, default=64, help="tokens of a turn")
     options.add_argument("--answer", type=int, default=32, help="tokens of a tool's answer")
     options.add_argument("--rounds", type=int, default=3, help="conversations measured on each side")
+    options.add_argument("--sides", choices=SIDES, nargs="+", default=SIDES)
     return options.parse_args()
+
+
+def options_of(work: Work) -> dict[str, Any]:
+    return {"do_sample": True, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": work.new, "top_k": 0}
 
 
 def talk(work: Work, generate: Callable[[list[list[int]], int], list[list[int]]]) -> list[list[int]]:
@@ -84,7 +88,7 @@ def ours(folder: Path, work: Work, *, reuse: bool) -> Callable[[int], Any]:
     from trl_jax.hub.generate import complete
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    options = {"do_sample": True, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": work.new}
+    options = options_of(work)
 
     def run(turns: int) -> list[list[int]]:
         stream, cache = TorchGenerator(SEED), TurnCache() if reuse else None
@@ -102,7 +106,7 @@ def theirs(folder: Path, work: Work) -> Callable[[int], Any]:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    options = {"do_sample": True, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": work.new, "top_k": 0}
+    options = options_of(work)
 
     def generate(texts: list[list[int]], group: int) -> list[list[int]]:
         ids = torch.tensor(texts).repeat_interleave(group, dim=0)
@@ -123,26 +127,26 @@ def _side(name: str, folder: Path, work: Work) -> Callable[[int], Any]:
 SIDES = ("transformers", "trl_jax, prefill", "trl_jax, reuse")
 
 
-def race(folder: Path, work: Work, rounds: int) -> list[dict[str, Any]]:
-    runs, sizes = {side: _side(side, folder, work) for side in SIDES}, {"whole": work.turns, "first": 1}
+def race(folder: Path, work: Work, rounds: int, sides: Sequence[str]) -> list[dict[str, Any]]:
+    """Measure the sides; ratios compare with the first one."""
+    runs, sizes = {side: _side(side, folder, work) for side in sides}, {"whole": work.turns, "first": 1}
     calls = {(side, part): partial(run, turns) for side, run in runs.items() for part, turns in sizes.items()}
     texts, cold, times = common.turn_about(calls, rounds)
     later = {
         side: [whole - first for whole, first in zip(times[side, "whole"], times[side, "first"], strict=True)]
-        for side in SIDES
+        for side in sides
     }
-    base = texts[SIDES[0], "whole"]
+    base, baseline = texts[sides[0], "whole"], later[sides[0]]
     return [
         {
             "side": side,
             "later turns s": common.spread(later[side]),
-            "vs transformers": median(later[SIDES[0]]) / median(later[side]),
-            "vs prefill": median(later[SIDES[1]]) / median(later[side]),
+            "times": common.spread(other / own for other, own in zip(baseline, later[side], strict=True)),
             "first turn s": common.spread(times[side, "first"]),
             "warm-up s": cold[side, "whole"],
             "equal rows": f"{sum(map(list.__eq__, base, texts[side, 'whole']))} of {len(base)}",
         }
-        for side in SIDES
+        for side in sides
     ]
 
 

@@ -17,6 +17,8 @@ from compat_tests.rollout.stub_server import StubServer
 from compat_tests.rollout.test_tools import CALLS, END, add, echo, tokenizer_of
 from compat_tests.trainer.test_own_policy_loss import trls_loss
 from trl_jax.data.chat_templates import response_template
+from trl_jax.generation.reuse import TurnCache
+from trl_jax.rollout import tools
 from trl_jax.rollout.tools import Environments
 from trl_jax.training.rollout import PolicyWriter
 
@@ -151,6 +153,27 @@ def test_a_run_with_the_loss_of_trl_in_torch_is_trls(runs, monkeypatch, tmp_path
     for found, other in zip(logs, numbers, strict=True):
         for name in other.keys() - {"epoch", "step_time"}:
             assert found[name] == pytest.approx(other[name], rel=2e-4, abs=2e-4), name
+
+
+def test_turns_reuse_the_cache(runs, monkeypatch):
+    """The run equals one whose turns begin with the whole text. Every message is taken for a tool call."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    monkeypatch.setattr(tools, "parsed_message", lambda *given: message)
+    config = {"max_steps": 1, "max_tool_calling_iterations": 2, "generation_kwargs": {"eos_token_id": list(range(40))}}
+    begin, reused, found = TurnCache.begin, [], []
+
+    def begun(turns, *given):
+        reused.append(begin(turns, *given))
+        return reused[-1]
+
+    for each in (begun, lambda *given: None):
+        monkeypatch.setattr(TurnCache, "begin", each)
+        found.append(runs.trained(runs.made(trl_jax, config, tools=[add])))
+    assert [turn is not None for turn in reused] == [False, True, True]
+    (seen, [log]), (others, [other]) = found
+    assert seen == others
+    assert log["loss"] == pytest.approx(other["loss"], abs=1e-6)
 
 
 def test_environments_are_trls(runs):

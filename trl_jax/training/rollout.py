@@ -305,6 +305,7 @@ class PolicyWriter:
         self._rollout_func, self._rewards, self._own = parts.rollout_func, parts.rewards, parts.own
         self._server = None if parts.server is None else ServerPolicy(setup, parts.server, seeds)
         self._further: Further | None = None  # inside a `rollout_func`: completes texts in rounds
+        self._turns: TurnCache | None = None  # inside a `rollout_func`: of the last texts that it had completed
 
     def prompts(self, found: Sequence[dict[str, Any]]) -> list:
         return [row["prompt"] for row in found] if self._setup.encoder is None else rows.prompts_with_images(found)
@@ -354,9 +355,12 @@ class PolicyWriter:
             self._server.refresh(self.prompt_ids(prompts[:1])[0])
 
         def run(further: Further | None) -> Written:
-            self._further = further
-            with raised_by("rollout_func", prompts):
-                return written_by(self._rollout_func, prompts, setup.vocab_size)
+            self._further, self._turns = further, TurnCache()
+            try:
+                with raised_by("rollout_func", prompts):
+                    return written_by(self._rollout_func, prompts, setup.vocab_size)
+            finally:
+                self._turns = None
 
         made = in_rounds(self._complete_round, run) if self._alone and self._server is not None else run(None)
         if made.sampling_logps is None and "sampling_logps" in setup.task.logps:
@@ -536,7 +540,7 @@ class PolicyWriter:
             return self._further(texts, None, [group] * len(texts))
         group = _group_of(texts, group)
         if self._server is None:
-            return self.complete(texts, group), None
+            return self.complete(texts, group, None, self._turns), None
         made = self._server.begin(texts[::group], group, GenerationProgress(self._line, len(texts)))()
         return made.completions, made.logps
 
