@@ -12,11 +12,15 @@ from compat_tests.models import causal
 from trl_jax.generation import generator
 from trl_jax.generation.decode import Weights
 from trl_jax.generation.generator import Request
+from trl_jax.generation.reuse import TurnCache
 from trl_jax.hub.auto import AutoModelForCausalLM
 
 
-@pytest.mark.parametrize(("family", "by_layer"), [("llama", True), ("gemma3_text", False), ("deepseek_v3", True)])
-def test_no_step_copies_the_cache(family, by_layer, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "by_layer", "keeps"),
+    [("llama", True, False), ("gemma3_text", False, False), ("gemma3_text", False, True), ("deepseek_v3", True, True)],
+)
+def test_no_step_copies_the_cache(family, by_layer, keeps, monkeypatch, tmp_path):
     facts = {"num_hidden_layers": 1} if by_layer else {}  # each layer is compiled with its own cache
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False, **facts))
     weights = Weights.of(model.graph, model.arrays)
@@ -32,7 +36,8 @@ def test_no_step_copies_the_cache(family, by_layer, monkeypatch, tmp_path):
 
     monkeypatch.setattr(generator, "next_tokens", next_tokens)
     prompts = [np.arange(5, 9, dtype=np.int32), np.arange(5, 12, dtype=np.int32)]
-    generator.generate(weights, Request(prompts, 3, (1,), 0, 8, (), temperature=1.0, logps=False))
+    request = Request(prompts, 3, (1,), 0, 8, (), temperature=1.0, logps=False)
+    generator.generate(weights, request, turns=TurnCache(keeps))
     assert programs and not any(programs), programs
 
 

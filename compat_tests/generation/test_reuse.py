@@ -90,17 +90,30 @@ def test_turns(model, monkeypatch):
     assert max(more.max() for more in talk.steps) == 64 and min(more.min() for more in talk.steps) == 0
 
 
-@pytest.mark.parametrize(
-    "kind", usually("deepseek_v3 opt".split().count, "deepseek_v3 opt mixtral cohere smollm3".split())
-)
+USUAL = "deepseek_v3 gemma2 qwen3_next".split()
+RARER = "opt mixtral cohere2 smollm3 llama4_text gemma4_text gpt_oss lfm2 falcon_h1 nemotron_h qwen3_5_text".split()
+
+
+@pytest.mark.parametrize("kind", usually(USUAL.count, USUAL + RARER))
 def test_families(kind, monkeypatch, tmp_path_factory):
-    assert Talk(of(kind, tmp_path_factory), monkeypatch).check() == 1
+    """Windows of 7 tokens, recurrent layers, latents: what a completion had at its end outlives longer ones."""
+    talk = Talk(of(kind, tmp_path_factory), monkeypatch, new=FEW | {"eos_token_id": list(range(0, 500, 3))})
+    assert talk.check() == 1
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "qwen3_next"])
-def test_what_a_completion_overwrites_is_not_kept(kind, tmp_path_factory):
+@pytest.mark.parametrize("kind, rest", [("qwen3", True), ("gemma2", False), ("qwen3_next", False)])
+def test_completions_that_a_stop_rule_ends(kind, rest, tmp_path_factory):
+    """Tokens after the end overwrite what layers with windows and recurrent layers had."""
     model = of(kind, tmp_path_factory)
-    assert not can_keep(Weights.of(model.graph, model.arrays))
+    assert can_keep(Weights.of(model.graph, model.arrays), stopped=True) == rest
+    assert can_keep(Weights.of(model.graph, model.arrays), stopped=False)
+
+
+def test_longrope_is_not_kept(tmp_path_factory):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 10000.0,
+            "original_max_position_embeddings": 32}  # fmt: skip
+    model = of("phi3", tmp_path_factory, rope_parameters=rope, max_position_embeddings=64)
+    assert not can_keep(Weights.of(model.graph, model.arrays), stopped=False)
 
 
 def test_layers_in_a_stack(model, monkeypatch):

@@ -195,12 +195,15 @@ class _Generation:
             by_layer=weights.layers is not None, shards=weights.shards,
         )  # fmt: skip
 
-    def _keep(self, state: Decoding, members: np.ndarray) -> bool:
-        """Keep the cache of these completions, `[P, G]` with -1 for others, for the next turn, if there may be one."""
-        keep = self._turns is not None and self._turns.keeps
-        if keep:
+    @property
+    def _keeps(self) -> bool:
+        """Whether the cache is kept for another turn."""
+        return self._turns is not None and self._turns.keeps
+
+    def _keep(self, state: Decoding, members: np.ndarray) -> None:
+        """Keep the cache of these completions, `[P, G]` with -1 for others, if there may be another turn."""
+        if self._keeps:
             self._turns.keep(state.cache.parts, fetched(state.cache.fill.prompt_lengths), members)
-        return keep
 
     def _seen(self, members: np.ndarray, prompt_capacity: int) -> PromptImages:
         """The images of these members' prompts."""
@@ -238,7 +241,7 @@ class _Generation:
         state, status = next_tokens(
             weights.graph, weights.arrays, weights.layers, state, self._stops, noise, drawing, np.int32(first),
             np.int32(steps), np.int32(longest), dtype=weights.dtype,
-            head_dtype=weights.head_dtype, max_tokens=self._max_tokens, shards=weights.shards,
+            head_dtype=weights.head_dtype, max_tokens=self._max_tokens, shards=weights.shards, keeps=self._keeps,
         )  # fmt: skip
         self._used = first + steps
         return state, status
@@ -312,8 +315,8 @@ class _Generation:
         kept = self._slots.compact(state, alive)
         if kept is None:
             return state, alive
-        keep = self._keep(state, np.where(alive.reshape(before.shape), -1, before))
-        return selected(state, *kept, shards=self._weights.shards, keep=keep), kept[-1].reshape(-1)
+        self._keep(state, np.where(alive.reshape(before.shape), -1, before))
+        return selected(state, *kept, shards=self._weights.shards, keep=self._keeps), kept[-1].reshape(-1)
 
 
 # Slots
@@ -805,7 +808,10 @@ def _drawn_by(shards: Shards, noise: Noise | None) -> tuple:
     return None if noise is None else noise.specs(shards), Drawing.specs(shards)
 
 
-@partial(jax.jit, static_argnames=("graph", "dtype", "head_dtype", "max_tokens", "shards"), donate_argnames=("state",))
+@partial(
+    jax.jit, static_argnames=("graph", "dtype", "head_dtype", "max_tokens", "shards", "keeps"),
+    donate_argnames=("state",),
+)  # fmt: skip
 def next_tokens(
     graph: Any,
     arrays: dict[str, jax.Array],
@@ -822,6 +828,7 @@ def next_tokens(
     head_dtype: jnp.dtype,
     max_tokens: int,
     shards: Shards | None = None,
+    keeps: bool = False,
 ) -> tuple[Decoding, Status]:
     """Decode up to `steps` tokens of each completion; stops early if all have ended.
 
@@ -830,8 +837,9 @@ def next_tokens(
         first: the step of the `noise` chunk to start from; without noise, decoding is greedy.
         longest: int32 scalar, tokens of the longest text including its next token.
         max_tokens: upper bound on prompt + completion.
+        keeps: whether completions that have ended keep their cache.
     """
-    steps_of = _Steps(graph, dtype, head_dtype, max_tokens, shards)
+    steps_of = _Steps(graph, dtype, head_dtype, max_tokens, shards, keeps)
 
     def specs(own: Shards) -> tuple:
         given = own.params, own.whole, Decoding.specs(own), own.whole, *_drawn_by(own, noise), *[own.whole] * 3
@@ -850,6 +858,7 @@ class _Steps:
     head_dtype: jnp.dtype
     max_tokens: int
     shards: Shards | None
+    keeps: bool
 
     def __call__(self, arrays, layers, state, stops, noise, drawing, first, steps, longest):
         trunk, headed = trunk_of(merge(self.graph, arrays)), model_with_cast_head(self.graph, arrays, self.head_dtype)
@@ -869,7 +878,8 @@ class _Steps:
             number, state, rotation, _ = carry
             logits, new = forward(state, number, rotation)
             ids, logps = _drawn(logits, state, noise, first + number, drawing)
-            state = with_token(state._replace(cache=state.cache.appended(new, after=ids)), ids, logps, stops)
+            cache = state.cache.appended(new, after=ids, alive=state.alive if self.keeps else None)
+            state = with_token(state._replace(cache=cache), ids, logps, stops)
             # Compute the angles for the next step here: if they were used in the same step, XLA would recompute them in
             # every layer and head.
             return number + 1, state, angles(state, number + 1), self._lives(state)

@@ -70,14 +70,15 @@ class TurnCache:
         Args:
             texts: token ids of the prompts.
             images: of each prompt; None without images.
-            room: for the completions of each prompt.
+            room: for completions. The last turn is only reused if each prompt has one.
             prompt_capacity, max_tokens: see `decode.prefill`.
 
         Returns:
             The result of `decode.prefill`; None if its prompts do not continue the texts of the last generation, or
             are so much longer that a prefill is as fast.
         """
-        if not self._pieces:
+        if not self._pieces or room.group > 1:
+            self.forget()
             return None
         pieces, found = self._pieces, [self._find(ids, _of(images, row)) for row, ids in enumerate(texts)]
         places, known = [place for place, _ in found], np.asarray([length for _, length in found], np.int32)
@@ -85,7 +86,7 @@ class TurnCache:
         lengths = np.asarray(list(map(len, texts)), np.int32)
         if None in places or (lengths - known).max() > _MOST_NEW * lengths.max():
             return None
-        parts = _joined(pieces, places, prompt_capacity, room)
+        parts = _joined(pieces, places, known, prompt_capacity, room)
         offsets = None
         if images is not None:
             after = [image.next_position - len(image.features) for image in images]
@@ -132,25 +133,26 @@ def _of(images: Sequence[TextImages] | None, row: int) -> TextImages | None:
     return None if images is None else images[row]
 
 
-def can_keep(weights: Weights) -> bool:
-    """Whether a model's cache can be kept for another turn: on one device, in layers that attend to all tokens.
+def can_keep(weights: Weights, *, stopped: bool) -> bool:
+    """Whether a model's cache can be kept for another turn: on one device, without LongRoPE, which rotates all keys
+    differently once a text is long.
 
-    Layers with windows and recurrent layers keep overwriting the cache of a completion after its end, and LongRoPE
-    rotates all keys differently once a text is long.
+    Args:
+        stopped: whether a `StopRule` ends completions some tokens after their end was generated. Then the layers must
+            keep these tokens apart from earlier ones: no windows, and no recurrent layers.
     """
     arch = trunk_of(merge(weights.graph, weights.arrays)).arch
-    mixers = {run.kind.mixer for run in arch.runs}
-    windows = any(part.window is not None for part in cache_parts(arch))
-    return (
-        weights.shards is None and mixers <= {"attention", None} and not windows
-        and longrope_switch_length(weights) is None
-    )  # fmt: skip
+    apart = all(part.window is None for part in cache_parts(arch))
+    apart = apart and all(run.kind.mixer in ("attention", None) for run in arch.runs)
+    return weights.shards is None and longrope_switch_length(weights) is None and (apart or not stopped)
 
 
-def _joined(pieces: list[_Piece], places: list[_Place], prompt_capacity: int, room: Room) -> list[LayersCache]:
-    """A cache whose prompts are the texts at these places. Consumes the pieces array by array, so that two whole caches
-    are never alive at once."""
-    texts = [_texts_of(number, piece, places) for number, piece in enumerate(pieces)]
+def _joined(
+    pieces: list[_Piece], places: list[_Place], lengths: np.ndarray, prompt_capacity: int, room: Room
+) -> list[LayersCache]:
+    """A cache whose prompts are the texts at these places, of these `lengths` `[R]`. Consumes the pieces array by
+    array, so that two whole caches are never alive at once."""
+    texts = [_texts_of(number, piece, places, lengths) for number, piece in enumerate(pieces)]
     parts = []
     for number, example in enumerate(pieces[0].parts):
         part = example.empty(len(places), prompt_capacity, room)
@@ -162,16 +164,16 @@ def _joined(pieces: list[_Piece], places: list[_Place], prompt_capacity: int, ro
     return parts
 
 
-def _texts_of(number: int, piece: _Piece, places: list[_Place]) -> CachedTexts | None:
+def _texts_of(number: int, piece: _Piece, places: list[_Place], lengths: np.ndarray) -> CachedTexts | None:
     """The texts that are in this piece, padded to a power of two to limit compilations; None if there are none."""
     rows = [row for row, place in enumerate(places) if place.piece == number]
     if not rows:
         return None
     prompts, members = np.asarray([places[row][1:] for row in rows], np.int32).T
     missing = (1 << (len(rows) - 1).bit_length()) - len(rows)
-    prompts, members = (np.pad(each, (0, missing)) for each in (prompts, members))
+    prompts, members, lengths = (np.pad(each, (0, missing)) for each in (prompts, members, lengths[rows]))
     at = np.pad(np.asarray(rows, np.int32), (0, missing), constant_values=len(places))
-    return CachedTexts(prompts, members, at, piece.prompt_lengths[prompts].astype(np.int32))
+    return CachedTexts(prompts, members, at, piece.prompt_lengths[prompts].astype(np.int32), lengths)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -221,7 +223,7 @@ def _step(
     trunk = trunk_of(merge(graph, arrays))
     positions = cache.fill.next_positions[:, None] + jnp.arange(tokens.shape[1])
     reads = reads_of_rows(jnp.maximum(more - 1, 0), tokens.shape[1])
-    options = {"cache": cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens}
+    options = {"cache": cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens, "lengths": more}
     hidden, new = with_keys(trunk, tokens, positions, reads, longest, **options)
     headed = model_with_cast_head(graph, arrays, head_dtype)
     found = headed.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)

@@ -605,7 +605,8 @@ def run(
     queue = None if watch else queue_of(weights, *size, limit)
     if turns is not None:
         # The batch shrinks to at most half whenever it is compacted, so all that is kept is at most two caches.
-        turns.keeps = queue is None and can_keep(weights) and fits(weights, *size, limit, caches=2)
+        turns.keeps = queue is None and can_keep(weights, stopped=request.stop is not None)
+        turns.keeps = turns.keeps and fits(weights, *size, limit, caches=2)
     at_once = request.rows if queue is None else queue.slots * request.group // queue.parts
     steps = generator.STEPS if drawing is None else drawing.steps(at_once, model.vocab_size)
     steps = steps if watch is None else 1

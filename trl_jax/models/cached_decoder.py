@@ -34,6 +34,7 @@ def with_keys(
     max_tokens: int | None = None,
     angles: dict[str, jax.Array] | None = None,
     features: Features | None = None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, list[Kept]]:
     """Hidden states `[N, D]`, and what the cache keeps of these tokens: one entry per cache part (see models/arch.py),
     with a leading layer axis; if `layers` is given, one entry per layer without that axis. Layers that reuse keys and
@@ -47,9 +48,10 @@ def with_keys(
         layers: the parameters of each layer, already sliced from its stack; None to scan over the stacks.
         angles: `decoder.angles` for these positions; None computes it here.
         features: as in `Decoder.__call__`. Only without a cache: generated tokens are never images.
+        lengths: int32 `[R]`, tokens of each row that continues a prompt of the cache; may be 0.
     """
     shared = AttentionInputs(decoder.arch.head_dim**-0.5, fill=None if cache is None else cache.fill)
-    shared = shared._replace(**(angles or {}))
+    shared = shared._replace(**(angles or {}), lengths=lengths)
     if cache is None:
         shared = shared._replace(lengths=reads % tokens.shape[1] + 1, ahead=decoder.image_ahead(features, None))
     h, shared, by_layer = decoder.begin(shared, tokens, positions, longest, max_tokens, dtype, features=features)

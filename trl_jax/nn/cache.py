@@ -70,11 +70,15 @@ class LayerCache:
     v: jax.Array
     window: int | None = field(default=None, metadata={"static": True})
 
-    def appended(self, new: KeysValues, place: jax.Array) -> LayerCache:
+    def appended(self, new: KeysValues, place: jax.Array, alive: jax.Array | None) -> LayerCache:
         """Add a token to every completion at `place`, modulo the capacity: the oldest is overwritten."""
         axis = self.v.ndim - 2  # tokens are the second to last axis of v, the last of k_T
         place = place % self.v.shape[axis]
         k, v = new.k.reshape(*self.k_T.shape[:-1], 1), new.v.reshape(*self.v.shape[:axis], 1, self.v.shape[-1])
+        if alive is not None and self.window is not None:  # without a window, nothing is overwritten
+            old_k = jax.lax.dynamic_slice_in_dim(self.k_T, place, 1, axis + 1)
+            old_v = jax.lax.dynamic_slice_in_dim(self.v, place, 1, axis)
+            k, v = _of_alive(alive, k, old_k, self.v.ndim - 5), _of_alive(alive, v, old_v, self.v.ndim - 5)
         k_T = jax.lax.dynamic_update_slice_in_dim(self.k_T, k.astype(self.k_T.dtype), place, axis + 1)
         v = jax.lax.dynamic_update_slice_in_dim(self.v, v.astype(self.v.dtype), place, axis)
         return replace(self, k_T=k_T, v=v)
@@ -110,8 +114,9 @@ class LayerCache:
         """A cache like this one for `rows` prompts of up to `length` tokens."""
         *lead, _, heads, _, channels = self.prompt_k.shape
         sizes, own = (channels, self.v.shape[-1]), (*lead, rows, room.group, heads)
+        length, capacity = within(self.window, length), within(self.window, room.capacity)
         prompts = (jnp.zeros((*lead, rows, heads, length, size), self.v.dtype) for size in sizes)
-        k_T, v = (*own, sizes[0], room.capacity), (*own, room.capacity, sizes[1])
+        k_T, v = (*own, sizes[0], capacity), (*own, capacity, sizes[1])
         return LayerCache(*prompts, jnp.zeros(k_T, self.v.dtype), jnp.zeros(v, self.v.dtype), self.window)
 
     def with_texts(self, earlier: LayerCache, texts: CachedTexts) -> LayerCache:
@@ -129,12 +134,22 @@ class LayerCache:
 
 
 def _extended(prompts: jax.Array, new: jax.Array, lengths: jax.Array, more: jax.Array) -> jax.Array:
-    """`[..., P, K, S, C]` with tokens of `[..., P, K, T, C]` appended."""
-    place_PS = jnp.arange(prompts.shape[-2]) - lengths[:, None]
-    is_new_PS = (place_PS >= 0) & (place_PS < more[:, None])
-    place, is_new = (each[:, None, :, None] for each in (place_PS, is_new_PS))
-    place = jnp.clip(place, 0, new.shape[-2] - 1).reshape(*(1 for _ in new.shape[:-4]), *place.shape)
-    return jnp.where(is_new, jnp.take_along_axis(new, place, axis=-2).astype(prompts.dtype), prompts)
+    """`[..., P, K, S, C]` with tokens of `[..., P, K, T, C]` appended; of longer prompts, the last S tokens."""
+    count = prompts.shape[-2]
+    place = of_prompts(lengths + more, count)  # in the prompt
+    old, added = place - jnp.maximum(lengths - count, 0)[:, None], count + place - lengths[:, None]
+    at = jnp.where(place < lengths[:, None], old, added)[:, None, :, None]
+    both = jnp.concatenate([prompts, new.astype(prompts.dtype)], axis=-2)
+    at = at.reshape(*(1 for _ in prompts.shape[:-4]), *at.shape)
+    return jnp.take_along_axis(both, at, axis=-2, mode="clip")
+
+
+def _of_alive(alive: jax.Array | None, new: jax.Array, old: jax.Array, layers: int) -> jax.Array:
+    """`new` for completions that are alive, else `old`: `[..., P, G, ...]` after `layers` axes."""
+    if alive is None:
+        return new
+    size = new.shape[layers : layers + 2]
+    return jnp.where(alive.reshape(*(1 for _ in range(layers)), *size, *(1 for _ in new.shape[layers + 2 :])), new, old)
 
 
 def _last_tokens(x: jax.Array, lengths: jax.Array, window: int | None) -> jax.Array:
@@ -184,8 +199,9 @@ class LatentCache(NamedTuple):
         prompt, own = (latents[..., None, :, :] for latents in self)
         return LayerCache(prompt, prompt[..., :value_channels], own.swapaxes(-1, -2), own[..., :value_channels])
 
-    def appended(self, new: Latents, place: jax.Array) -> LatentCache:
+    def appended(self, new: Latents, place: jax.Array, alive: jax.Array | None) -> LatentCache:
         """Add a token to every completion at `place`, modulo the capacity: the oldest is overwritten."""
+        del alive  # no windows, so nothing is overwritten
         *lead, capacity, channels = self.own.shape
         latent = new.latent.astype(self.own.dtype).reshape(*lead, 1, channels)
         place = place % capacity
@@ -246,10 +262,11 @@ class ConvolutionCache(NamedTuple):
 
     window: jax.Array
 
-    def appended(self, new: ConvolutionInputs, place: jax.Array) -> ConvolutionCache:
+    def appended(self, new: ConvolutionInputs, place: jax.Array, alive: jax.Array | None) -> ConvolutionCache:
         """Add a token to every completion."""
         del place
-        return ConvolutionCache(new.window.astype(self.window.dtype).reshape(self.window.shape))
+        window = new.window.astype(self.window.dtype).reshape(self.window.shape)
+        return ConvolutionCache(_of_alive(alive, window, self.window, self.window.ndim - 4))
 
     def grown(self, more: int, written: jax.Array, grow: Grow) -> ConvolutionCache:
         """No change: the size does not depend on the number of tokens."""
@@ -268,6 +285,27 @@ class ConvolutionCache(NamedTuple):
     def refilled(self, slots: jax.Array, new: ConvolutionCache) -> ConvolutionCache:
         """Replace the prompts at `slots` by those of `new` `[P']`."""
         return ConvolutionCache(replaced(self.window, slots, new.window, self.window.ndim - 4))
+
+    def empty(self, rows: int, length: int, room: Room) -> ConvolutionCache:
+        """A cache like this one for `rows` prompts with one completion each."""
+        del length
+        return ConvolutionCache(_zeros_like(self.window, rows, room, self.window.ndim - 4))
+
+    def with_texts(self, earlier: ConvolutionCache, texts: CachedTexts) -> ConvolutionCache:
+        """Set prompts to texts (prompt and completion) of an earlier cache."""
+        return ConvolutionCache(texts.of_completions(self.window, earlier.window, self.window.ndim - 4))
+
+    def extended(self, new: ConvolutionInputs, lengths: jax.Array, more: jax.Array) -> ConvolutionCache:
+        """Append the first `more` `[P]` tokens of `new` `[P, T]` to prompts with one completion each."""
+        del lengths
+        last = new.window[..., jnp.arange(len(more)), jnp.maximum(more - 1, 0), :, :]
+        last = jnp.expand_dims(last.astype(self.window.dtype), -3)
+        return ConvolutionCache(_of_alive(more > 0, last, self.window, self.window.ndim - 4))
+
+
+def _zeros_like(array: jax.Array, rows: int, room: Room, layers: int) -> jax.Array:
+    """Zeros like `[..., P, G, ...]`, after `layers` axes, for other numbers of prompts and completions."""
+    return jnp.zeros((*array.shape[:layers], rows, room.group, *array.shape[layers + 2 :]), array.dtype)
 
 
 class RecurrentState(NamedTuple):
@@ -290,10 +328,11 @@ class RecurrentCache(NamedTuple):
     window: jax.Array
     state: jax.Array
 
-    def appended(self, new: RecurrentState, place: jax.Array) -> RecurrentCache:
+    def appended(self, new: RecurrentState, place: jax.Array, alive: jax.Array | None) -> RecurrentCache:
         """Add a token to every completion."""
-        window = ConvolutionCache(self.window).appended(ConvolutionInputs(new.window), place).window
-        return RecurrentCache(window, new.state.reshape(self.state.shape))
+        window = ConvolutionCache(self.window).appended(ConvolutionInputs(new.window), place, alive).window
+        state = new.state.reshape(self.state.shape)
+        return RecurrentCache(window, _of_alive(alive, state, self.state, self.window.ndim - 4))
 
     def grown(self, more: int, written: jax.Array, grow: Grow) -> RecurrentCache:
         """No change: the size does not depend on the number of tokens."""
@@ -314,6 +353,21 @@ class RecurrentCache(NamedTuple):
         layers = self.window.ndim - 4
         return RecurrentCache(*(replaced(old, slots, other, layers) for old, other in zip(self, new, strict=True)))
 
+    def empty(self, rows: int, length: int, room: Room) -> RecurrentCache:
+        """A cache like this one for `rows` prompts with one completion each."""
+        del length
+        return RecurrentCache(*(_zeros_like(each, rows, room, self.window.ndim - 4) for each in self))
+
+    def with_texts(self, earlier: RecurrentCache, texts: CachedTexts) -> RecurrentCache:
+        """Set prompts to texts (prompt and completion) of an earlier cache."""
+        each, layers = zip(self, earlier, strict=True), self.window.ndim - 4
+        return RecurrentCache(*(texts.of_completions(own, other, layers) for own, other in each))
+
+    def extended(self, new: RecurrentState, lengths: jax.Array, more: jax.Array) -> RecurrentCache:
+        """Append the first `more` `[P]` tokens of `new` `[P, T]` to prompts with one completion each."""
+        window = ConvolutionCache(self.window).extended(ConvolutionInputs(new.window), lengths, more).window
+        return RecurrentCache(window, new.state.reshape(self.state.shape))
+
 
 # The cache of a model
 
@@ -325,8 +379,8 @@ class NothingKept(NamedTuple):
         del lengths, room
         return self
 
-    def appended(self, new: NothingKept, place: jax.Array) -> NothingKept:
-        del new, place
+    def appended(self, new: NothingKept, place: jax.Array, alive: jax.Array | None) -> NothingKept:
+        del new, place, alive
         return self
 
     def grown(self, more: int, written: jax.Array, grow: Grow) -> NothingKept:
@@ -375,9 +429,9 @@ class BothCaches(NamedTuple):
     keys_values: LayerCache
     state: RecurrentCache
 
-    def appended(self, new: BothKept, place: jax.Array) -> BothCaches:
+    def appended(self, new: BothKept, place: jax.Array, alive: jax.Array | None) -> BothCaches:
         """Add a token to every completion, at `place`."""
-        return BothCaches(*(own.appended(each, place) for own, each in zip(self, new, strict=True)))
+        return BothCaches(*(own.appended(each, place, alive) for own, each in zip(self, new, strict=True)))
 
     def grown(self, more: int, written: jax.Array, grow: Grow) -> BothCaches:
         """Increase the capacity for completions."""
@@ -395,6 +449,18 @@ class BothCaches(NamedTuple):
         """Replace the prompts at `slots` by those of `new` `[P']`."""
         return BothCaches(*(own.refilled(slots, other) for own, other in zip(self, new, strict=True)))
 
+    def empty(self, rows: int, length: int, room: Room) -> BothCaches:
+        """Caches like these for `rows` prompts with one completion each."""
+        return BothCaches(*(own.empty(rows, length, room) for own in self))
+
+    def with_texts(self, earlier: BothCaches, texts: CachedTexts) -> BothCaches:
+        """Set prompts to texts (prompt and completion) of an earlier cache."""
+        return BothCaches(*(own.with_texts(other, texts) for own, other in zip(self, earlier, strict=True)))
+
+    def extended(self, new: BothKept, lengths: jax.Array, more: jax.Array) -> BothCaches:
+        """Append the first `more` `[P]` tokens of `new` `[P, T]` to prompts with one completion each."""
+        return BothCaches(*(own.extended(each, lengths, more) for own, each in zip(self, new, strict=True)))
+
 
 Kept = KeysValues | Latents | ConvolutionInputs | RecurrentState | NothingKept | BothKept
 LayersCache = LayerCache | LatentCache | ConvolutionCache | RecurrentCache | NothingKept | BothCaches
@@ -410,15 +476,17 @@ class Cache(NamedTuple):
     parts: list[LayersCache]
     fill: CacheFill
 
-    def appended(self, new: list[Kept], *, after: jax.Array) -> Cache:
+    def appended(self, new: list[Kept], *, after: jax.Array, alive: jax.Array | None = None) -> Cache:
         """Add a token to every completion, `new` part by part.
 
         Args:
+            alive: bool `[P x G]`; the tokens of all other completions stay as they are, for `CachedTexts`. None: they
+                may be overwritten.
             after: non-negative ids that were sampled using the whole cache. The write position is made to depend on
                 them: otherwise XLA sees no order between the reads and writes of a step, and copies the whole cache.
         """
         place = jnp.minimum(self.fill.written, self.fill.written + jnp.maximum(jnp.max(after), 0))
-        parts = [own.appended(each, place) for own, each in zip(self.parts, new, strict=True)]
+        parts = [own.appended(each, place, alive) for own, each in zip(self.parts, new, strict=True)]
         return Cache(parts, self.fill._replace(written=self.fill.written + 1))
 
     def grown(self, more: int, grow: Grow) -> Cache:
@@ -494,28 +562,38 @@ class CacheFill(NamedTuple):
 
 class CachedTexts(NamedTuple):
     """Texts of a cache (a prompt and one of its completions) that become prompts of another cache, int32 `[N]` each.
+    The other cache has one completion per prompt.
 
     prompts, members: the prompt, and the completion among the prompt's completions. All completions began together.
     rows: the prompt in the other cache; out of range for texts that are dropped.
-    lengths: number of tokens of the prompt.
+    prompt_lengths: tokens of the prompt.
+    lengths: tokens of the text.
     """
 
     prompts: jax.Array
     members: jax.Array
     rows: jax.Array
+    prompt_lengths: jax.Array
     lengths: jax.Array
 
     def joined(self, target: jax.Array, prompts: jax.Array, completions: jax.Array) -> jax.Array:
         """Set rows of `target` `[..., R, K, S', C]` to texts of `prompts` `[..., P, K, S, C]` and `completions`
-        `[..., P, G, K, T, C]`."""
-        layers = (slice(None),) * (prompts.ndim - 4)
-        both = prompts[*layers, self.prompts], completions[*layers, self.prompts, self.members]
-        place = jnp.arange(target.shape[-2])
-        moved = place + prompts.shape[-2] - self.lengths[:, None]  # completions begin where the longest prompt may end
-        at = jnp.where(place < self.lengths[:, None], place, moved)[:, None, :, None]
-        text = jnp.concatenate(both, axis=-2)
-        at = at.reshape(*(1 for _ in layers), *at.shape)
-        return replaced(target, self.rows, jnp.take_along_axis(text, at, axis=-2, mode="clip"), len(layers))
+        `[..., P, G, K, T, C]`; of longer texts, the last S' tokens."""
+        layers, (count, capacity) = prompts.ndim - 4, (prompts.shape[-2], completions.shape[-2])
+        place, ends = of_prompts(self.lengths, target.shape[-2]), self.prompt_lengths[:, None]
+        of_prompt, of_completion = place - jnp.maximum(ends - count, 0), count + (place - ends) % capacity
+        at = jnp.where(place < ends, of_prompt, of_completion)[:, None, :, None]
+        at = at.reshape(*(1 for _ in range(layers)), *at.shape)
+        every = (slice(None),) * layers
+        text = jnp.concatenate(
+            [prompts[*every, self.prompts], completions[*every, self.prompts, self.members]], axis=-2
+        )
+        return replaced(target, self.rows, jnp.take_along_axis(text, at, axis=-2, mode="clip"), layers)
+
+    def of_completions(self, target: jax.Array, completions: jax.Array, layers: int) -> jax.Array:
+        """Set `[..., R, 1, ...]` to what `completions` `[..., P, G, ...]` have, after `layers` axes."""
+        own = completions[*(slice(None),) * layers, self.prompts, self.members]
+        return replaced(target, self.rows, jnp.expand_dims(own, layers + 1), layers)
 
 
 class Room(NamedTuple):

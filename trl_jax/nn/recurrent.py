@@ -63,11 +63,16 @@ class Decays(NamedTuple):
         return self.before.shape[2]
 
 
-def decays(g_RTKG: jax.Array, order: TextOrder | None) -> Decays:
-    """Decays from the log decays `g_RTKG` of single tokens; `order` is None if each row is one text."""
+def decays(g_RTKG: jax.Array, order: TextOrder | None, *, continued: bool = False) -> Decays:
+    """Decays from the log decays `g_RTKG` of single tokens.
+
+    Args:
+        order: the texts in each row; None if each row is one text.
+        continued: whether rows continue from a state; only without `order`.
+    """
     size = min(CHUNK, 1 << (g_RTKG.shape[1] - 1).bit_length())  # a power of two
     g = in_chunks(g_RTKG, size)
-    seen = _seen_in_rows(g.shape[1], size) if order is None else _seen_in_texts(order, size)
+    seen = _seen_in_rows(g.shape[1], size, continued) if order is None else _seen_in_texts(order, size)
     before = einsum("rnij,rnjkg->rnikg", seen.mask.astype(g.dtype), g)
     between = jnp.moveaxis(before[:, :, :, None] - before[:, :, None], (2, 3), (4, 5))
     between = jnp.exp(jnp.where(seen.mask[:, :, None, None], between, -jnp.inf))
@@ -81,9 +86,10 @@ def in_chunks(x: jax.Array, size: int) -> jax.Array:
     return x.reshape(len(x), -1, size, *x.shape[2:])
 
 
-def _seen_in_rows(count: int, size: int) -> Seen:
+def _seen_in_rows(count: int, size: int, continued: bool) -> Seen:
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (1, count, size, size))
-    return Seen(mask, jnp.broadcast_to(jnp.arange(count)[:, None] > 0, (1, count, size)))
+    after_last = (jnp.arange(count)[:, None] > 0) | continued
+    return Seen(mask, jnp.broadcast_to(after_last, (1, count, size)))
 
 
 def _seen_in_texts(order: TextOrder, size: int) -> Seen:
@@ -126,7 +132,12 @@ class _ChunkInputs(NamedTuple):
 
 
 def scanned(
-    q: jax.Array, k: jax.Array, u: jax.Array, decays: Decays, read: jax.Array | None = None
+    q: jax.Array,
+    k: jax.Array,
+    u: jax.Array,
+    decays: Decays,
+    read: jax.Array | None = None,
+    state: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs `[R, N x I, K, G, V]` of all chunks, and the state after each row's last token `[R, K, G, C, V]`.
 
@@ -134,6 +145,7 @@ def scanned(
         q, k: queries and keys `[R, N, I, K, C]`.
         u: values to write `[R, N, K, G, I, V]`; with `read`, the contribution of the states is subtracted.
         read: `[R, N, S, K, G, I, C]`, the keys that read this contribution.
+        state: `[R, K, G, C, V]`, the state before the first token if rows are `continued`; None for zeros.
     """
     attended = einsum("rnikc,rnjkc->rnkij", q, k)[:, :, :, None] * decays.between
     steps = _ChunkInputs(u, read, q, from_states(decays), attended, k, *_state_weights(decays))
@@ -147,6 +159,7 @@ def scanned(
 
     rows, _, count, heads, group, _ = steps.decay.shape
     states = jnp.zeros((rows, count, heads, group, k.shape[-1], u.shape[-1]), u.dtype)
+    states = states if state is None else state[:, None].astype(u.dtype)
     states, out = jax.lax.scan(chunk, states, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # [N, R, K, G, I, V] -> [R, N, I, K, G, V]
     return out.reshape(rows, -1, *out.shape[3:]), states[:, 0]
@@ -188,6 +201,7 @@ def delta_rule(
     g_RTKG: jax.Array,
     beta_RTKG: jax.Array,
     order: TextOrder | None = None,
+    state_RKGCV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs `[R, T, K, G, V]`, and the state after each row's last token `[R, K, G, C, V]`.
 
@@ -196,11 +210,12 @@ def delta_rule(
         v_RTKGV: values of G heads per key head.
         g_RTKG: log decays.
         order: the texts in each row; None if each row is one text.
+        state_RKGCV: the state before each row, which then continues a text; only without `order`.
     """
-    between = decays(g_RTKG, order)
+    between = decays(g_RTKG, order, continued=state_RKGCV is not None)
     q, k, v, beta = (in_chunks(x, between.size) for x in (q_RTKC, k_RTKC, v_RTKGV, beta_RTKG))
     u, read = _corrections(k, v, beta, between)
-    out, states = scanned(q, k, u, between, read)
+    out, states = scanned(q, k, u, between, read, state_RKGCV)
     return out[:, : q_RTKC.shape[1]], states
 
 
@@ -260,7 +275,12 @@ def delta_step(q_RKC, k_RKC, v_RKGV, g_RKG, beta_RKG, state_RKGCV) -> tuple[jax.
 
 
 def state_space(
-    C_RTKC: jax.Array, B_RTKC: jax.Array, x_RTKGV: jax.Array, g_RTKG: jax.Array, order: TextOrder | None = None
+    C_RTKC: jax.Array,
+    B_RTKC: jax.Array,
+    x_RTKGV: jax.Array,
+    g_RTKG: jax.Array,
+    order: TextOrder | None = None,
+    state_RKGCV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs `[R, T, K, G, V]`, and the state after each row's last token `[R, K, G, C, V]`.
 
@@ -269,10 +289,11 @@ def state_space(
         x_RTKGV: inputs times time steps, for G heads per group.
         g_RTKG: log decays, `dt A`.
         order: the texts in each row; None if each row is one text.
+        state_RKGCV: the state before each row, which then continues a text; only without `order`.
     """
-    between = decays(g_RTKG, order)
+    between = decays(g_RTKG, order, continued=state_RKGCV is not None)
     C, B, x = (in_chunks(each, between.size) for each in (C_RTKC, B_RTKC, x_RTKGV))
-    out, states = scanned(C, B, jnp.moveaxis(x, 2, 4), between)
+    out, states = scanned(C, B, jnp.moveaxis(x, 2, 4), between, state=state_RKGCV)
     return out[:, : C_RTKC.shape[1]], states
 
 
@@ -345,8 +366,9 @@ def _previous(
 ) -> list[jax.Array]:
     """`x_RTD` at the `count` preceding tokens, nearest last, `[R, T, D]` each; zeros before the start of a text."""
     if cache is not None:
-        window = cache.window.astype(x_RTD.dtype).reshape(len(x_RTD), 1, count, -1)
-        return [window[:, :, at] for at in range(count)]
+        window = cache.window.astype(x_RTD.dtype).reshape(len(x_RTD), count, -1)
+        seen = jnp.concatenate([window, x_RTD], axis=1)
+        return [seen[:, at : at + x_RTD.shape[1]] for at in range(count)]
     if previous is not None and previous.places is not None:
         gathered = jax.vmap(lambda row, places: row.at[places].get(mode="fill", fill_value=0))
         return [gathered(x_RTD, previous.places[..., at]) for at in range(count)]
@@ -361,9 +383,9 @@ def _previous(
 
 
 class Recurrent(nnx.Module):
-    """Linear maps and short convolutions, followed by a scan along each text: `_scan`, or `_step` for one token after a
-    cached state. `_hides_convolved`: whether invisible tokens are zeroed after the convolution, too, and not just
-    before.
+    """Linear maps and short convolutions, followed by a scan along each text: `_scan`, also from a cached state, or
+    `_step` for one token after it. `_hides_convolved`: whether invisible tokens are zeroed after the convolution, too,
+    and not just before.
 
     The kernels of the convolutions are stored as on disk, (channels, 1, width), the current token last.
 
@@ -411,7 +433,8 @@ class Recurrent(nnx.Module):
             out, state = self._scan(*given, order)
         else:
             before = inputs.cache.state.reshape(len(x_RTD), *inputs.cache.state.shape[-4:])
-            out, state = self._step(*(y[:, 0] for y in given), before)
+            one = x_RTD.shape[1] == 1
+            out, state = self._step(*(y[:, 0] for y in given), before) if one else self._scan(*given, None, before)
         out = self._output(out.reshape(*x_RTD.shape[:2], -1), x_RTD, parts)
         return out if order is None else order.from_order(out), RecurrentState(window, state)
 

@@ -265,7 +265,7 @@ def attend_continued(
     """Attention of tokens that continue the prompts of the cache `inputs.cache`, which has no completions yet:
     `[R, T, H, C]`. Each token attends to its row's prompt, and to the tokens of its row up to itself.
 
-    Reads scale, cache and fill of `inputs`; the layers must not have windows. `sinks` as in `attend_padded`.
+    Reads scale, window, cache and fill of `inputs`; `sinks` as in `attend_padded`.
     """
     cache, lengths_R = inputs.cache, inputs.fill.prompt_lengths
     rows, length, heads, channels = q_RTHC.shape
@@ -274,12 +274,16 @@ def attend_continued(
         jnp.concatenate([prompt.swapaxes(1, 2).astype(own.dtype), own], axis=1)
         for prompt, own in ((cache.prompt_k, k_RTKC), (cache.prompt_v, v_RTKC))
     )
-    seen_RTP = jnp.broadcast_to(jnp.arange(places) < lengths_R[:, None, None], (rows, length, places))
-    causal_RTT = jnp.broadcast_to(jnp.tri(length, dtype=bool), (rows, length, length))
-    mask = jnp.concatenate([seen_RTP, causal_RTT], axis=2)[:, None, None]
+    at_RP, own_T = of_prompts(lengths_R, places), jnp.arange(length)
+    at_RS = jnp.concatenate([at_RP, lengths_R[:, None] + own_T], axis=1)
+    there_RS = jnp.concatenate([at_RP < lengths_R[:, None], jnp.ones((rows, length), bool)], axis=1)
+    distance_RTS = (lengths_R[:, None] + own_T)[:, :, None] - at_RS[:, None]
+    mask = there_RS[:, None] & (distance_RTS >= 0)
+    if inputs.window is not None:
+        mask &= distance_RTS < (inputs.window[..., None] if inputs.window.ndim else inputs.window)
     q_RTKGC = q_RTHC.reshape(rows, length, num_kv, heads // num_kv, channels)
     sinks_KG11 = None if sinks is None else sinks.reshape(*q_RTKGC.shape[2:4], 1, 1)
-    out = _softmax_average(q_RTKGC, k_RSKC, v_RSKC, mask, inputs.scale, None, softcap, sinks_KG11, None)
+    out = _softmax_average(q_RTKGC, k_RSKC, v_RSKC, mask[:, None, None], inputs.scale, None, softcap, sinks_KG11, None)
     return out.reshape(rows, length, heads, -1)
 
 
