@@ -20,6 +20,7 @@ from trl_jax.generation.reuse import TurnCache, can_keep
 from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl_jax.hub.generate import complete
 from trl_jax.hub.vision.processor import images_of_rows, split_images
+from trl_jax.nn.cache import CachedTexts, LayerCache
 
 OPTIONS = {"max_new_tokens": 40, "do_sample": True, "pad_token_id": 0, "eos_token_id": list(range(5, 500, 40))}
 FEW = {"max_new_tokens": 4, "do_sample": True, "pad_token_id": 0, "eos_token_id": None}
@@ -137,13 +138,66 @@ def whole_cache(model, prompts, prompt, group=1):
     return cache_bytes(Weights.of(model.graph, model.arrays), prompts, group, Lengths(prompt, 32, prompt + 32))
 
 
-@pytest.mark.parametrize("caches", [1.9, 2.1])
-def test_nothing_is_kept_without_memory_for_two_caches(model, caches):
-    weights, turns = Weights.of(model.graph, model.arrays), TurnCache()
-    memory = caches * whole_cache(model, 5, 224, GROUP) / SHARE + device_bytes(weights.layers)
-    options = {"group": GROUP, "stream": TorchGenerator(3), "limit": Limit(None, int(memory))}
-    complete(model, [list(range(9, 9 + length)) for length in (90, 200, 31, 170, 64)], FEW, turns=turns, **options)
-    assert turns.keeps == (caches > 2)
+def of_prompts(model, lengths, turns, group=GROUP, new=FEW, **options):
+    prompts = [list(range(9, 9 + length)) for length in lengths]
+    return complete(model, prompts, new, group=group, stream=TorchGenerator(0), turns=turns, **options)
+
+
+def limit_of(model, size):
+    """A limit that leaves `size` bytes for caches."""
+    return Limit(None, int(size / SHARE) + device_bytes(Weights.of(model.graph, model.arrays).layers) + 8)
+
+
+@pytest.mark.parametrize("caches", [3.4, 3.5])
+def test_nothing_is_kept_without_memory_for_a_turn(model, caches):
+    """Two caches, and two more of the prompts: the batch can be compacted twice with all prompts in it."""
+    turns = TurnCache()
+    limit = limit_of(model, caches * whole_cache(model, 5, 224, GROUP))
+    of_prompts(model, (90, 200, 31, 170, 64), turns, limit=limit)
+    assert turns.keeps == (caches > 3.45)
+
+
+def test_compacted_batches_keep_all_prompts(model):
+    """What is kept is more than two caches if prompts are long, and fits into the memory that is required."""
+    turns = TurnCache()
+    new = {**OPTIONS, "max_new_tokens": 64, "eos_token_id": list(range(5, 500, 15))}
+    of_prompts(model, (480, 470), turns, 8, new)
+    kept, whole = turns.nbytes, cache_bytes(Weights.of(model.graph, model.arrays), 2, 8, Lengths(512, 64, 576))
+    assert kept > 2 * whole
+    of_prompts(model, (480, 470), turns, 8, new, limit=limit_of(model, kept))
+    assert not turns.keeps
+
+
+def test_a_turn_without_memory_for_the_last_one_begins_with_a_prefill(model, monkeypatch):
+    talk, turns = Talk(model, monkeypatch), TurnCache()
+    out = complete(model, talk.prompts, FEW, group=1, stream=TorchGenerator(0), turns=turns)
+    texts = [ids + tokens.tolist() + [7] for ids, tokens in zip(talk.prompts, out.tokens, strict=True)]
+    limit = limit_of(model, 1.1 * whole_cache(model, 6, 224))
+    complete(model, texts, FEW, group=1, stream=TorchGenerator(0), turns=turns, limit=limit)
+    assert not talk.steps and turns.nbytes == 0
+
+
+@pytest.mark.parametrize("at_once", [5, 6])
+def test_later_turns_are_padded_within_the_limit(model, at_once):
+    """The number of texts in later turns varies, that of prompts does not."""
+    turns = TurnCache()
+    for prompts in (5, at_once):
+        of_prompts(model, (9,) * 5, turns, 1, limit=Limit(at_once))
+        assert [len(piece.members) for piece in turns._pieces] == [prompts]
+
+
+def test_texts_are_moved_without_a_copy_of_the_cache():
+    places = {"prompt_k": (2, 4, 2, 64, 8), "prompt_v": (2, 4, 2, 64, 8)}
+    texts = {"prompt_k": (2, 8, 2, 128, 8), "prompt_v": (2, 8, 2, 128, 8)}
+    own = {"k_T": (2, 4, 2, 2, 8, 32), "v": (2, 4, 2, 2, 32, 8)}, {"k_T": (2, 8, 1, 2, 8, 32), "v": (2, 8, 1, 2, 32, 8)}
+    old, new = (
+        LayerCache(**{name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in (prompts | more).items()})
+        for prompts, more in zip((places, texts), own, strict=True)
+    )
+    number, here = jax.ShapeDtypeStruct((8,), np.int32), jax.ShapeDtypeStruct((8,), bool)
+    compiled = reuse._with_texts.lower(new, old, CachedTexts(number, number, number, number, here)).compile()
+    size = compiled.memory_analysis()
+    assert size.temp_size_in_bytes < 0.1 * size.output_size_in_bytes
 
 
 def test_other_texts_begin_anew(model, monkeypatch):

@@ -339,7 +339,7 @@ class Slots:
     def __init__(self, request: Request, count: int, done: Callable[[Sequence[Completed]], None], shards: int = 1):
         self._request, self._done, self._shards = request, done, shards
         first = range(min(count, len(request.prompts)))
-        count = rounded_up(len(first), 1) if request.varies else len(first)
+        count = request.slots if len(first) == len(request.prompts) else len(first)
         count = -(-count // shards) * shards
         self.members, self.begun = np.full((count, request.group), -1), np.zeros(count, np.int32)
         self.members[: len(first)] = self._rows_of(first)
@@ -555,9 +555,25 @@ def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit
     return Queue(max(slots, 1) * shards, group // size)
 
 
-def fits(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit, *, caches: int) -> bool:
-    """Whether memory allows this number of full caches. Other arguments as in `queue_of`; only without shards."""
-    return limit.memory is None or caches * cache_bytes(weights, prompts, group, lengths) <= SHARE * limit.memory
+def cache_fits(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit, *, held: int) -> bool:
+    """Whether memory allows a cache in addition to one of `held` bytes. Other arguments as in `queue_of`."""
+    return (
+        not held
+        or limit.memory is None
+        or (held + cache_bytes(weights, prompts, group, lengths) <= SHARE * limit.memory)
+    )
+
+
+def turn_fits(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit) -> bool:
+    """Whether memory allows a cache and what `TurnCache` keeps of it. Arguments as in `queue_of`; only without shards.
+
+    Whenever ended completions are dropped, the old cache is kept and the new one has at most half of the completions:
+    twice the completions in all. It may still have all prompts, until there is one completion of each.
+    """
+    if limit.memory is None:
+        return True
+    whole, alone = (cache_bytes(weights, prompts, number, lengths) for number in (group, 1))
+    return 2 * whole + (group - 1).bit_length() * alone <= SHARE * limit.memory
 
 
 def _slot_sizes(group: int, lengths: Lengths, most: int) -> list[int]:
@@ -618,7 +634,8 @@ class Request:
     temperature, logps: whether to record log-probabilities, and the temperature that divides their logits.
     virtual: virtual tokens before each prompt, which processors do not see.
     images: of each prompt, if any prompt has images; not with virtual tokens.
-    varies: the number of prompts varies from request to request; it is rounded up to limit compilations.
+    varies: the number of prompts varies from request to request; `slots` is rounded up to limit compilations. Only for
+        prompts that are all completed at once.
     stop: ends completions in addition to `eos`. Each check by the host passes it the new tokens; tokens after the end
         of a completion are dropped.
     """
@@ -645,6 +662,11 @@ class Request:
     @property
     def rows(self) -> int:
         return len(self.prompts) * self.group
+
+    @property
+    def slots(self) -> int:
+        """Prompts in the batch that completes all of them at once, including padding."""
+        return rounded_up(len(self.prompts), 1) if self.varies else len(self.prompts)
 
     def in_parts(self, number: int) -> Request:
         """The same rows, with each prompt repeated `number` times and its completions split among the copies."""

@@ -30,9 +30,11 @@ class TurnCache:
     model must not change in between.
 
     keeps: whether to keep the cache of the current turn, see `can_keep`. If not, the next turn begins with a prefill.
+    later: whether there has been a turn.
     """
 
     keeps: bool = False
+    later: bool = False
     _pieces: list[_Piece] = field(default_factory=list)
     _places: dict[_Key, _Place] = field(default_factory=dict)
     _lengths: list[int] = field(default_factory=list)
@@ -94,6 +96,11 @@ class TurnCache:
         fill = CacheFill(known, np.zeros_like(known), np.int32(0), offsets)
         return _through(weights, Cache(parts, fill), texts, known, max_tokens)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache of the last turn."""
+        return sum(array.nbytes for piece in self._pieces for array in jax.tree.leaves(piece.parts))
+
     def forget(self) -> None:
         """Free the cache of the last turn."""
         self._pieces, self._places, self._lengths = [], {}, []
@@ -150,30 +157,25 @@ def can_keep(weights: Weights, *, stopped: bool) -> bool:
 def _joined(
     pieces: list[_Piece], places: list[_Place], lengths: np.ndarray, prompt_capacity: int, room: Room
 ) -> list[LayersCache]:
-    """A cache whose prompts are the texts at these places, of these `lengths` `[R]`. Consumes the pieces array by
-    array, so that two whole caches are never alive at once."""
+    """A cache whose prompts are the texts at these places, of these `lengths` `[R]`. Consumes the pieces, part by
+    part."""
     texts = [_texts_of(number, piece, places, lengths) for number, piece in enumerate(pieces)]
     parts = []
     for number, example in enumerate(pieces[0].parts):
         part = example.empty(len(places), prompt_capacity, room)
         for piece, own in zip(pieces, texts, strict=True):
-            part = part if own is None else _with_texts(part, piece.parts[number], own)
+            part = _with_texts(part, piece.parts[number], own) if own.here.any() else part
             for array in jax.tree.leaves(piece.parts[number]):
                 array.delete()
         parts.append(part)
     return parts
 
 
-def _texts_of(number: int, piece: _Piece, places: list[_Place], lengths: np.ndarray) -> CachedTexts | None:
-    """The texts that are in this piece, padded to a power of two to limit compilations; None if there are none."""
-    rows = [row for row, place in enumerate(places) if place.piece == number]
-    if not rows:
-        return None
-    prompts, members = np.asarray([places[row][1:] for row in rows], np.int32).T
-    missing = (1 << (len(rows) - 1).bit_length()) - len(rows)
-    prompts, members, lengths = (np.pad(each, (0, missing)) for each in (prompts, members, lengths[rows]))
-    at = np.pad(np.asarray(rows, np.int32), (0, missing), constant_values=len(places))
-    return CachedTexts(prompts, members, at, piece.prompt_lengths[prompts].astype(np.int32), lengths)
+def _texts_of(number: int, piece: _Piece, places: list[_Place], lengths: np.ndarray) -> CachedTexts:
+    """The texts that are in this piece."""
+    here = np.asarray([place.piece == number for place in places])
+    prompts, members = np.where(here, np.asarray([place[1:] for place in places], np.int32).T, 0)
+    return CachedTexts(prompts, members, piece.prompt_lengths[prompts].astype(np.int32), lengths, here)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -27,8 +27,9 @@ from trl_jax.generation.generator import (
     Request,
     StopRule,
     Watch,
-    fits,
+    cache_fits,
     queue_of,
+    turn_fits,
 )
 from trl_jax.generation.noise import (
     KeyedSource,
@@ -515,7 +516,7 @@ def complete(
     before, behind = processors_of(settings, text)
     request = request_of(settings, text, prompts, group, (*before.values(), *behind.values()))
     temperature = settings.config.temperature if settings.config.do_sample else 1.0
-    request = replace(request, temperature=temperature, logps=logps, images=images, varies=turns is not None)
+    request = replace(request, temperature=temperature, logps=logps, images=images)
     if settings.config.stop_strings is not None:
         request = replace(request, stop=StopStrings(settings.config.stop_strings, tokenizer).end_of)
     drawing = drawing_of(settings, stream, dtype)
@@ -601,12 +602,20 @@ def run(
     if beams is not None:
         return _searched(model, weights, request, drawing, beams, limit, progress)
     # A watch identifies rows by their index in the batch, so it sees all of them at once.
-    size = len(request.prompts), request.group, Lengths.of(request)
-    queue = None if watch else queue_of(weights, *size, limit)
+    how = request.group, Lengths.of(request), limit
+    if turns is not None and turns.later:  # any number of texts may have another turn
+        padded = replace(request, varies=True)
+        request = padded if queue_of(weights, padded.slots, *how) is None else request
+    queue = None if watch else queue_of(weights, request.slots, *how)
     if turns is not None:
-        # The batch shrinks to at most half whenever it is compacted, so all that is kept is at most two caches.
-        turns.keeps = queue is None and can_keep(weights, stopped=request.stop is not None)
-        turns.keeps = turns.keeps and fits(weights, *size, limit, caches=2)
+        if queue is not None or not cache_fits(weights, request.slots, *how, held=turns.nbytes):
+            turns.forget()
+        turns.later = True
+        turns.keeps = (
+            queue is None
+            and can_keep(weights, stopped=request.stop is not None)
+            and turn_fits(weights, request.slots, *how)
+        )
     at_once = request.rows if queue is None else queue.slots * request.group // queue.parts
     steps = generator.STEPS if drawing is None else drawing.steps(at_once, model.vocab_size)
     steps = steps if watch is None else 1
@@ -620,8 +629,6 @@ def run(
                 options = {"steps": steps, "watch": watch, "progress": progress, "turns": turns}
                 completions = generator.generate(weights, request, source, **options)
             else:
-                if turns is not None:
-                    turns.forget()
                 done: list[Completed] = []
                 options = {"slots": queue.slots, "steps": steps, "progress": progress}
                 generator.generate_queue(weights, request.in_parts(queue.parts), source, done.extend, **options)

@@ -78,7 +78,7 @@ class LayerCache:
         if alive is not None and self.window is not None:  # without a window, nothing is overwritten
             old_k = jax.lax.dynamic_slice_in_dim(self.k_T, place, 1, axis + 1)
             old_v = jax.lax.dynamic_slice_in_dim(self.v, place, 1, axis)
-            k, v = _of_alive(alive, k, old_k, self.v.ndim - 5), _of_alive(alive, v, old_v, self.v.ndim - 5)
+            k, v = _where(alive, k, old_k, self.v.ndim - 5), _where(alive, v, old_v, self.v.ndim - 5)
         k_T = jax.lax.dynamic_update_slice_in_dim(self.k_T, k.astype(self.k_T.dtype), place, axis + 1)
         v = jax.lax.dynamic_update_slice_in_dim(self.v, v.astype(self.v.dtype), place, axis)
         return replace(self, k_T=k_T, v=v)
@@ -127,29 +127,35 @@ class LayerCache:
     def extended(self, new: KeysValues, lengths: jax.Array, more: jax.Array) -> LayerCache:
         """Append the first `more` `[P]` tokens of `new` `[P, T]` to prompts of these `lengths` `[P]`; they must fit."""
         k, v = (
-            _extended(prompt, own.swapaxes(-2, -3), lengths, more)
+            _extended(prompt, own.swapaxes(-2, -3), lengths, more, self.window)
             for prompt, own in ((self.prompt_k, new.k), (self.prompt_v, new.v))
         )
         return replace(self, prompt_k=k, prompt_v=v)
 
 
-def _extended(prompts: jax.Array, new: jax.Array, lengths: jax.Array, more: jax.Array) -> jax.Array:
-    """`[..., P, K, S, C]` with tokens of `[..., P, K, T, C]` appended; of longer prompts, the last S tokens."""
+def _extended(
+    prompts: jax.Array, new: jax.Array, lengths: jax.Array, more: jax.Array, window: int | None = None
+) -> jax.Array:
+    """`[..., P, K, S, C]` with tokens of `[..., P, K, T, C]` appended; of prompts longer than the window, the last S
+    tokens."""
     count = prompts.shape[-2]
-    place = of_prompts(lengths + more, count)  # in the prompt
-    old, added = place - jnp.maximum(lengths - count, 0)[:, None], count + place - lengths[:, None]
-    at = jnp.where(place < lengths[:, None], old, added)[:, None, :, None]
-    both = jnp.concatenate([prompts, new.astype(prompts.dtype)], axis=-2)
-    at = at.reshape(*(1 for _ in prompts.shape[:-4]), *at.shape)
-    return jnp.take_along_axis(both, at, axis=-2, mode="clip")
+    place = of_prompts(lengths + more, count)
+    if window is not None:
+        prompts = _tokens(prompts, place - jnp.maximum(lengths - count, 0)[:, None])
+    is_new = ((place >= lengths[:, None]) & (place < (lengths + more)[:, None]))[:, None, :, None]
+    return jnp.where(is_new, _tokens(new, place - lengths[:, None]).astype(prompts.dtype), prompts)
 
 
-def _of_alive(alive: jax.Array | None, new: jax.Array, old: jax.Array, layers: int) -> jax.Array:
-    """`new` for completions that are alive, else `old`: `[..., P, G, ...]` after `layers` axes."""
-    if alive is None:
-        return new
-    size = new.shape[layers : layers + 2]
-    return jnp.where(alive.reshape(*(1 for _ in range(layers)), *size, *(1 for _ in new.shape[layers + 2 :])), new, old)
+def _tokens(x: jax.Array, places: jax.Array) -> jax.Array:
+    """The tokens of `[..., R, K, S, C]` at these places, int32 `[R, T]`; places out of range give any token."""
+    at = jnp.clip(places, 0, x.shape[-2] - 1)[:, None, :, None]
+    return jnp.take_along_axis(x, at.reshape(*(1 for _ in x.shape[:-4]), *at.shape), axis=-2)
+
+
+def _where(which: jax.Array, new: jax.Array, old: jax.Array, layers: int) -> jax.Array:
+    """`jnp.where` for `which` `[P x G]` and arrays `[..., P, G, ...]`, after `layers` axes."""
+    shape = *(1 for _ in range(layers)), *new.shape[layers : layers + 2], *(1 for _ in new.shape[layers + 2 :])
+    return jnp.where(which.reshape(shape), new, old)
 
 
 def _last_tokens(x: jax.Array, lengths: jax.Array, window: int | None) -> jax.Array:
@@ -266,7 +272,7 @@ class ConvolutionCache(NamedTuple):
         """Add a token to every completion."""
         del place
         window = new.window.astype(self.window.dtype).reshape(self.window.shape)
-        return ConvolutionCache(_of_alive(alive, window, self.window, self.window.ndim - 4))
+        return ConvolutionCache(window if alive is None else _where(alive, window, self.window, self.window.ndim - 4))
 
     def grown(self, more: int, written: jax.Array, grow: Grow) -> ConvolutionCache:
         """No change: the size does not depend on the number of tokens."""
@@ -300,7 +306,7 @@ class ConvolutionCache(NamedTuple):
         del lengths
         last = new.window[..., jnp.arange(len(more)), jnp.maximum(more - 1, 0), :, :]
         last = jnp.expand_dims(last.astype(self.window.dtype), -3)
-        return ConvolutionCache(_of_alive(more > 0, last, self.window, self.window.ndim - 4))
+        return ConvolutionCache(_where(more > 0, last, self.window, self.window.ndim - 4))
 
 
 def _zeros_like(array: jax.Array, rows: int, room: Room, layers: int) -> jax.Array:
@@ -332,7 +338,9 @@ class RecurrentCache(NamedTuple):
         """Add a token to every completion."""
         window = ConvolutionCache(self.window).appended(ConvolutionInputs(new.window), place, alive).window
         state = new.state.reshape(self.state.shape)
-        return RecurrentCache(window, _of_alive(alive, state, self.state, self.window.ndim - 4))
+        return RecurrentCache(
+            window, state if alive is None else _where(alive, state, self.state, self.window.ndim - 4)
+        )
 
     def grown(self, more: int, written: jax.Array, grow: Grow) -> RecurrentCache:
         """No change: the size does not depend on the number of tokens."""
@@ -561,39 +569,37 @@ class CacheFill(NamedTuple):
 
 
 class CachedTexts(NamedTuple):
-    """Texts of a cache (a prompt and one of its completions) that become prompts of another cache, int32 `[N]` each.
-    The other cache has one completion per prompt.
+    """For each prompt of a new cache, the text of another cache (a prompt and one of its completions) that it becomes;
+    arrays `[R]`. The new cache has one completion per prompt.
 
-    prompts, members: the prompt, and the completion among the prompt's completions. All completions began together.
-    rows: the prompt in the other cache; out of range for texts that are dropped.
-    prompt_lengths: tokens of the prompt.
-    lengths: tokens of the text.
+    prompts, members: int32, the prompt, and the completion among the prompt's completions. All completions began
+        together.
+    prompt_lengths, lengths: int32, number of tokens of the prompt, and of the text.
+    here: bool, whether the other cache has the text; the numbers are arbitrary if not.
     """
 
     prompts: jax.Array
     members: jax.Array
-    rows: jax.Array
     prompt_lengths: jax.Array
     lengths: jax.Array
+    here: jax.Array
 
     def joined(self, target: jax.Array, prompts: jax.Array, completions: jax.Array) -> jax.Array:
         """Set rows of `target` `[..., R, K, S', C]` to texts of `prompts` `[..., P, K, S, C]` and `completions`
-        `[..., P, G, K, T, C]`; of longer texts, the last S' tokens."""
-        layers, (count, capacity) = prompts.ndim - 4, (prompts.shape[-2], completions.shape[-2])
+        `[..., P, G, K, T, C]`; of longer texts, the last S' tokens. All rows are computed, because XLA needs no copy of
+        `target` then."""
+        count, capacity, layers = prompts.shape[-2], completions.shape[-2], (slice(None),) * (prompts.ndim - 4)
         place, ends = of_prompts(self.lengths, target.shape[-2]), self.prompt_lengths[:, None]
-        of_prompt, of_completion = place - jnp.maximum(ends - count, 0), count + (place - ends) % capacity
-        at = jnp.where(place < ends, of_prompt, of_completion)[:, None, :, None]
-        at = at.reshape(*(1 for _ in range(layers)), *at.shape)
-        every = (slice(None),) * layers
-        text = jnp.concatenate(
-            [prompts[*every, self.prompts], completions[*every, self.prompts, self.members]], axis=-2
-        )
-        return replaced(target, self.rows, jnp.take_along_axis(text, at, axis=-2, mode="clip"), layers)
+        prompt = _tokens(prompts[*layers, self.prompts], place - jnp.maximum(ends - count, 0))
+        own = _tokens(completions[*layers, self.prompts, self.members], (place - ends) % capacity)
+        text = jnp.where((place < ends)[:, None, :, None], prompt, own)
+        return jnp.where(self.here[:, None, None, None], text, target)
 
     def of_completions(self, target: jax.Array, completions: jax.Array, layers: int) -> jax.Array:
-        """Set `[..., R, 1, ...]` to what `completions` `[..., P, G, ...]` have, after `layers` axes."""
+        """Set rows of `target` `[..., R, 1, ...]` to what `completions` `[..., P, G, ...]` have, after `layers`
+        axes."""
         own = completions[*(slice(None),) * layers, self.prompts, self.members]
-        return replaced(target, self.rows, jnp.expand_dims(own, layers + 1), layers)
+        return _where(self.here, jnp.expand_dims(own, layers + 1), target, layers)
 
 
 class Room(NamedTuple):
