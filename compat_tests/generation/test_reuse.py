@@ -162,7 +162,7 @@ def test_compacted_batches_keep_all_prompts(model):
     turns = TurnCache()
     new = {**OPTIONS, "max_new_tokens": 64, "eos_token_id": list(range(5, 500, 15))}
     of_prompts(model, (480, 470), turns, 8, new)
-    kept, whole = turns.nbytes, cache_bytes(Weights.of(model.graph, model.arrays), 2, 8, Lengths(512, 64, 576))
+    kept, whole = turns.device_bytes, cache_bytes(Weights.of(model.graph, model.arrays), 2, 8, Lengths(512, 64, 576))
     assert kept > 2 * whole
     of_prompts(model, (480, 470), turns, 8, new, limit=limit_of(model, kept))
     assert not turns.keeps
@@ -174,7 +174,7 @@ def test_a_turn_without_memory_for_the_last_one_begins_with_a_prefill(model, mon
     texts = [ids + tokens.tolist() + [7] for ids, tokens in zip(talk.prompts, out.tokens, strict=True)]
     limit = limit_of(model, 1.1 * whole_cache(model, 6, 224))
     complete(model, texts, FEW, group=1, stream=TorchGenerator(0), turns=turns, limit=limit)
-    assert not talk.steps and turns.nbytes == 0
+    assert not talk.steps and turns.device_bytes == 0
 
 
 @pytest.mark.parametrize("at_once", [5, 6])

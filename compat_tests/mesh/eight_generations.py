@@ -20,6 +20,7 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import decode, generator
 from trl_jax.generation.decode import Weights
 from trl_jax.generation.generator import Lengths, Limit, cache_bytes, device_bytes, next_tokens
+from trl_jax.generation.reuse import TurnCache
 from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.hub.generate import complete
 from trl_jax.hub.peft_config import LoraConfig
@@ -96,6 +97,36 @@ def test_a_few_at_a_time(load, monkeypatch):
     np.testing.assert_array_equal(few.tokens, whole.tokens)
     lengths = Lengths(32, 32, 64)
     assert ((8, 32), cache_bytes(Weights.of(model.graph, model.arrays), 1, 2, lengths)) in sizes
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mesh"),
+    [("llama", "data:2,fsdp:2,tensor:2"), *[thorough(kind, "fsdp:4,tensor:2") for kind in list(FAMILIES)[1:]]],
+)
+def test_turns_reuse_the_cache_of_their_device(model_type, mesh, load, monkeypatch):
+    """Some conversations end after the first turn, so the devices have different numbers of texts in the second."""
+    begin, reused, found = TurnCache.begin, [], []
+
+    def begun(turns, *given):
+        reused.append(begin(turns, *given))
+        return reused[-1]
+
+    monkeypatch.setattr(TurnCache, "begin", begun)
+    options = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": ENDS, "pad_token_id": 0}
+    for where, turns in ((None, None), (mesh, TurnCache())):
+        model, stream = load(where, model_type, layers=1 if model_type == "llama" else 2), TorchGenerator(1)
+        texts, group = [row + row + [7] * 9 for row in drawn(6)], 4
+        for _ in range(2):
+            out = complete(model, texts, options, group=group, stream=stream, turns=turns)
+            own = [tokens[:length].tolist() for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+            found.append((own, np.concatenate([logps[: len(ids)] for ids, logps in zip(own, out.logps, strict=True)])))
+            texts = [texts[row // group] + ids + [8] for row, ids in enumerate(own) if row % 5]
+            group = 1
+    assert [turn is not None for turn in reused] == [False, True]
+    assert len({*reused[1].shard_of}) > 1
+    for (tokens, logps), (others, other_logps) in zip(found[:2], found[2:], strict=True):
+        assert tokens == others
+        np.testing.assert_allclose(other_logps, logps, atol=1e-5)
 
 
 @only_thorough

@@ -129,7 +129,11 @@ class _Generation:
         self._shards = 1 if weights.shards is None else weights.shards.count
         parts = part_of_group(min(slots, len(request.prompts)), request.group, self._shards)
         self._request = request = request.in_parts(parts)
-        self._slots = Slots(request, -(-slots * parts // self._shards) * self._shards, done, self._shards)
+        self._continued = continued = (
+            None if turns is None else turns.begin(request.texts, request.images, request.group, self._shards)
+        )
+        count = -(-slots * parts // self._shards) * self._shards
+        self._slots = Slots(request, count, done, self._shards, continued and continued.shard_of)
         self._prompt_capacity = padded_length(self._longest(self._slots.members), "auto")
         self._stops = request.stops()
         self._inputs = request.drawing()  # for all rows of the request
@@ -163,23 +167,19 @@ class _Generation:
         Args:
             longest: tokens of the longest text in the batch.
         """
-        logits, cache = self._continued(members, prompt_capacity, capacity) or self._prefilled(
-            members, longest, prompt_capacity, capacity
-        )
+        if self._continued is None:
+            logits, cache = self._prefilled(members, longest, prompt_capacity, capacity)
+        else:
+            room = Room(self._request.group, capacity)
+            logits, cache = self._continued.prefilled(
+                self._weights, members[:, 0], room, prompt_capacity, self._max_tokens
+            )
+            self._continued = None
         state, drawing = (
             initial_state(cache, members.reshape(-1) >= 0, capacity, logps=self._request.logps),
             self._drawing(members),
         )
         return first_tokens(logits, state, self._stops, noise, drawing, shards=self._weights.shards)
-
-    def _continued(self, members: np.ndarray, prompt_capacity: int, capacity: int) -> tuple[jax.Array, Cache] | None:
-        """Logits and cache as from `_prefilled`, from the cache of the last turn; None if it cannot be reused."""
-        if self._turns is None:
-            return None
-        request, room = self._request, Room(self._request.group, capacity)
-        images = request.images and [request.images[row // request.group] for row in members[:, 0]]
-        texts = self._slots.prompts(members)
-        return self._turns.begin(self._weights, texts, images, room, prompt_capacity, self._max_tokens)
 
     def _prefilled(
         self, members: np.ndarray, longest: int, prompt_capacity: int, capacity: int
@@ -329,6 +329,7 @@ class Slots:
         count: number of slots; rounded up to a multiple of `shards`.
         done: receives completions that have ended.
         shards: number of devices that the slots are sharded over, in equal contiguous runs.
+        shard_of: the shard of each prompt; None divides them in order.
 
     Attributes:
         members: rows of the request, `[P, G]`; -1 for padding.
@@ -336,13 +337,25 @@ class Slots:
         waiting: indices of prompts without a slot yet.
     """
 
-    def __init__(self, request: Request, count: int, done: Callable[[Sequence[Completed]], None], shards: int = 1):
+    def __init__(
+        self,
+        request: Request,
+        count: int,
+        done: Callable[[Sequence[Completed]], None],
+        shards: int = 1,
+        shard_of: Sequence[int] | None = None,
+    ):
         self._request, self._done, self._shards = request, done, shards
         first = range(min(count, len(request.prompts)))
         count = request.slots if len(first) == len(request.prompts) else len(first)
-        count = -(-count // shards) * shards
-        self.members, self.begun = np.full((count, request.group), -1), np.zeros(count, np.int32)
-        self.members[: len(first)] = self._rows_of(first)
+        each = -(-count // shards)
+        runs = [first[shard * each : (shard + 1) * each] for shard in range(shards)]
+        if shard_of is not None:
+            runs = [[prompt for prompt in first if shard_of[prompt] == shard] for shard in range(shards)]
+            each = rounded_up(max(each, *map(len, runs)), 1)
+        self.members, self.begun = np.full((shards * each, request.group), -1), np.zeros(shards * each, np.int32)
+        for shard, run in enumerate(runs):
+            self.members[shard * each : shard * each + len(run)] = self._rows_of(run)
         self.waiting = deque(range(len(first), len(request.prompts)))
         self._lengths = np.zeros(request.rows, np.int32)
         self._checked, self._ends = np.zeros(request.rows, np.int32), np.full(request.rows, request.max_new_tokens)
@@ -463,7 +476,7 @@ class Slots:
         ])  # fmt: skip
 
     def _rows_of(self, prompts: Sequence[int]) -> np.ndarray:
-        return np.asarray(prompts)[:, None] * self._request.group + np.arange(self._request.group)
+        return np.asarray(prompts, int)[:, None] * self._request.group + np.arange(self._request.group)
 
 
 def power_of_two(number: int) -> int:
@@ -545,8 +558,8 @@ def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit
     if most is None:
         if limit.memory is None:
             return None
-        room, parts = SHARE * limit.memory, part_of_group(prompts, group, shards)
-        if cache_bytes(weights, -(-prompts * parts // shards), group // parts, lengths) <= room:
+        room = SHARE * limit.memory
+        if cache_bytes(weights, *_of_shard(weights, prompts, group), lengths) <= room:
             return None
     for size in _slot_sizes(group, lengths, most or group):
         slots = most // size if most is not None else int(room // cache_bytes(weights, 1, size, lengths))
@@ -555,23 +568,29 @@ def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit
     return Queue(max(slots, 1) * shards, group // size)
 
 
+def _of_shard(weights: Weights, prompts: int, group: int) -> tuple[int, int]:
+    """The prompts on one shard, and completions of each, if all are generated at once."""
+    shards = 1 if weights.shards is None else weights.shards.count
+    parts = part_of_group(prompts, group, shards)
+    return -(-prompts * parts // shards), group // parts
+
+
 def cache_fits(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit, *, held: int) -> bool:
     """Whether memory allows a cache in addition to one of `held` bytes. Other arguments as in `queue_of`."""
-    return (
-        not held
-        or limit.memory is None
-        or (held + cache_bytes(weights, prompts, group, lengths) <= SHARE * limit.memory)
-    )
+    if not held or limit.memory is None:
+        return True
+    return held + cache_bytes(weights, *_of_shard(weights, prompts, group), lengths) <= SHARE * limit.memory
 
 
 def turn_fits(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit) -> bool:
-    """Whether memory allows a cache and what `TurnCache` keeps of it. Arguments as in `queue_of`; only without shards.
+    """Whether memory allows a cache and what `TurnCache` keeps of it. Arguments as in `queue_of`.
 
     Whenever ended completions are dropped, the old cache is kept and the new one has at most half of the completions:
     twice the completions in all. It may still have all prompts, until there is one completion of each.
     """
     if limit.memory is None:
         return True
+    prompts, group = _of_shard(weights, prompts, group)
     whole, alone = (cache_bytes(weights, prompts, number, lengths) for number in (group, 1))
     return 2 * whole + (group - 1).bit_length() * alone <= SHARE * limit.memory
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +16,14 @@ from flax import nnx
 
 from trl_jax.core.outputs import reads_of_rows
 from trl_jax.data.images import TextImages
-from trl_jax.generation.decode import Weights, longrope_switch_length, model_with_cast_head, trunk_of
+from trl_jax.generation.decode import (
+    Shards,
+    Weights,
+    longrope_switch_length,
+    model_with_cast_head,
+    shard_mapped,
+    trunk_of,
+)
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
@@ -22,6 +31,21 @@ from trl_jax.nn.cache import Cache, CachedTexts, CacheFill, LayersCache, Room
 
 _STEP = 64  # new tokens of each text per call, so that programs do not depend on the length of a tool's answer
 _MOST_NEW = 1 / 2  # largest ratio of new tokens to the longest text's tokens; above, a prefill is as fast
+UNEVEN = 2  # largest ratio of the texts of a shard to those of an even division, because texts stay on their shard
+
+
+def can_keep(weights: Weights, *, stopped: bool) -> bool:
+    """Whether a model's cache can be kept for another turn: not with LongRoPE, which rotates all keys differently once
+    a text is long.
+
+    Args:
+        stopped: whether a `StopRule` ends completions some tokens after their end was generated. Then the layers must
+            keep these tokens apart from earlier ones: no windows, and no recurrent layers.
+    """
+    arch = trunk_of(merge(weights.graph, weights.arrays)).arch
+    apart = all(part.window is None for part in cache_parts(arch))
+    apart = apart and all(run.kind.mixer in ("attention", None) for run in arch.runs)
+    return longrope_switch_length(weights) is None and (apart or not stopped)
 
 
 @dataclass
@@ -64,42 +88,37 @@ class TurnCache:
         self._lengths = sorted({length for length, *_ in self._places}, reverse=True)
 
     def begin(
-        self, weights: Weights, texts: Sequence[np.ndarray], images: Sequence[TextImages] | None, room: Room,
-        prompt_capacity: int, max_tokens: int,
-    ) -> tuple[jax.Array, Cache] | None:  # fmt: skip
+        self, texts: Sequence[np.ndarray], images: Sequence[TextImages] | None, group: int, shards: int
+    ) -> ContinuedTexts | None:
         """Begin the next generation, and forget the last one.
 
         Args:
             texts: token ids of the prompts.
             images: of each prompt; None without images.
-            room: for completions. The last turn is only reused if each prompt has one.
-            prompt_capacity, max_tokens: see `decode.prefill`.
+            group: completions per prompt. The last turn is only reused if there is one.
+            shards: number of devices that the prompts are sharded over.
 
         Returns:
-            The result of `decode.prefill`; None if its prompts do not continue the texts of the last generation, or
-            are so much longer that a prefill is as fast.
+            None if the prompts do not continue the texts of the last generation, are so much longer that a prefill is
+            as fast, or are on few of the shards.
         """
-        if not self._pieces or room.group > 1:
-            self.forget()
-            return None
         pieces, found = self._pieces, [self._find(ids, _of(images, row)) for row, ids in enumerate(texts)]
-        places, known = [place for place, _ in found], np.asarray([length for _, length in found], np.int32)
         self.forget()
-        lengths = np.asarray(list(map(len, texts)), np.int32)
-        if None in places or (lengths - known).max() > _MOST_NEW * lengths.max():
+        if group > 1 or any(place is None for place, _ in found):
             return None
-        parts = _joined(pieces, places, known, prompt_capacity, room)
-        offsets = None
-        if images is not None:
-            after = [image.next_position - len(image.features) for image in images]
-            offsets = np.asarray(after, np.int32)
-        fill = CacheFill(known, np.zeros_like(known), np.int32(0), offsets)
-        return _through(weights, Cache(parts, fill), texts, known, max_tokens)
+        places, known = [place for place, _ in found], np.asarray([length for _, length in found], np.int32)
+        lengths = np.asarray(list(map(len, texts)), np.int32)
+        continued = ContinuedTexts(pieces, texts, images, places, known, shards)
+        busiest = Counter(continued.shard_of).most_common(1)[0][1]
+        if (lengths - known).max() > _MOST_NEW * lengths.max() or busiest > UNEVEN * -(-len(texts) // shards):
+            return None
+        return continued
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the cache of the last turn."""
-        return sum(array.nbytes for piece in self._pieces for array in jax.tree.leaves(piece.parts))
+    def device_bytes(self) -> int:
+        """Bytes of the cache of the last turn on each device."""
+        arrays = jax.tree.leaves([piece.parts for piece in self._pieces])
+        return sum(prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
     def forget(self) -> None:
         """Free the cache of the last turn."""
@@ -140,47 +159,99 @@ def _of(images: Sequence[TextImages] | None, row: int) -> TextImages | None:
     return None if images is None else images[row]
 
 
-def can_keep(weights: Weights, *, stopped: bool) -> bool:
-    """Whether a model's cache can be kept for another turn: on one device, without LongRoPE, which rotates all keys
-    differently once a text is long.
+# The next turn
 
-    Args:
-        stopped: whether a `StopRule` ends completions some tokens after their end was generated. Then the layers must
-            keep these tokens apart from earlier ones: no windows, and no recurrent layers.
+
+@dataclass(frozen=True)
+class ContinuedTexts:
+    """Prompts that continue the texts of the last turn.
+
+    pieces: the cache of the last turn.
+    texts, images: token ids, and images if there are any, of each prompt.
+    places, known: where the cache of each prompt's beginning is, and its number of tokens, int32 `[prompts]`.
+    shards: number of devices that the prompts of the pieces are sharded over.
     """
-    arch = trunk_of(merge(weights.graph, weights.arrays)).arch
-    apart = all(part.window is None for part in cache_parts(arch))
-    apart = apart and all(run.kind.mixer in ("attention", None) for run in arch.runs)
-    return weights.shards is None and longrope_switch_length(weights) is None and (apart or not stopped)
+
+    pieces: list[_Piece]
+    texts: Sequence[np.ndarray]
+    images: Sequence[TextImages] | None
+    places: Sequence[_Place]
+    known: np.ndarray
+    shards: int
+
+    @property
+    def shard_of(self) -> list[int]:
+        """The shard that has the cache of each prompt."""
+        return [place.prompt // self._each(self.pieces[place.piece]) for place in self.places]
+
+    def prefilled(
+        self, weights: Weights, prompts: np.ndarray, room: Room, prompt_capacity: int, max_tokens: int
+    ) -> tuple[jax.Array, Cache]:
+        """The result of `decode.prefill`. Consumes the cache of the last turn.
+
+        Args:
+            prompts: int `[P]`, indices of the prompts in the order of the new cache, which keeps them on their shards;
+                -1 for padding.
+            room, prompt_capacity, max_tokens: for `prefill`.
+        """
+        texts = [self.texts[prompt] if prompt >= 0 else np.zeros(1, np.int32) for prompt in prompts]
+        known = np.where(prompts >= 0, self.known[prompts], 0).astype(np.int32)
+        parts = self._joined(weights.shards, prompts, known, prompt_capacity, room)
+        offsets = None
+        if self.images is not None:
+            after = [image.next_position - len(image.features) for image in self.images]
+            offsets = np.where(prompts >= 0, np.asarray(after)[prompts], 0).astype(np.int32)
+        fill = CacheFill(known, np.zeros_like(known), np.int32(0), offsets)
+        return _through(weights, Cache(parts, fill), texts, known, max_tokens)
+
+    def _joined(
+        self, shards: Shards | None, prompts: np.ndarray, known: np.ndarray, prompt_capacity: int, room: Room
+    ) -> list[LayersCache]:
+        """A cache of the known tokens of these prompts. Consumes the pieces, part by part."""
+        texts, parts = [self._texts_of(number, prompts, known) for number in range(len(self.pieces))], []
+        size = {"rows": len(prompts) // self.shards, "length": prompt_capacity, "room": room}
+        for number, example in enumerate(self.pieces[0].parts):
+            part = _empty(example, **size, shards=shards)
+            for piece, own in zip(self.pieces, texts, strict=True):
+                part = _with_texts(part, piece.parts[number], own, shards=shards) if own.here.any() else part
+                for array in jax.tree.leaves(piece.parts[number]):
+                    array.delete()
+            parts.append(part)
+        return parts
+
+    def _texts_of(self, number: int, prompts: np.ndarray, known: np.ndarray) -> CachedTexts:
+        """The texts of these prompts that are in this piece, with prompts numbered within each shard."""
+        piece = self.pieces[number]
+        places = np.asarray(self.places, np.int32)[prompts]
+        here = (prompts >= 0) & (places[:, 0] == number)
+        at, members = np.where(here, places[:, 1:].T, 0)
+        lengths = piece.prompt_lengths[at].astype(np.int32)
+        return CachedTexts(at % self._each(piece), members, lengths, known, here)
+
+    def _each(self, piece: _Piece) -> int:
+        """Prompts of a piece on each shard."""
+        return len(piece.members) // self.shards
 
 
-def _joined(
-    pieces: list[_Piece], places: list[_Place], lengths: np.ndarray, prompt_capacity: int, room: Room
-) -> list[LayersCache]:
-    """A cache whose prompts are the texts at these places, of these `lengths` `[R]`. Consumes the pieces, part by
-    part."""
-    texts = [_texts_of(number, piece, places, lengths) for number, piece in enumerate(pieces)]
-    parts = []
-    for number, example in enumerate(pieces[0].parts):
-        part = example.empty(len(places), prompt_capacity, room)
-        for piece, own in zip(pieces, texts, strict=True):
-            part = _with_texts(part, piece.parts[number], own) if own.here.any() else part
-            for array in jax.tree.leaves(piece.parts[number]):
-                array.delete()
-        parts.append(part)
-    return parts
+@partial(jax.jit, static_argnames=("rows", "length", "room", "shards"))
+def _empty(example: LayersCache, *, rows: int, length: int, room: Room, shards: Shards | None) -> LayersCache:
+    def specs(own: Shards) -> tuple:
+        return (own.cache.parts,), own.cache.parts
+
+    return shard_mapped(shards, lambda example: example.empty(rows, length, room), specs)(example)
 
 
-def _texts_of(number: int, piece: _Piece, places: list[_Place], lengths: np.ndarray) -> CachedTexts:
-    """The texts that are in this piece."""
-    here = np.asarray([place.piece == number for place in places])
-    prompts, members = np.where(here, np.asarray([place[1:] for place in places], np.int32).T, 0)
-    return CachedTexts(prompts, members, piece.prompt_lengths[prompts].astype(np.int32), lengths, here)
+@partial(jax.jit, static_argnames="shards", donate_argnums=0)
+def _with_texts(
+    part: LayersCache, earlier: LayersCache, texts: CachedTexts, *, shards: Shards | None = None
+) -> LayersCache:
+    def of_shard(part: LayersCache, earlier: LayersCache, texts: CachedTexts) -> LayersCache:
+        return part.with_texts(earlier, texts)
 
+    def specs(own: Shards) -> tuple:
+        return (own.cache.parts, own.cache.parts, own.rows), own.cache.parts
 
-@partial(jax.jit, donate_argnums=0)
-def _with_texts(part: LayersCache, earlier: LayersCache, texts: CachedTexts) -> LayersCache:
-    return part.with_texts(earlier, texts)
+    return shard_mapped(shards, of_shard, specs)(part, earlier, texts)
 
 
 def _through(
@@ -197,12 +268,15 @@ def _through(
         logits, cache = _step(
             weights.graph, weights.arrays, weights.layers, cache, logits, tokens,
             np.clip(more - first, 0, _STEP).astype(np.int32), np.int32(longest), max_tokens=max_tokens,
-            dtype=weights.dtype, head_dtype=weights.head_dtype,
+            dtype=weights.dtype, head_dtype=weights.head_dtype, shards=weights.shards,
         )  # fmt: skip
     return logits, cache
 
 
-@partial(jax.jit, static_argnames=("graph", "max_tokens", "dtype", "head_dtype"), donate_argnames=("cache", "logits"))
+@partial(
+    jax.jit, static_argnames=("graph", "max_tokens", "dtype", "head_dtype", "shards"),
+    donate_argnames=("cache", "logits"),
+)  # fmt: skip
 def _step(
     graph: Any,
     arrays: dict[str, jax.Array],
@@ -216,18 +290,28 @@ def _step(
     max_tokens: int,
     dtype: jnp.dtype,
     head_dtype: jnp.dtype,
+    shards: Shards | None,
 ) -> tuple[jax.Array, Cache]:
     """Append the first `more` `[R]` of `tokens` `[R, T]` to the prompts of the cache.
 
     Args:
         logits: of the tokens before, `[R, V]`, returned for texts without another token; None at the start.
     """
-    trunk = trunk_of(merge(graph, arrays))
-    positions = cache.fill.next_positions[:, None] + jnp.arange(tokens.shape[1])
-    reads = reads_of_rows(jnp.maximum(more - 1, 0), tokens.shape[1])
-    options = {"cache": cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens, "lengths": more}
-    hidden, new = with_keys(trunk, tokens, positions, reads, longest, **options)
-    headed = model_with_cast_head(graph, arrays, head_dtype)
-    found = headed.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
-    found = found if logits is None else jnp.where(more[:, None] > 0, found, logits)
-    return found, cache.extended(new, more)
+
+    def of_shard(arrays, layers, cache, logits, tokens, more, longest):
+        trunk = trunk_of(merge(graph, arrays))
+        positions = cache.fill.next_positions[:, None] + jnp.arange(tokens.shape[1])
+        reads = reads_of_rows(jnp.maximum(more - 1, 0), tokens.shape[1])
+        options = {"cache": cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens, "lengths": more}
+        hidden, new = with_keys(trunk, tokens, positions, reads, longest, **options)
+        headed = model_with_cast_head(graph, arrays, head_dtype)
+        found = headed.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
+        found = found if logits is None else jnp.where(more[:, None] > 0, found, logits)
+        return found, cache.extended(new, more)
+
+    def specs(own: Shards) -> tuple:
+        before = None if logits is None else own.rows
+        return (own.params, own.whole, own.cache, before, own.rows, own.rows, own.whole), (own.rows, own.cache)
+
+    run = shard_mapped(shards, of_shard, specs, parameters=True)
+    return run(arrays, layers, cache, logits, tokens, more, longest)

@@ -40,7 +40,7 @@ from trl_jax.generation.noise import (
     chunk_steps,
     random_key,
 )
-from trl_jax.generation.reuse import TurnCache, can_keep
+from trl_jax.generation.reuse import UNEVEN, TurnCache, can_keep
 from trl_jax.generation.sampling import Processor, Text
 from trl_jax.hub.generation_hooks import StepWatch, UserFunctions, criteria_of
 from trl_jax.hub.generation_inputs import (
@@ -608,14 +608,7 @@ def run(
         request = padded if queue_of(weights, padded.slots, *how) is None else request
     queue = None if watch else queue_of(weights, request.slots, *how)
     if turns is not None:
-        if queue is not None or not cache_fits(weights, request.slots, *how, held=turns.nbytes):
-            turns.forget()
-        turns.later = True
-        turns.keeps = (
-            queue is None
-            and can_keep(weights, stopped=request.stop is not None)
-            and turn_fits(weights, request.slots, *how)
-        )
+        _prepare_turn(turns, weights, request, limit, at_once=queue is None)
     at_once = request.rows if queue is None else queue.slots * request.group // queue.parts
     steps = generator.STEPS if drawing is None else drawing.steps(at_once, model.vocab_size)
     steps = steps if watch is None else 1
@@ -639,6 +632,20 @@ def run(
             source.close(used)
     _check_drawn(completions.tokens)
     return completions
+
+
+def _prepare_turn(turns: TurnCache, weights: Weights, request: Request, limit: Limit, *, at_once: bool) -> None:
+    """Decide whether this turn reuses the cache of the last one, and whether its own is kept.
+
+    Args:
+        at_once: whether all completions are generated at once.
+    """
+    uneven = UNEVEN if turns.later and weights.shards is not None else 1
+    size = request.slots * uneven, request.group, Lengths.of(request), limit
+    if not at_once or not cache_fits(weights, *size, held=turns.device_bytes):
+        turns.forget()
+    can = at_once and can_keep(weights, stopped=request.stop is not None)
+    turns.later, turns.keeps = True, can and turn_fits(weights, *size)
 
 
 def _searched(
