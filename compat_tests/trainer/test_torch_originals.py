@@ -133,6 +133,24 @@ def test_callbacks_that_use_the_torch_model_see_the_weights_of_their_step(folder
     assert len(set(seen[1])) == 4
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_script_that_catches_an_error_of_the_run_has_the_trained_weights_in_its_model(folder, tmp_path, error):
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise error
+
+    found = []
+    for package in (trl, trl_jax):
+        model = classifier(folder)
+        trainer = make(package, model, tmp_path / "run", processing_class=words(folder), callbacks=[Failing()])
+        with pytest.raises(error):
+            trainer.train()
+        found.append(model.score.weight.detach().numpy())
+    assert np.abs(found[0] - classifier(folder).score.weight.detach().numpy()).max() > 5e-4
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-4)
+
+
 def test_a_torch_model_cannot_become_the_trainers(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path)
     with pytest.raises(

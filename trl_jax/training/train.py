@@ -113,6 +113,10 @@ class Training:
                 if interrupts.received is not None:
                     self._publisher.tell_unfinished(args.output_dir)
                 raise
+            except (Exception, KeyboardInterrupt):
+                if self._torch_model is not None and not several():
+                    self._refresh_torch_model()  # a script that catches the error may go on with its model
+                raise
 
     def follow_torch_model(self, *, trains: bool = False) -> None:
         """Apply changes that the script made to the torch model it passed. During train() they only cause a warning."""
