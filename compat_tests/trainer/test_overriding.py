@@ -199,6 +199,16 @@ def test_those_that_our_trainers_lack_are_refused_with_what_to_write(by_name):
         trainer._memory_tracker  # noqa: B018
 
 
+def test_a_method_replaced_in_transformers_trainer_is_named(checkpoint, tmp_path, monkeypatch, caplog):
+    kind, folder = pytest.importorskip("transformers.trainer").Trainer, checkpoint(**FACTS)
+    make(trl_jax, folder, tmp_path)
+    assert "transformers.Trainer" not in caplog.text
+    monkeypatch.setattr(kind, "log", lambda self, logs, start_time=None: None)
+    make(trl_jax, folder, tmp_path)
+    assert "The script replaces log of transformers.Trainer" in caplog.text and "RewardTrainer.log" in caplog.text
+
+
+
 def test_of_other_trainers_nothing_changes():
     class Trainer:
         def evaluate(self, *args, **kwargs):

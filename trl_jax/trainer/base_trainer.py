@@ -51,6 +51,7 @@ from trl_jax.trainer.overrides import (
     read_once,
     refuse,
     warn_of_changes,
+    warn_of_patched_trainer,
 )
 from trl_jax.training import data, setup
 from trl_jax.training import metrics as callbacks
@@ -188,6 +189,7 @@ class BaseTrainer(abc.ABC):
         """
         # Again, after __init_subclass__: methods may have been assigned to a class of ours.
         check_overridden(type(self), {**self._never_called, **self._once_called})
+        warn_of_patched_trainer(type(self))
         own = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
         check_collator(data_collator, (*own, *self._older_collators))
         if isinstance(data_collator, VisionCollator):

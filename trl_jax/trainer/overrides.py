@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +19,8 @@ from transformers import TrainingArguments
 
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS
 from trl_jax.tasks.task import Task
+
+logger = logging.getLogger(__name__)
 
 # Names of this or earlier TRL releases that are not implemented: importing them works, using them raises an error.
 
@@ -423,6 +426,23 @@ def check_overridden(cls: type, never_called: Mapping[str, str]) -> None:
             f"{cls.__name__} overrides {', '.join(unheard)}, which trl_jax never calls. "
             + " ".join(dict.fromkeys(never_called[name] for name in unheard))
         )
+
+
+def warn_of_patched_trainer(kind: type) -> None:
+    """Warn if a script has replaced methods of transformers' Trainer, which TRL's trainers inherit and ours do not."""
+    trainer = vars(sys.modules["transformers.trainer"])["Trainer"] if "transformers.trainer" in sys.modules else object
+    replaced = [
+        name
+        for name, method in vars(trainer).items()
+        if isinstance(method, FunctionType)
+        and method.__globals__.get("__name__", "").partition(".")[0] not in ("transformers", "trl_jax", "contextlib")
+    ]
+    if replaced:
+        logger.warning(
+            "The script replaces %s of transformers.Trainer, which trainers of trl_jax do not inherit, so this has no "
+            "effect on them. Override it in a subclass of %s, or set %s.%s instead.",
+            ", ".join(sorted(replaced)), kind.__name__, kind.__name__, min(replaced),
+        )  # fmt: skip
 
 
 def check_set(
