@@ -208,7 +208,6 @@ def test_a_method_replaced_in_transformers_trainer_is_named(checkpoint, tmp_path
     assert "The script replaces log of transformers.Trainer" in caplog.text and "RewardTrainer.log" in caplog.text
 
 
-
 def test_of_other_trainers_nothing_changes():
     class Trainer:
         def evaluate(self, *args, **kwargs):

@@ -66,3 +66,28 @@ def test_torchs_draws_repeat_and_leave_a_run_as_it_is(checkpoint, tmp_path):
     assert trained(trl_jax, folder, tmp_path, dice) == trained(trl_jax, folder, tmp_path, dice)
     trained(trl_jax, folder, tmp_path, no_dice)
     assert seen[0] == seen[2] == seen[4] and seen[1] == seen[3]
+
+
+def test_generate_after_a_seed_of_torch_samples_transformers_tokens(checkpoint):
+    """Seeding torch in any way counts, the same seed a second time, too; drawing from torch does not."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder, found = checkpoint(**SMALL), []
+    for package in (transformers, trl_jax):
+        model = package.AutoModelForCausalLM.from_pretrained(folder)
+
+        def sampled(model=model):
+            out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=True, top_k=0)
+            return np.asarray(out)[0].tolist()
+
+        seen = []
+        for seeds in (transformers.set_seed, torch.manual_seed):
+            seeds(11)
+            seen += [sampled(), sampled()]
+        seeds(12)
+        torch.rand(3)
+        found.append([*seen, sampled()])
+    assert found[1] == found[0]
+    assert found[1][0] == found[1][2] != found[1][1] == found[1][3]
+    trl_jax.set_seed(11)
+    torch.rand(1)
+    assert sampled() == found[1][0]

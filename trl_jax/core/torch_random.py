@@ -122,15 +122,17 @@ class GeneratorState(NamedTuple):
 class TorchGenerator:
     """Reproduces `torch.Generator().manual_seed(seed)` on the CPU. Only the low 32 bits of the seed are used.
 
-    position: 32-bit words drawn since seeding.
+    position: 32-bit words drawn since seeding; seedings: how often it has been seeded.
     """
 
     def __init__(self, seed: int):
+        self.seedings = 0
         self.manual_seed(seed)
 
     def manual_seed(self, seed: int) -> None:
         """Restart the stream with a seed."""
         self.seed, self.position = seed, 0
+        self.seedings += 1
         self._state = np.random.RandomState(seed & 0xFFFFFFFF)
 
     def state(self) -> GeneratorState:

@@ -58,6 +58,7 @@ from trl_jax.hub.generation_inputs import (
     refuse_with_beams,
     resolve,
 )
+from trl_jax.hub.torch_state import follow_torch_seed
 from trl_jax.hub.vision.processor import images_of_rows, prompt_tokenizer, split_images
 from trl_jax.mesh.mesh import platform
 
@@ -230,7 +231,11 @@ class GenerationApi:
 
 
 def _stream(seed: int | None) -> TorchGenerator:
-    return default_generator() if seed is None else TorchGenerator(seed)
+    if seed is not None:
+        return TorchGenerator(seed)
+    stream = default_generator()
+    follow_torch_seed(stream)
+    return stream
 
 
 def _inputs(inputs: Any, others: Mapping[str, Any], *, seeing: bool) -> tuple[Any, Any]:

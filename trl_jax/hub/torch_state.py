@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from trl_jax.core import text
 from trl_jax.core.text import brief
-from trl_jax.core.torch_random import GeneratorState
+from trl_jax.core.torch_random import GeneratorState, TorchGenerator, default_generator
 from trl_jax.hub.formats import SINGLE
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_config import CONFIG as ADAPTER
@@ -140,6 +140,40 @@ def seed_if_imported(seed: int) -> None:
         import torch
 
         torch.manual_seed(seed)
+    _note_seeds(default_generator())
+
+
+_UNSEEDED = 67280421310721  # the seed of torch's global generator before a script seeds it
+# How often our stream had been seeded, and the state of torch's global generator, when the two were last compared.
+_noted: tuple[int, Any] | None = None
+
+
+def follow_torch_seed(stream: TorchGenerator) -> None:
+    """Continue `stream`, the process-wide one, where torch's global generator is, if a script has seeded the latter and
+    not ours since the two were last compared.
+
+    A script that seeds torch with the same seed again is noticed if it has not drawn from it yet: torch's generator
+    therefore moves on by one number.
+    """
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    state, seed = torch.get_rng_state(), torch.initial_seed()
+    seedings, before = (1, None) if _noted is None else _noted
+    if before is not None and torch.equal(state, before):
+        return
+    known = _UNSEEDED if before is None else int(np.frombuffer(before.numpy().tobytes(), np.uint64, 1)[0])
+    fresh = before is not None and torch.equal(state, torch.Generator().manual_seed(seed).get_state())
+    if stream.seedings == seedings and (seed != known or fresh):
+        stream.restore(place_of(state.numpy()))
+        torch.rand(1)
+    _note_seeds(stream)
+
+
+def _note_seeds(stream: TorchGenerator) -> None:
+    global _noted
+    _noted = stream.seedings, sys.modules["torch"].get_rng_state() if "torch" in sys.modules else None
 
 
 def place_of(state: np.ndarray) -> GeneratorState:
