@@ -47,6 +47,17 @@ def test_the_config_is_saved_as_the_script_left_it(kind, edits, door, checkpoint
     assert ours["use_cache"] is edits.get("use_cache", False) and ours.get("bos_token_id") == edits.get("bos_token_id")
 
 
+def test_model_init_kwargs_reach_the_generation_config_as_in_trl(checkpoint, tmp_path):
+    trl, found = pytest.importorskip("trl"), []
+    given = {"use_cache": False, "eos_token_id": 5}
+    for package in (trl, trl_jax):
+        args = package.SFTConfig(str(tmp_path), model_init_kwargs=given, **BASE)
+        trainer = package.SFTTrainer(str(checkpoint(**SMALL)), args=args, train_dataset=Dataset.from_list(text_rows(4)))
+        found.append((trainer.model.generation_config.to_dict(), trainer.model.config.eos_token_id))
+    assert found[1] == found[0]
+    assert found[1][0]["use_cache"] is False and found[1][0]["eos_token_id"] == 5
+
+
 def test_a_torch_model_and_the_trainers_share_a_config(checkpoint, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL), dtype="float32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from flax import nnx
 from trl_jax.config.devices import mesh_axis_sizes, parse_mesh_shape
 from trl_jax.core.text import api_boundary
 from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint import ShardingRule, Source, resized_config, tables_of_tokens
 from trl_jax.hub.config import (
     IGNORED_IF_UNKNOWN,
@@ -319,6 +320,7 @@ class Checkpoint:
         adapter, lora: folder and config of an adapter saved for this model.
         quantization: how frozen weights are quantized. The files of a quantized torch model hold its dequantized
             weights.
+        generation: values that replace those of the model's generation config; other names are ignored.
     """
 
     name: str
@@ -333,6 +335,7 @@ class Checkpoint:
     adapter: Path | None = None
     lora: AdapterConfig | None = None
     quantization: BitsAndBytesConfig | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
 
     def with_images(self) -> Checkpoint:
         """The same checkpoint with its vision tower, which is otherwise left out.
@@ -381,7 +384,14 @@ class Checkpoint:
             quantized = None if frozen is None else formats(frozen, None, self.native)
             options = {"seed": seed, "sharding_of": sharding_of, "as_stored": as_stored, "formats": quantized}
             params, backend = load_native(self.native, dtype=self.dtype, **options)
-        return PreTrainedModel(params, backend, config, self.folder, self.name)
+        return self._made(params, backend, config)
+
+    def _made(self, params: dict[str, jax.Array], backend: Backend, config: Any) -> PreTrainedModel:
+        model = PreTrainedModel(params, backend, config, self.folder, self.name)
+        if model.generation_config is not None:
+            known = vars(model.generation_config).keys() & self.generation.keys()
+            vars(model.generation_config).update({name: self.generation[name] for name in known})
+        return model
 
     def sharding_rule(self, plan: ShardingPlan | None) -> ShardingRule | None:
         """How `plan` shards the parameters; None means one device.
@@ -461,7 +471,7 @@ class Checkpoint:
         generator = TorchGenerator(seed)
         options = self._frozen_options(lora, quantization, parts=sharding_of is not None)
         arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, sharding_of=sharding_of, **options)
-        model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name)
+        model = self._made(arrays, backend, self.config)
         if self.vocab_size != model.vocab_size:
             model.resize_token_embeddings(self.vocab_size)
         return with_adapter(model, lora, generator, adapter)

@@ -88,7 +88,8 @@ def find(
     options.pop("quantization_config", None)
     if args.trust_remote_code:
         options.setdefault("trust_remote_code", True)
-    return find_checkpoint(model, head=head, **options)
+    # As in transformers, where TRL loads the class that the config names, and not an AutoModel.
+    return replace(find_checkpoint(model, head=head, **options), generation=options)
 
 
 def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint | PreTrainedModel:
