@@ -310,9 +310,44 @@ def test_rates_of_groups_are_optaxs(checkpoint, tmp_path):
     assert changed == {"score.weight"}
 
 
+@pytest.mark.parametrize("kind", ["DPO", "Reward"])
+def test_a_log_of_a_script_finds_the_metrics_where_trl_has_them(kind, checkpoint, tmp_path):
+    """They are not in `logs`, so a `log` that filters them passes the metrics on."""
+
+    def make(package, out):
+        class Own(getattr(package, f"{kind}Trainer")):
+            def log(self, logs, start_time=None):
+                seen.append((sorted(name for name in logs if "loss" in name), "rewards/margins" in logs))
+                tokens = self._metrics["train" if self.model.training else "eval"].get("num_tokens", [0])
+                first = sum(tokens) / len(tokens)
+                super().log({name: logs[name] for name in logs if "loss" in name} | {"first": first}, start_time)
+
+        seen = Own.seen = []
+        args = getattr(package, f"{kind}Config")(str(out), **BASE | {"max_steps": 2})
+        folder = str(checkpoint(**FACTS if kind == "Reward" else CAUSAL))
+        return Own(folder, args=args, train_dataset=table(8, kind="prompt"), eval_dataset=table(2, kind="prompt"))
+
+    theirs, ours = both(make, tmp_path)
+    margin = "margin" if kind == "Reward" else "rewards/margins"
+    found = [(trainer.evaluate(), trainer.seen) for trainer in (theirs, ours)]
+    assert found[1][1] == found[0][1] and f"eval_{margin}" not in found[1][0]
+    for name in ("first", margin, f"eval_{margin}"):
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), abs=1e-4), name
+    assert len(logged(ours, margin)) == 2 and not ours._metrics["train"]
+
+
 def test_numbers_that_trl_jax_logs_itself_are_not_appended_to(checkpoint, tmp_path):
     args = trl_jax.RewardConfig(str(tmp_path), **CONFIG)
     trainer = trl_jax.RewardTrainer(str(checkpoint(**FACTS)), args, train_dataset=table(8))
     trainer._metrics["eval"]["margin"].append(1.0)
     with pytest.raises(ValueError, match=r"appended to _metrics\[mode\]\['margin'\] outside of its loss"):
         trainer.log({"eval_margin": 0.5})
+
+    class Appending(trl_jax.RewardTrainer):
+        def log(self, logs, start_time=None):
+            self._metrics["train"]["margin"].append(1.0)
+            super().log(logs, start_time)
+
+    trainer = Appending(str(checkpoint(**FACTS)), args, train_dataset=table(8))
+    with pytest.raises(ValueError, match=r"appended to _metrics\[mode\]\['margin'\] outside of its loss"):
+        trainer.train()

@@ -302,7 +302,7 @@ class BaseTrainer(abc.ABC):
             create_optimizer=self._own_optimizer,
             evaluate=lambda: self.evaluate(),
             get_train_dataloader=lambda: self.get_train_dataloader(),
-            log=lambda *given: self.log(*given),
+            log=lambda *given: self._log(*given),
             loss=lambda: self.loss if "loss" in own or "loss" in vars(self) else None,
             loss_functions=loss_functions(type(self), self._compute_loss_func),
             loss_is_function=self._compute_loss_func is not None,
@@ -550,8 +550,9 @@ class BaseTrainer(abc.ABC):
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
         self._follow_torch_models()
         with together("evaluation"), self._evaluating():
-            metrics = self.parts.evaluator.evaluate(self.get_eval_dataloader(dataset), prefix, self._metric_hooks())
-            self.log(metrics)
+            batches = self.get_eval_dataloader(dataset)
+            metrics, measured = self.parts.evaluator.evaluate(batches, prefix, self._metric_hooks())
+            self._log(metrics, measured, before=f"{prefix}_")
             if self.state.epoch is not None:
                 metrics["epoch"] = self.state.epoch
             self._setup.events.fire("on_evaluate", metrics)
@@ -702,6 +703,20 @@ class BaseTrainer(abc.ABC):
             logs |= self._script_metrics[mode].taken(logs, before)
         events = self._setup.events
         callbacks.log(self.args, events, logs, start_time, tokens_before=tokens_before, online=online)
+
+    def _log(self, logs: dict[str, float], measured: dict[str, float], *given: Any, before: str = "") -> None:
+        """Call `log` with `logs` and the task's metrics, prefixed with `before`. As in TRL, a user-defined `log` finds
+        the latter in `self._metrics`, and `super().log` adds them."""
+        if self._setup.rollout is not None or not ("log" in names_of_script(type(self)) or "log" in vars(self)):
+            logs |= {f"{before}{name}": value for name, value in measured.items()}
+            self.log(logs, *given)
+            return
+        own = self._metrics["train" if self.model.training else "eval"]
+        own.hold(measured, before)
+        try:
+            self.log(logs, *given)
+        finally:
+            own.release()
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, as a class or an instance."""

@@ -75,8 +75,9 @@ class CompletionEvaluator:
         """The metrics since the last log of an evaluation."""
         return self._source.rollout.collected["eval"]
 
-    def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
-        """Loss and speed over the prompts of a dataset; names start with `prefix`. Other metrics are collected."""
+    def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> tuple[dict[str, float], dict[str, float]]:
+        """Loss and speed over the prompts of a dataset, whose names start with `prefix`; no others, because these are
+        collected."""
         del hooks
         start, setup, dataset = time.monotonic(), self._setup, batches.dataset
         losses, sums, counts = [], [], []
@@ -96,11 +97,11 @@ class CompletionEvaluator:
         for batch in sums:
             self._collected.extend(by_micro_batch(setup.objective, batch, "eval"))
         self._source.rollout.show("eval", setup.state.global_step)
-        return metrics
+        return metrics, {}
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
         """Like `evaluate`, with all metrics. The completions are not in the result, only in the logged table."""
-        metrics = self.evaluate(batches, prefix, hooks)
+        metrics, _ = self.evaluate(batches, prefix, hooks)
         metrics |= {f"{prefix}_{name}": value for name, value in self._collected.taken().items()}
         self._setup.events.fire("on_predict", metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
@@ -189,8 +190,9 @@ class Evaluator:
         elif "compute_loss" in setup.overridden:
             self._by_script = UserLossEvaluation(self._user_loss)
 
-    def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> dict[str, float]:
-        """Evaluate the batches of get_eval_dataloader: loss, metrics and speed; names start with `prefix`."""
+    def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> tuple[dict[str, float], dict[str, float]]:
+        """Evaluate the batches of get_eval_dataloader: the loss, the script's metrics and the speed, whose names start
+        with `prefix`, and the task's metrics, without it."""
         start, setup = time.monotonic(), self._setup
         evaluated, predicted = self._evaluated(batches, "get_eval_dataloader", hooks)
         script_metrics = {} if setup.args.prediction_loss_only else self._script_metrics(predicted, hooks)
@@ -204,7 +206,7 @@ class Evaluator:
         )
         if hooks.report is not None and "prediction_step" not in setup.overridden:
             measured |= hooks.report(evaluated, predicted.dataset, prefix)
-        return metrics | {f"{prefix}_{name}": value for name, value in measured.items()}
+        return metrics, measured
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
         """Predict the batches of get_test_dataloader, including texts longer than max_length."""

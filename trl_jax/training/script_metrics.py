@@ -1,4 +1,4 @@
-"""Metrics that a user-defined loss logs."""
+"""Metrics that a script logs, in its loss or elsewhere."""
 
 from __future__ import annotations
 
@@ -16,31 +16,63 @@ from trl_jax.training.state import Setup
 
 
 class ScriptMetrics(defaultdict):
-    """Numbers that a script logs outside of its loss: lists by name, as in TRL's trainers."""
+    """Lists of numbers by name, as in TRL's trainers: what a script logs outside of its loss and, while a user-defined
+    `log` runs, the trainer's own metrics."""
 
     def __init__(self):
         super().__init__(list)
         self._appended = set()
+        self._held: dict[str, tuple[str, list]] = {}  # of the trainer's own metrics: the prefix in logs, and the list
 
     def __missing__(self, name: str) -> list:
         self._appended.add(name)
         return super().__missing__(name)
 
+    def hold(self, metrics: dict[str, float], before: str) -> None:
+        """Add the trainer's own metrics, as lists of one number, until `release`. `taken` gives their names the prefix
+        `before`. Lists that the script has set stay.
+
+        Raises:
+            ValueError: a number was appended to one of these metrics.
+        """
+        for name, value in metrics.items():
+            if self.get(name) and name in self._appended:
+                raise _appended_error(name)
+            self._appended.discard(name)
+            if not self.get(name):
+                self[name] = [value]
+            self._held[name] = before, self[name]
+
+    def release(self) -> None:
+        """Remove the trainer's own metrics, which `taken` has removed already if the script called `super().log`."""
+        for name, (_, values) in self._held.items():
+            if self.get(name) is values:
+                del self[name]
+        self._held.clear()
+
     def taken(self, logs: dict[str, Any], before: str) -> dict[str, float]:
         """Return the mean of each list, its name prefixed with `before`, and clear the lists.
 
         Raises:
-            ValueError: a number was appended to a metric that `logs` already contains.
+            ValueError: a number was appended to a metric that `logs` already contains, or that the trainer logs.
         """
-        found = {before + name: float(sum(values) / len(values)) for name, values in self.items() if values}
+        if longer := sorted(name for name, (_, held) in self._held.items() if self.get(name) is held and held[1:]):
+            raise _appended_error(longer[0])
+        prefixes = dict.fromkeys(self, before) | {name: own for name, (own, _) in self._held.items()}
+        found = {prefixes[name] + name: float(sum(values) / len(values)) for name, values in self.items() if values}
         if own := sorted(name for name in self._appended if before + name in found.keys() & logs.keys()):
-            raise ValueError(
-                f"A script appended to _metrics[mode][{own[0]!r}] outside of its loss, and trl_jax logs {own[0]!r} "
-                "itself. Use another name, or replace it: self._metrics[mode][name] = [value]."
-            )
+            raise _appended_error(own[0])
         self.clear()
         self._appended.clear()
+        self._held.clear()
         return found
+
+
+def _appended_error(name: str) -> ValueError:
+    return ValueError(
+        f"A script appended to _metrics[mode][{name!r}] outside of its loss, and trl_jax logs {name!r} itself. Use "
+        "another name, or replace it: self._metrics[mode][name] = [value]."
+    )
 
 
 OWN_METRIC = "script/"  # prefix of the sums that a user-defined loss logs

@@ -285,7 +285,7 @@ class Training:
             micro_batches_per_epoch=length.micro_batches_per_epoch,
             advance=lambda batch: advance(batch, checkpointer.lr_scheduler.take_next(GROUPS)),
             learning_rate=checkpointer.lr_scheduler,
-            report=lambda logs, since: self._hooks.log(logs | self._measured(since), *began),
+            report=lambda logs, since: self._hooks.log(logs, self._measured(since), *began),
             evaluate=self._evaluate,
             observe=lambda metrics: checkpointer.lr_scheduler.after_evaluation(metrics, args.metric_for_best_model),
             save=self._hooks.save_checkpoint,
@@ -349,8 +349,8 @@ class Training:
         rows *= taken / max(max_steps, 1)
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
         metrics |= {"total_flos": state.total_flos, "train_loss": train_loss}
-        metrics |= self._measured(unreported) | memory("train", args)
-        self._hooks.log(metrics)
+        metrics |= memory("train", args)
+        self._hooks.log(metrics, self._measured(unreported))
         metrics["epoch"] = state.epoch
         return metrics
 
