@@ -295,3 +295,38 @@ def test_a_scripts_log_may_ask_whether_the_model_is_in_training(checkpoint, tmp_
     assert seen == [(True, False), (False, True)] * 2 + [(True, False)] and trainer.model.training
     trainer.evaluate()
     assert seen[-1] == (False, True)
+
+
+def test_a_seed_set_in_the_arguments_orders_the_rows(checkpoint, tmp_path):
+    """In TRL the rows keep the order of the first seed."""
+
+    def trained(seed, later):
+        args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 2, "seed": seed})
+        rows = Dataset.from_list(rows_of("SFT", 16))
+        trainer = trl_jax.SFTTrainer(str(checkpoint(**SMALL)), args=args, train_dataset=rows)
+        trainer.args.seed = later
+        trainer.train()
+        return [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+
+    assert trained(1, 2) == trained(2, 2) != trained(1, 1)
+
+
+def test_a_term_of_supers_logits_is_trained_on(checkpoint, tmp_path):
+    """TRL computes these logits without gradients."""
+
+    class Own(trl_jax.SFTTrainer):
+        share = 1.0
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            loss = loss + self.share * outputs.logits.mean()
+            return (loss, outputs) if return_outputs else loss
+
+    found = []
+    for share in (0.0, 10.0):
+        args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 1})
+        trainer = Own(str(checkpoint(**SMALL)), args=args, train_dataset=Dataset.from_list(rows_of("SFT", 4)))
+        trainer.share = share
+        trainer.train()
+        found.append(trainer.state.log_history[0]["grad_norm"])
+    assert abs(found[1] - found[0]) > 1e-2
