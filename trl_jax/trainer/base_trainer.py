@@ -553,6 +553,7 @@ class BaseTrainer(abc.ABC):
             batches = self.get_eval_dataloader(dataset)
             metrics, measured = self.parts.evaluator.evaluate(batches, prefix, self._metric_hooks())
             self._log(metrics, measured, before=f"{prefix}_")
+            metrics |= {f"{prefix}_{name}": value for name, value in measured.items()}  # also with a script's own `log`
             if self.state.epoch is not None:
                 metrics["epoch"] = self.state.epoch
             self._setup.events.fire("on_evaluate", metrics)
