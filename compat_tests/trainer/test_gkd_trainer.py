@@ -152,3 +152,12 @@ def test_who_writes_is_drawn_for_each_micro_batch():
             assert new.labels[0].tolist() == [-100, -100, *completion]
             assert prompt_of(new).tolist() == [0, 1]
     assert prompt_of(Example((np.arange(3),), labels=([-100] * 3,))).tolist() == [0, 1, 2]
+
+
+def test_router_fields_of_the_config_are_set_as_by_trls_sft_trainer(make, checkpoint):
+    """TRL saves these values for the same arguments, and its loss has no load-balancing term."""
+    student = str(checkpoint("qwen3_moe", **CHAT | {"num_hidden_layers": 1}))
+    trainer = make(student, student, {"router_aux_loss_coef": 0.3})
+    config = trainer.model.config
+    assert (config.output_router_logits, config.router_aux_loss_coef) == (True, 0.3)
+    assert trainer.router_aux_loss_coef == 0.0

@@ -267,6 +267,7 @@ def _draw(
 ) -> dict[str, jax.Array]:
     """Initialize the arrays that the checkpoint lacks, in order, from one generator."""
     generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
+    generator.skip(config.head.unused(config.arch))  # also if nothing is missing: an adapter is drawn next
     path_of, new = {entry.tensor: entry.path for entry in tensor_map}, {}
     for draw in missing:
         shape = shapes[path_of[draw.tensor]].shape

@@ -28,18 +28,15 @@ ONE_LABEL = "A reward model has a single score per text (1 label)."
 class Draw:
     """A tensor that a checkpoint may lack: normal with `std`, or filled with `fill` if there is no `std`.
 
-    With `cutoff`, values beyond that many standard deviations are drawn again. `unused` is how many uniform numbers
-    transformers draws before this tensor.
+    With `cutoff`, values beyond that many standard deviations are drawn again.
     """
 
     tensor: str
     std: float | None = None
     cutoff: float | None = None
     fill: float = 0.0
-    unused: int = 0
 
     def values(self, generator: TorchGenerator, shape: tuple[int, ...]) -> np.ndarray:
-        generator.skip(self.unused)
         if self.std is None:
             return np.full(shape, self.fill)
         count = math.prod(shape)
@@ -52,6 +49,10 @@ def _draw_score(arch: Any) -> list[Draw]:
     return [Draw("score.weight", arch.initializer_range)]
 
 
+def _none_unused(arch: Any) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Head:
     """A head of a family.
@@ -62,6 +63,7 @@ class Head:
         prefixes: prefixes of the head's tensors on disk.
         draws: tensors that a checkpoint may lack, in the order in which transformers initializes them. If a tensor is
             drawn twice, the last draw is used.
+        unused: how many uniform numbers transformers draws and drops before that, whatever the checkpoint has.
     """
 
     model: Callable[[Any], nnx.Module]
@@ -69,6 +71,7 @@ class Head:
     prefixes: tuple[str, ...]
     draws: Callable[[Any], list[Draw]]
     kind: HeadName
+    unused: Callable[[Any], int] = _none_unused
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from trl_jax.trainer.gkd_config import GKDConfig
 from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, MirroredArg
 from trl_jax.training import model
 from trl_jax.training.data import Batches
+from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel, given
 from trl_jax.training.rollout import Completer, WrittenSteps
 from trl_jax.training.setup import Policy, TrainerSpec
@@ -126,7 +127,7 @@ class GKDTrainer(BaseTrainer):
             model, None if args is None else as_config(args, GKDConfig), data_collator, train_dataset, eval_dataset,
             processing_class, compute_metrics, callbacks, optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics, peft_config=peft_config,
-            spec=TrainerSpec(self._reference),
+            spec=TrainerSpec(self._reference, balance_experts=_write_router_facts),
         )  # fmt: skip
         if several():
             raise ValueError(
@@ -224,6 +225,12 @@ class RewrittenSteps(WrittenSteps):
         targets = sum(one.example.num_counted_targets for batch in group for one in batch)
         scale = np.float32(max(1, step.num_targets) / max(1, targets))
         return step._replace(arrays=step.arrays._replace(weight=step.arrays.weight * scale))
+
+
+def _write_router_facts(model: PreTrainedModel, args: BaseConfig) -> float:
+    """TRL's GKDTrainer sets the router fields of the config as its SFTTrainer does, but adds no load-balancing loss."""
+    balance_experts(model, args.router_aux_loss_coef, in_config=True)
+    return 0.0
 
 
 def _padded_tokens(examples: list[Example], *, generated: bool) -> int:

@@ -142,6 +142,21 @@ def test_a_new_adapter_is_drawn_as_pefts(tie, bases):
         np.testing.assert_allclose(mine[name], values.detach().numpy(), rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+def test_an_adapter_of_a_gated_delta_net_is_drawn_after_what_loading_draws(tmp_path):
+    """transformers draws decays of delta nets while it loads a checkpoint that has them."""
+    from transformers import set_seed
+
+    folder = causal.build(tmp_path, "qwen3_5_text", tie=True, num_hidden_layers=2, full_attention_interval=2)
+    facts = {"r": 4, "task_type": "CAUSAL_LM", "target_modules": ["in_proj_qkv", "q_proj"]}
+    ours = find_checkpoint(str(folder), head="lm").load_adapted(LoraConfig(**facts), 7)
+    set_seed(7)
+    theirs = peft.get_peft_model_state_dict(peft.get_peft_model(causal.reference(folder), peft.LoraConfig(**facts)))
+    mine = dict(ours.backend.on_disk(ours.params))
+    assert set(mine) == set(theirs)
+    for name, values in theirs.items():
+        np.testing.assert_allclose(mine[name], values.detach().numpy(), rtol=1e-5, atol=1e-7, err_msg=name)
+
+
 @usual("granitemoehybrid", "gpt_oss", "qwen3_moe")
 @pytest.mark.parametrize("family", causal.DECODERS)
 def test_every_parameter_has_one_name(family, tmp_path):

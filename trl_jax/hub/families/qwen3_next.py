@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from trl_jax.hub.config_reader import ConfigReader, read_rotary_dim
 from trl_jax.hub.families import Family, llama, qwen
-from trl_jax.hub.heads import Draw, Head, ScoreHead, lm_head
+from trl_jax.hub.heads import ScoreHead, lm_head
 from trl_jax.hub.tensor_map import Names, concatenated, in_runs, interleaved
 from trl_jax.models.arch import Arch, GatedDelta, LayerKind
 
@@ -122,18 +122,12 @@ def _delta_channels(arch: Arch, ending: str = "") -> dict[str, int]:
     return {f"{_OURS}{name}{ending}": size for name, size in (("q", keys), ("k", keys), ("v", values))}
 
 
-def _behind_decays(head: Head) -> Head:
-    """The head with transformers' initialization, which first draws a decay for each value head even if the checkpoint
-    has these."""
-
-    def draws(arch: Arch) -> list[Draw]:
-        unused = arch.gated_delta.value_heads * sum(kind.mixer == "delta_net" for kind in arch.kinds)
-        return [replace(draw, unused=0 if number else unused) for number, draw in enumerate(head.draws(arch))]
-
-    return replace(head, draws=draws)
+def _decays(arch: Arch) -> int:
+    """transformers draws a decay for each value head even if the checkpoint has these."""
+    return arch.gated_delta.value_heads * sum(kind.mixer == "delta_net" for kind in arch.kinds)
 
 
-HEADS = {"score_head": _behind_decays(ScoreHead()), "lm_head": _behind_decays(lm_head())}
+HEADS = {"score_head": ScoreHead(unused=_decays), "lm_head": replace(lm_head(), unused=_decays)}
 
 
 # Unused by texts, which have the same position on all three axes
