@@ -7,8 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
-from trl_jax.training.optimizers import Hyperparameters, clip_by_global_norm, decays, global_norm, make_optimizer
+from compat_tests.models import causal
+from trl_jax.hub.auto import find_checkpoint
+from trl_jax.training.optimizers import (
+    Hyperparameters,
+    clip_by_global_norm,
+    decays,
+    global_norm,
+    make_optimizer,
+    scale_by_adafactor,
+)
+from trl_jax.training.step import decay_names
 
 SHAPES = {"kernel": (5, 4), "norm": (4,), "bias": (3,), "still": (2, 2)}
 DECAYED = {"kernel": True, "norm": False, "bias": False, "still": True}
@@ -106,6 +117,43 @@ def test_a_norm_is_that_of_all_elements(dtype, apart):
     found = jax.jit(global_norm)(tree)
     assert found.dtype == dtype
     np.testing.assert_allclose(float(found), exact, rtol=apart)
+
+
+# Convolutions and an MLP in one tensor, in several runs of layers; biases of experts.
+@pytest.mark.parametrize("family", ["granitemoehybrid", "gpt_oss"])
+def test_adafactor_averages_each_of_torchs_tensors(family, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers.optimization import Adafactor
+
+    facts = {"num_hidden_layers": 2} | ({} if family == "gpt_oss" else {"layer_types": ["mamba", "attention"]})
+    folder = causal.build(tmp_path / "model", family, tie=False, **facts)
+    model, theirs = find_checkpoint(str(folder), head="lm").load(0), causal.reference(folder)
+    rule = scale_by_adafactor(model.backend.torch_param_layout())
+    steps, _ = rule.update(model.params, rule.init(model.params))  # the weights serve as gradients
+    found = dict(model.backend.on_disk(steps))
+    before = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
+    for parameter in theirs.parameters():
+        parameter.grad = parameter.detach().clone()
+    Adafactor(theirs.parameters(), lr=1.0, scale_parameter=False, relative_step=False).step()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(before[name] - parameter)
+    theirs.save_pretrained(tmp_path / "after")
+    for name, wanted in load_file(tmp_path / "after" / "model.safetensors").items():
+        np.testing.assert_allclose(found[name], wanted, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+def test_only_names_decide_about_rms_norms(tmp_path):
+    """The last norm of nemotron_h is called norm_f, which transformers takes for a weight."""
+    pytest.importorskip("torch")
+    from transformers import Trainer
+
+    kinds = ["linear_attention", "mlp"]
+    folder = causal.build(tmp_path, "nemotron_h", tie=False, layers_block_type=kinds)
+    model = find_checkpoint(str(folder), head="lm").load(0)
+    wanted = Trainer.get_decay_parameter_names(None, causal.reference(folder))
+    assert "model.norm_f.weight" in wanted
+    assert {*decay_names(model.backend, model.params)} == {*wanted}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])

@@ -19,10 +19,12 @@ class TorchParamLayout(NamedTuple):
     stacked: paths of arrays whose first axis counts layers; each layer is a tensor of its own, or part of one.
     joined: path -> a name shared by arrays that form one tensor, concatenated along the output axis. Other arrays
         are tensors of their own.
+    axes: path -> the output axis where it is neither the last but one of a matrix nor the last of a vector.
     """
 
     stacked: frozenset[str] = frozenset()
     joined: Mapping[str, str] = {}
+    axes: Mapping[str, int] = {}
 
 
 # Float32 sums in the order of torch's CPU kernels

@@ -84,13 +84,9 @@ class NativeBackend(Backend):
 
     @property
     def decays_by_name(self) -> frozenset[str]:
-        """The RMS norms of a vision tower: transformers recognizes LayerNorms by their class, but these only by their
-        names."""
-        if self.source.config.vision_arch is None:
-            return frozenset()
+        """The RMS norms: transformers recognizes LayerNorms by their class, but these only by their names."""
         model = nnx.eval_shape(self.source.config.model)
-        owners = {path: path.rpartition(".")[0] for path in self.tensors if path.startswith("vision.")}
-        norms = {path: module_at(model, owner) for path, owner in owners.items()}
+        norms = {path: module_at(model, path.rpartition(".")[0]) for path in self.tensors}
         return frozenset(path for path, one in norms.items() if isinstance(one, Norm) and not one.kind.centered)
 
     @property
@@ -111,8 +107,13 @@ class NativeBackend(Backend):
         # parameters of experts that transformers fuses into one tensor, although they are separate on disk
         experts = {path: path.rpartition(".")[0] for path in self.tensors if path.endswith(("mlp.gate", "mlp.up"))}
         tensor_map = self.source.tensor_map
-        joined = {entry.path: entry.tensor for entry in tensor_map if entry.tensor_slice is not None} | experts
-        return TorchParamLayout(frozenset(entry.path for entry in tensor_map if entry.stacked), joined)
+        # runs of layers share the name on disk
+        slices = [entry for entry in tensor_map if entry.tensor_slice is not None]
+        joined = {entry.path: f"{entry.tensor} from layer {entry.first}" for entry in slices} | experts
+        # a convolution is [channels, 1, width], and biases of experts are [experts, outputs]
+        axes = {path: -3 for path in self.tensors if path.endswith("_convolution")}
+        axes |= {path: -1 for path in self.tensors if path.endswith(("mlp.gate_bias", "mlp.up_bias"))}
+        return TorchParamLayout(frozenset(entry.path for entry in tensor_map if entry.stacked), joined, axes)
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
         locations: Locations = {}

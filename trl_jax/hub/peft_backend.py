@@ -242,7 +242,8 @@ class LoraBackend(AdaptedBackend):
         adapters = (one.adapter for one in self.plan.modules if one.module.stacked)
         stacked = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
         stacked |= {name for name, path in paths.items() if path in whole.stacked}
-        return TorchParamLayout(frozenset(stacked), joined)
+        axes = {name: whole.axes[path] for name, path in paths.items() if path in whole.axes}
+        return TorchParamLayout(frozenset(stacked), joined, axes)
 
     @property
     def axes(self) -> Mapping[str, tuple[str, ...]]:

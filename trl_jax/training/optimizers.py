@@ -372,7 +372,7 @@ def _is_matrix(path: str, array: jax.Array, layout: TorchParamLayout) -> bool:
 
 def _axis(path: str, array: jax.Array, layout: TorchParamLayout) -> int:
     """The output axis, along which arrays are concatenated to a torch tensor."""
-    return -2 if _is_matrix(path, array, layout) else -1
+    return layout.axes.get(path, -2 if _is_matrix(path, array, layout) else -1)
 
 
 def _members(paths: Iterable[str], layout: TorchParamLayout) -> dict[str, list[str]]:
