@@ -109,3 +109,14 @@ def test_a_classifier_of_several_labels(checkpoint):
     text = r"with 2 labels \(0 'NEGATIVE', 1 'POSITIVE'\), but a reward is a single number; TRL would use the score"
     with pytest.raises(ValueError, match=text):
         scored(model, PROMPTS, COMPLETIONS)
+
+
+def test_weights_in_bfloat16_are_computed_with_in_float32(folder, tokenizer):
+    """TRL computes in bfloat16, whose rounding differs by up to 2e-2 here."""
+    from transformers import AutoModelForSequenceClassification as Theirs
+
+    halves = Theirs.from_pretrained(folder, num_labels=1, dtype="bfloat16").eval()
+    found, _ = scored(halves, PROMPTS, COMPLETIONS)
+    texts = [prompt + completion for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)]
+    rounded = wanted(halves.float(), tokenizer, texts)
+    np.testing.assert_allclose(found[:, 0], rounded, rtol=1e-4, atol=1e-5)

@@ -101,6 +101,12 @@ def test_written_arguments_keep_special_tokens_and_name_dtypes(folder, tmp_path)
     assert written["model_init_kwargs"] == {"torch_dtype": "float32", "token": "<TOKEN>"}
 
 
+def test_torch_dtype_takes_effect_as_dtype(folder, tmp_path):
+    """TRL adds dtype="float32", which wins."""
+    trainer = make(trl_jax, folder, tmp_path, config={"model_init_kwargs": {"torch_dtype": "bfloat16"}})
+    assert str(trainer.model.dtype) == "torch.bfloat16"
+
+
 def test_a_path_is_as_good_as_its_name(folder, tmp_path):
     args = trl_jax.RewardConfig(str(tmp_path), report_to="none", use_cpu=True)
     assert trl_jax.RewardTrainer(folder, args, train_dataset=table(4)).model.name_or_path == str(folder)
