@@ -176,6 +176,31 @@ def test_turns_reuse_the_cache(runs, monkeypatch):
     assert log["loss"] == pytest.approx(other["loss"], abs=1e-6)
 
 
+def test_turns_of_a_rollout_func_reuse_the_cache(runs, monkeypatch):
+    """The second turn of each generation continues the first; the next generation begins with a prefill."""
+    begin, reused, found = TurnCache.begin, [], []
+
+    def begun(turns, *given):
+        reused.append(begin(turns, *given))
+        return reused[-1]
+
+    def rollout(prompts, trainer):
+        ids = [trainer.processing_class.apply_chat_template(prompt, return_dict=False) for prompt in prompts]
+        first, _ = trainer._generate_single_turn(ids, None, {}, 4)
+        texts = [prompt + own + [7] for prompt, own in zip(ids, first, strict=True)]
+        then, _ = trainer._generate_single_turn(texts, None, {}, 4)
+        whole = [own + [7] + more for own, more in zip(first, then, strict=True)]
+        return {"prompt_ids": ids, "completion_ids": whole, "logprobs": None}
+
+    for each in (begun, lambda *given: None):
+        monkeypatch.setattr(TurnCache, "begin", each)
+        found.append(runs.trained(runs.made(trl_jax, {"max_completion_length": 20}, rollout_func=rollout)))
+    assert [turn is not None for turn in reused] == [False, True] * 2
+    (seen, logs), (others, other_logs) = found
+    assert seen == others
+    assert logs[-1]["loss"] == pytest.approx(other_logs[-1]["loss"], abs=1e-6)
+
+
 def test_environments_are_trls(runs):
     """Two kinds, one of which computes its own reward; all completions of a group have one prompt, a generation may
     have two."""

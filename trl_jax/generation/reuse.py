@@ -20,7 +20,6 @@ from trl_jax.generation.decode import (
     Shards,
     Weights,
     longrope_switch_length,
-    model_with_cast_head,
     shard_mapped,
     trunk_of,
 )
@@ -299,13 +298,12 @@ def _step(
     """
 
     def of_shard(arrays, layers, cache, logits, tokens, more, longest):
-        trunk = trunk_of(merge(graph, arrays))
+        model = merge(graph, arrays)
         positions = cache.fill.next_positions[:, None] + jnp.arange(tokens.shape[1])
         reads = reads_of_rows(jnp.maximum(more - 1, 0), tokens.shape[1])
         options = {"cache": cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens, "lengths": more}
-        hidden, new = with_keys(trunk, tokens, positions, reads, longest, **options)
-        headed = model_with_cast_head(graph, arrays, head_dtype)
-        found = headed.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
+        hidden, new = with_keys(trunk_of(model), tokens, positions, reads, longest, **options)
+        found = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
         found = found if logits is None else jnp.where(more[:, None] > 0, found, logits)
         return found, cache.extended(new, more)
 
