@@ -83,7 +83,9 @@ def test_turns(model, monkeypatch):
     """Completions end at different times, so the batch is compacted, and the cache is in several pieces."""
     pieces, begin = [], TurnCache.begin
     monkeypatch.setattr(
-        TurnCache, "begin", lambda self, *given: pieces.append(len(self._pieces)) or begin(self, *given)
+        TurnCache,
+        "begin",
+        lambda self, *given: pieces.append(len(self._last.pieces) if self._last else 0) or begin(self, *given),
     )
     talk = Talk(model, monkeypatch, 3, OPTIONS)
     assert talk.check() == 3
@@ -183,7 +185,7 @@ def test_later_turns_are_padded_within_the_limit(model, at_once):
     turns = TurnCache()
     for prompts in (5, at_once):
         of_prompts(model, (9,) * 5, turns, 1, limit=Limit(at_once))
-        assert [len(piece.members) for piece in turns._pieces] == [prompts]
+        assert [len(piece.members) for piece in turns._last.pieces] == [prompts]
 
 
 def test_texts_are_moved_without_a_copy_of_the_cache():
@@ -198,6 +200,28 @@ def test_texts_are_moved_without_a_copy_of_the_cache():
     compiled = reuse._with_texts.lower(new, old, CachedTexts(number, number, number, number, here)).compile()
     size = compiled.memory_analysis()
     assert size.temp_size_in_bytes < 0.1 * size.output_size_in_bytes
+
+
+def test_a_generation_within_another_does_not_mix_up_texts(model):
+    """As in the threads of a rollout_func."""
+    turns, calls = TurnCache(), []
+    new = {**OPTIONS, "max_new_tokens": 64, "eos_token_id": list(range(5, 500, 15))}
+
+    def generate(ids, group, turns=None, **options):
+        return complete(model, ids, new, group=group, stream=TorchGenerator(0), turns=turns, **options)
+
+    def progress(*given):
+        calls.append(given)
+        if len(calls) == 4:  # after ended completions were dropped
+            generate([list(range(300, 390))] * 5, GROUP, turns)
+
+    prompts = [list(range(9 + number, 99 + number)) for number in range(5)]
+    out = generate(prompts, GROUP, turns, progress=progress)
+    rows = zip(range(5 * GROUP), out.tokens, out.lengths, strict=True)
+    texts = [prompts[row // GROUP] + tokens[:length].tolist() + [7] for row, tokens, length in rows]
+    found, wanted = generate(texts, 1, turns), generate(texts, 1)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_allclose(found.logps, wanted.logps, atol=5e-6)
 
 
 def test_other_texts_begin_anew(model, monkeypatch):

@@ -40,7 +40,7 @@ from trl_jax.generation.decode import (
     with_token,
 )
 from trl_jax.generation.noise import Noise, NoiseSource, QueueSource, sample
-from trl_jax.generation.reuse import TurnCache
+from trl_jax.generation.reuse import Piece, TurnCache
 from trl_jax.generation.sampling import History, Processor, process
 from trl_jax.mesh.mesh import TENSOR, fetched
 from trl_jax.models.cached_decoder import with_keys
@@ -75,10 +75,11 @@ def generate(
             this turn. Not with a `watch`.
     """
     done: list[Completed] = []
-    _Generation(weights, request, noise, steps, len(request.prompts), done.extend, watch, turns).run(progress)
+    generation = _Generation(weights, request, noise, steps, len(request.prompts), done.extend, watch, turns)
+    generation.run(progress)
     completions = Completions.of(done, request.pad)
     if turns is not None:
-        turns.end(*request.with_completions(completions))
+        turns.end(generation.kept, *request.with_completions(completions))
     return completions
 
 
@@ -111,7 +112,10 @@ def cache_capacity(tokens: int) -> int:
 
 
 class _Generation:
-    """One call of `generate` or `generate_queue`. `_used` is the number of used steps of the current noise chunk."""
+    """One call of `generate` or `generate_queue`.
+
+    `kept` is for the next turn. `_used` is the number of used steps of the current noise chunk.
+    """
 
     def __init__(
         self,
@@ -125,6 +129,7 @@ class _Generation:
         turns: TurnCache | None = None,
     ):
         self._weights, self._request, self._watch, self._turns = weights, request, watch, turns
+        self.kept: list[Piece] = []
         self._source, self._chunk, self._steps, self._used = noise, None, steps, steps
         self._shards = 1 if weights.shards is None else weights.shards.count
         parts = part_of_group(min(slots, len(request.prompts)), request.group, self._shards)
@@ -203,7 +208,7 @@ class _Generation:
     def _keep(self, state: Decoding, members: np.ndarray) -> None:
         """Keep the cache of these completions, `[P, G]` with -1 for others, if there may be another turn."""
         if self._keeps:
-            self._turns.keep(state.cache.parts, fetched(state.cache.fill.prompt_lengths), members)
+            self.kept.append(Piece(state.cache.parts, fetched(state.cache.fill.prompt_lengths), members))
 
     def _seen(self, members: np.ndarray, prompt_capacity: int) -> PromptImages:
         """The images of these members' prompts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -58,33 +58,24 @@ class TurnCache:
 
     keeps: bool = False
     later: bool = False
-    _pieces: list[_Piece] = field(default_factory=list)
-    _places: dict[_Key, _Place] = field(default_factory=dict)
-    _lengths: list[int] = field(default_factory=list)
+    _last: _Turn | None = None
 
-    def keep(self, parts: list[LayersCache], prompt_lengths: np.ndarray, members: np.ndarray) -> None:
-        """Keep part of the current generation.
-
-        Args:
-            parts: of its cache, from now on owned by this object.
-            prompt_lengths: int `[P]`, in tokens.
-            members: int `[P, G]`, the row of each completion that has ended; -1 for others.
-        """
-        self._pieces.append(_Piece(parts, prompt_lengths, members))
-
-    def end(self, texts: Sequence[np.ndarray], images: Sequence[TextImages] | None) -> None:
+    def end(self, pieces: list[Piece], texts: Sequence[np.ndarray], images: Sequence[TextImages] | None) -> None:
         """End the current generation.
 
         Args:
+            pieces: of its cache, from now on owned by this object.
             texts: token ids of each row, prompt and completion.
             images: of each row; None without images.
         """
-        for number, piece in enumerate(self._pieces):
+        places = {}
+        for number, piece in enumerate(pieces):
             for slot, member in np.argwhere(piece.members >= 0):
                 row = piece.members[slot, member]
                 # The last token was sampled, but is not in the cache.
-                self._places[_key(texts[row][:-1], _of(images, row))] = _Place(number, slot, member)
-        self._lengths = sorted({length for length, *_ in self._places}, reverse=True)
+                places[_key(texts[row][:-1], _of(images, row))] = _Place(number, slot, member)
+        lengths = sorted({length for length, *_ in places}, reverse=True)
+        self._last = _Turn(pieces, places, lengths) if pieces else None
 
     def begin(
         self, texts: Sequence[np.ndarray], images: Sequence[TextImages] | None, group: int, shards: int
@@ -101,13 +92,15 @@ class TurnCache:
             None if the prompts do not continue the texts of the last generation, are so much longer that a prefill is
             as fast, or are on few of the shards.
         """
-        pieces, found = self._pieces, [self._find(ids, _of(images, row)) for row, ids in enumerate(texts)]
-        self.forget()
-        if group > 1 or any(place is None for place, _ in found):
+        last, self._last = self._last, None
+        if last is None or group > 1:
+            return None
+        found = [last.find(ids, _of(images, row)) for row, ids in enumerate(texts)]
+        if any(place is None for place, _ in found):
             return None
         places, known = [place for place, _ in found], np.asarray([length for _, length in found], np.int32)
         lengths = np.asarray(list(map(len, texts)), np.int32)
-        continued = ContinuedTexts(pieces, texts, images, places, known, shards)
+        continued = ContinuedTexts(last.pieces, texts, images, places, known, shards)
         busiest = Counter(continued.shard_of).most_common(1)[0][1]
         if (lengths - known).max() > _MOST_NEW * lengths.max() or busiest > UNEVEN * -(-len(texts) // shards):
             return None
@@ -116,27 +109,39 @@ class TurnCache:
     @property
     def device_bytes(self) -> int:
         """Bytes of the cache of the last turn on each device."""
-        arrays = jax.tree.leaves([piece.parts for piece in self._pieces])
+        arrays = jax.tree.leaves([] if self._last is None else [piece.parts for piece in self._last.pieces])
         return sum(prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
     def forget(self) -> None:
         """Free the cache of the last turn."""
-        self._pieces, self._places, self._lengths = [], {}, []
-
-    def _find(self, text: np.ndarray, images: TextImages | None) -> tuple[_Place | None, int]:
-        """The longest known text that this text continues, and its length."""
-        for length in self._lengths:
-            if length < len(text) and (place := self._places.get(_key(text[:length], images))) is not None:
-                return place, length
-        return None, 0
+        self._last = None
 
 
-class _Piece(NamedTuple):
-    """See `TurnCache.keep`."""
+class Piece(NamedTuple):
+    """Part of the cache of a generation.
+
+    prompt_lengths: int `[P]`, in tokens.
+    members: int `[P, G]`, the row of each completion that has ended; -1 for others.
+    """
 
     parts: list[LayersCache]
     prompt_lengths: np.ndarray
     members: np.ndarray
+
+
+class _Turn(NamedTuple):
+    """The texts of a generation without their last tokens: where they are in its cache, and how long, longest first."""
+
+    pieces: list[Piece]
+    places: dict[_Key, _Place]
+    lengths: list[int]
+
+    def find(self, text: np.ndarray, images: TextImages | None) -> tuple[_Place | None, int]:
+        """The longest of these texts that `text` continues, and its length."""
+        for length in self.lengths:
+            if length < len(text) and (place := self.places.get(_key(text[:length], images))) is not None:
+                return place, length
+        return None, 0
 
 
 class _Place(NamedTuple):
@@ -171,7 +176,7 @@ class ContinuedTexts:
     shards: number of devices that the prompts of the pieces are sharded over.
     """
 
-    pieces: list[_Piece]
+    pieces: list[Piece]
     texts: Sequence[np.ndarray]
     images: Sequence[TextImages] | None
     places: Sequence[_Place]
@@ -227,7 +232,7 @@ class ContinuedTexts:
         lengths = piece.prompt_lengths[at].astype(np.int32)
         return CachedTexts(at % self._each(piece), members, lengths, known, here)
 
-    def _each(self, piece: _Piece) -> int:
+    def _each(self, piece: Piece) -> int:
         """Prompts of a piece on each shard."""
         return len(piece.members) // self.shards
 
