@@ -180,12 +180,15 @@ def test_a_turn_without_memory_for_the_last_one_begins_with_a_prefill(model, mon
 
 
 @pytest.mark.parametrize("at_once", [5, 6])
-def test_later_turns_are_padded_within_the_limit(model, at_once):
+def test_later_turns_are_padded_within_the_limit(model, at_once, monkeypatch):
     """The number of texts in later turns varies, that of prompts does not."""
-    turns = TurnCache()
+    talk, turns = Talk(model, monkeypatch), TurnCache()
+    texts, options = talk.prompts, {"group": 1, "turns": turns, "limit": Limit(at_once)}
     for prompts in (5, at_once):
-        of_prompts(model, (9,) * 5, turns, 1, limit=Limit(at_once))
+        out = complete(model, texts, FEW, stream=TorchGenerator(0), **options)
         assert [len(piece.members) for piece in turns._last.pieces] == [prompts]
+        texts = [ids + tokens.tolist() + [7] for ids, tokens in zip(texts, out.tokens, strict=True)]
+    assert len(talk.steps) == 1
 
 
 def test_texts_are_moved_without_a_copy_of_the_cache():

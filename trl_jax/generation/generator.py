@@ -357,7 +357,8 @@ class Slots:
         runs = [first[shard * each : (shard + 1) * each] for shard in range(shards)]
         if shard_of is not None:
             runs = [[prompt for prompt in first if shard_of[prompt] == shard] for shard in range(shards)]
-            each = rounded_up(max(each, *map(len, runs)), 1)
+            most = max(map(len, runs))
+            each = max(each, rounded_up(most, 1) if request.varies else most)
         self.members, self.begun = np.full((shards * each, request.group), -1), np.zeros(shards * each, np.int32)
         for shard, run in enumerate(runs):
             self.members[shard * each : shard * each + len(run)] = self._rows_of(run)
