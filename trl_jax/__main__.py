@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 
 from trl_jax.cli.main import COMMANDS, noting
-from trl_jax.cli.transformers_patches import import_without_models
 from trl_jax.core.text import without_launcher
 
 USAGE = "usage: python -m trl_jax SCRIPT.py [ARGUMENTS]\n       python -m trl_jax -m MODULE [ARGUMENTS]"
@@ -27,7 +26,6 @@ def main(argv: list[str]) -> int:
         print(f"{USAGE}\n\n{__doc__.split(': ', 1)[1]}", file=sys.stderr if not argv else sys.stdout)
         return 0 if argv else 2
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import_without_models()  # before anything imports transformers' callbacks
     from trl_jax.cli.trl_alias import install
 
     install()

@@ -463,6 +463,18 @@ def test_starting_imports_neither_jax_nor_transformers():
     assert run.stdout.endswith("set()\n"), run.stderr
 
 
+def test_env_of_the_yaml_file_is_set_before_libraries_read_it(tmp_path):
+    """TRL's command sets it for the process that trains: there, the constants are these."""
+    (tmp_path / "run.yaml").write_text("env:\n  HF_HOME: /home-of-hf\n  HF_HUB_OFFLINE: 1\n")
+    code = (
+        "import trl_jax.cli.main as m; print(m.main(['sft', '--config', 'run.yaml'])); "  # no --model_name_or_path
+        "import huggingface_hub.constants as hub; print(hub.HF_HOME, hub.HF_HUB_OFFLINE)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HUB_OFFLINE": "0"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert run.stdout == "2\n/home-of-hf True\n", run.stderr
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "json", "jsonl.gz", "parquet", "csv"])
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
 def test_one_file(tmp_path, kind, streaming):

@@ -67,6 +67,26 @@ def test_the_names_of_all_trainers_are_ours(tmp_path):
     assert done.stdout == "['--lr', '1'] __main__ 1.16.0\n", done.stderr
 
 
+ENVIRONMENT = """
+import os
+os.environ |= {"HF_HOME": "/home-of-hf", "HF_ENDPOINT": "https://mirror.example", "HF_HUB_OFFLINE": "1",
+               "HF_DATASETS_CACHE": "/rows", "TRANSFORMERS_VERBOSITY": "error", "JAX_PLATFORMS": "cpu"}
+import datasets, huggingface_hub.constants as hub, transformers
+from trl import SFTConfig
+import jax
+print(hub.HF_HOME, hub.ENDPOINT, hub.HF_HUB_OFFLINE, datasets.config.HF_DATASETS_CACHE,
+      transformers.logging.get_verbosity(), jax.config.jax_platforms)
+"""
+
+
+def test_a_script_sets_variables_that_libraries_read_on_import(tmp_path, monkeypatch):
+    """Nothing imports these libraries before the script does. Without trl_jax, Python prints the same."""
+    for name in ("HF_HUB_OFFLINE", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
+    done = run(tmp_path, ENVIRONMENT)
+    assert done.stdout == "/home-of-hf https://mirror.example True /rows 40 cpu\n", done.stderr
+
+
 THEIRS = """
 import trl, trl.trainer.base_trainer
 from trl import WeaveCallback, add_response_schema

@@ -12,11 +12,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from trl_jax.cli.torch_cuda import of_script
 from trl_jax.core.secrets import CleanParser, cleaned, masked_flags
-from trl_jax.core.text import FRAMES_HIDDEN, hide_frames
+from trl_jax.core.text import FRAMES_HIDDEN, hide_frames, take_config
 from trl_jax.core.trainers import TRAINERS
 
 COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
@@ -82,11 +83,30 @@ def _reader_is_gone() -> bool:
 def _run(command: str, argv: list[str], typed: bool) -> None:
     # Without this, transformers advises on import to install torch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    if command not in _IN_CLI:
+        _set_environment(argv)
     script = importlib.import_module(module_of(command))
     arguments = script.make_parser(prog=f"trl-jax {command}").parse_args_and_config(argv)
     if typed:  # trackers record the command line
         sys.argv[1:] = masked_flags(sys.argv[1:])
     script.main(*arguments)
+
+
+def _set_environment(argv: list[str]) -> None:
+    """Set the variables of the YAML file's `env` block before a library that reads them on import, such as HF_HOME, is
+    imported. In TRL, the process that reads the file sets them for the process that trains."""
+    _, path = take_config(argv)
+    if path is None:
+        return
+    import yaml
+
+    try:
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return  # the parser reads the file again and names the error
+    env = config.get("env") if isinstance(config, dict) else None
+    if isinstance(env, dict):
+        os.environ.update({str(name): str(value) for name, value in env.items()})
 
 
 def module_of(command: str) -> str:

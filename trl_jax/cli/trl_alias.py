@@ -26,13 +26,13 @@ from trl_jax.cli import torch_cuda
 from trl_jax.cli.main import watching_templates
 from trl_jax.cli.transformers_patches import (
     accept_no_videos,
+    import_without_models,
     load_pixtral_processor,
     load_without_videos,
     redirect_trainer_methods,
 )
 from trl_jax.config.renamed import translated
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, WHERE
-from trl_jax.legacy.arguments import modern_flags
 
 logger = logging.getLogger(__name__)
 
@@ -323,7 +323,8 @@ def _accept_old_flags(module: ModuleType) -> None:
 
     @functools.wraps(plain)
     def parse(self, args: list[str] | None = None, *others: Any, **options: Any) -> tuple:
-        from trl_jax.scripts.utils import take_bare  # imports the module that is patched here
+        from trl_jax.legacy.arguments import modern_flags
+        from trl_jax.scripts.utils import take_bare  # both import the module that is patched here
 
         take_bare(self._actions)
         names = {action.dest for action in self._actions}
@@ -530,10 +531,12 @@ def _shard_without_deepspeed(module: ModuleType) -> None:
         module.HfDeepSpeedConfig = _DeepSpeedConfig
 
 
-# Module -> the patch applied after it is imported.
+# Module -> the patch applied after it is imported. Until the script imports a library, nothing here may import it:
+# libraries read environment variables such as HF_HOME, which scripts set first, on import.
 ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "peft.mapping_func": _accept_our_adapters,
     "torch": torch_cuda.patch_torch,
+    "transformers": lambda module: import_without_models(),
     "transformers.hf_argparser": _accept_old_flags,
     "transformers.integrations.deepspeed": _shard_without_deepspeed,
     "transformers.modeling_utils": lambda module: torch_cuda.load_anywhere(module.PreTrainedModel),
