@@ -180,6 +180,22 @@ def test_what_accelerates_launcher_was_told_divides_the_run(told, axis, monkeypa
     assert all(os.environ[name] == value for name, value in told.items())
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("no", "float32"), ("bf16", "bfloat16"), ("fp16", "bfloat16")])
+def test_the_launchers_precision_counts_without_one_of_the_config(precision, dtype, monkeypatch):
+    """mixed_precision is transformers': what TRL computes in."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    args = RewardConfig("out", bf16=False)
+    assert (args.mixed_precision, args.compute_dtype) == (precision, dtype)
+    assert RewardConfig("out").mixed_precision == "bf16" and RewardConfig("out").compute_dtype == "bfloat16"
+
+
+def test_fp8_of_the_launcher_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    assert RewardConfig("out").compute_dtype == "bfloat16"
+    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION=fp8 is not in this release"):
+        RewardConfig("out", bf16=False)
+
+
 def test_a_deepspeed_file_of_the_launcher(monkeypatch, tmp_path):
     file = tmp_path / "zero.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 16}))

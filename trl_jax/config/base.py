@@ -27,6 +27,7 @@ from trl_jax.config.arguments import Handling, arg, declared, defaults_of, handl
 from trl_jax.config.devices import (
     end_other_processes,
     hidden_launcher_switches,
+    launcher_dtype,
     launcher_sharding,
     mesh_sizes,
     processes_warning,
@@ -433,6 +434,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     activation_offloading = disable_dropout = cast_lm_head_to_fp32 = False
     chat_template_path = dataset_num_proc = eos_token = max_length = pad_token = None
     pad_to_multiple_of = "auto"
+    _launcher_dtype = "float32"
     counts_devices: ClassVar[bool] = True  # False: the run's devices are not this machine's, so sizes are set later
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -448,6 +450,8 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
             self.bf16 = not self.fp16
         if self.gradient_checkpointing is None:  # transformers' default, which means off
             self.gradient_checkpointing = False
+        if not (self.bf16 or self.fp16):
+            self._launcher_dtype = launcher_dtype()
         processes = end_other_processes()
         for name, value in launcher_sharding(vars(self)).items():
             setattr(self, name, value)
@@ -571,7 +575,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     @property
     def compute_dtype(self) -> str:
         """Dtype of the forward pass; the weights stay float32. fp16 means bfloat16, too."""
-        return "bfloat16" if self.bf16 or self.fp16 else "float32"
+        return "bfloat16" if self.bf16 or self.fp16 else self._launcher_dtype
 
     @property
     def eval_dtype(self) -> str | None:

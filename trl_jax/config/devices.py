@@ -406,6 +406,20 @@ def launcher_sharding(values: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def launcher_dtype() -> str:
+    """The dtype of accelerate's launcher, which applies if a script sets both bf16 and fp16 to False.
+
+    Raises:
+        ValueError: it is fp8.
+    """
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision == "fp8":
+        raise ValueError(
+            "ACCELERATE_MIXED_PRECISION=fp8 is not in this release of trl_jax: launch with --mixed_precision bf16."
+        )
+    return "bfloat16" if precision in ("bf16", "fp16") else "float32"
+
+
 @contextlib.contextmanager
 def hidden_launcher_switches() -> Iterator[None]:
     """Hide the launcher's settings within the block: transformers would import DeepSpeed because of them."""
