@@ -11,6 +11,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from compat_tests.light import IMPORTS
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples" / "notebooks"
 
@@ -88,7 +90,7 @@ def test_grpo_with_two_rewards(executed):
 
 
 def test_porting_a_script(executed):
-    *_, checked, compared, picture, ran, module, _ = executed("port_a_script")
+    *_, checked, compared, picture, ran, module, _ = executed("port_a_script", IMPORTS)
     assert "The script runs unchanged, if its data and checkpoints fit; " in checked and "refused" not in checked
     assert re.search(r"loss", compared) and "error" not in compared.lower()
     assert picture.startswith("<svg")

@@ -210,7 +210,7 @@ def test_it_resumes_to_the_bit(killed, make, folder, tmp_path):
 
 def elsewhere(what: str, *arguments: object) -> subprocess.CompletedProcess:
     """Run the main block of this file in another process."""
-    command = [sys.executable, "-m", "compat_tests.test_pointwise", what, *map(str, arguments)]
+    command = [sys.executable, "-m", "compat_tests.light", "compat_tests.test_pointwise", what, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from compat_tests.light import IMPORTS
 from compat_tests.tiny import preference_rows
 
 pytest.importorskip("torch")
@@ -39,13 +40,14 @@ def given(checkpoint, tmp_path_factory):
     """A script, a model and rows."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "train.py").write_text(SCRIPT)
+    (folder / "launched.py").write_text(IMPORTS + SCRIPT)
     Dataset.from_list(preference_rows(16)).to_json(folder / "rows.jsonl")
     return folder, str(checkpoint("llama", num_hidden_layers=1))
 
 
 def run(launcher: list[str], given, out: Path) -> str:
     folder, model = given
-    command = [sys.executable, *launcher, str(folder / "train.py"), model, str(out), str(folder / "rows.jsonl")]
+    command = [sys.executable, *launcher, str(folder / "launched.py"), model, str(out), str(folder / "rows.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=out)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr

@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.effort import only_thorough
+from compat_tests.light import IMPORTS
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, stream, table
 from trl_jax.training import resume
@@ -93,7 +94,7 @@ def test_row12_a_second_signal_ends_the_process_at_once():
         "with Interrupts().handling_signals('saving'):\n"
         "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGTERM)\n    print('still here')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", IMPORTS + code], capture_output=True, text=True)
     assert done.returncode == 143 and done.stdout == ""
     assert "SIGTERM again: leaving at once, without saving." in done.stderr
 

@@ -17,6 +17,7 @@ import pytest
 
 import trl_jax
 from compat_tests.effort import only_thorough, usual
+from compat_tests.light import IMPORTS
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.cli.main import main
 from trl_jax.hub import auto
@@ -91,7 +92,9 @@ def test_a_plan_runs_nothing(hostile, tmp_path, capsys):
     table(4).to_json(rows)
     flags = ["--model_name_or_path", str(hostile), "--topology", "cpu:1", "--dataset_name", str(rows)]
     code = "import sys; from trl_jax.cli.main import main; sys.exit(main(['plan', *sys.argv[1:]]))"
-    done = subprocess.run([sys.executable, "-c", code, *flags], input="y\n" * 9, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS + code, *flags], input="y\n" * 9, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "pass the argument `trust_remote_code=True`" in done.stderr, done.stderr
     assert "[y/N]" not in done.stdout and ran(hostile) == set()
 

@@ -45,14 +45,16 @@ def saved(tmp_path):
 
 
 def python(*arguments):
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "-m", "compat_tests.light", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_row13_killed_at_every_point_of_a_save(tmp_path):
     """The process checks after each kill that a complete checkpoint is found and nothing is left over."""
-    told = python("-m", "compat_tests.faults.killed_saves", "--folder", str(tmp_path))
+    told = python("compat_tests.faults.killed_saves", "--folder", str(tmp_path))
     new = told["a new step"]
     assert len(new) > 40 and len(told["a step that is there already"]) > 30
     assert set(new.values()) == {4, 6} and [*new.values()] == sorted(new.values())  # once the new step exists, it stays
@@ -62,7 +64,7 @@ def test_row13_killed_at_every_point_of_a_save(tmp_path):
 
 @only_thorough
 def test_row13_runs_killed_at_random_instants_end_as_if_they_had_not_been(tmp_path):
-    assert python("-m", "benchmarks.kills", "--kills", "1")["different"] == 0
+    assert python("benchmarks.kills", "--kills", "1")["different"] == 0
 
 
 def test_row13_what_is_left_of_a_save_is_no_checkpoint_and_goes(saved):

@@ -19,6 +19,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 import trl_jax
 from compat_tests.effort import usual
+from compat_tests.light import IMPORTS
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, table
 from compat_tests.training.test_resume import Draws, same
 from trl_jax.training import train
@@ -229,7 +230,7 @@ with interrupts.handling_signals("saving"):
 
 def test_a_closed_terminal_does_not_keep_the_run_from_saving(tmp_path):
     main, terminal = pty.openpty()
-    command = [sys.executable, "-c", CLOSED, str(tmp_path / "saved")]
+    command = [sys.executable, "-c", IMPORTS + CLOSED, str(tmp_path / "saved")]
     child = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
     os.close(terminal)
     seen = b""
@@ -276,6 +277,6 @@ print(child.exitcode)
 
 
 def test_processes_forked_within_a_run_can_be_ended():
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", IMPORTS + FORKED], capture_output=True, text=True, timeout=60)
     assert done.stdout.split("\n") == ["[1, 2]", *["working"] * 3, "-15 130 129", "True", "-15", ""], done.stderr
     assert "SIG" not in done.stderr and "pushing" not in done.stderr

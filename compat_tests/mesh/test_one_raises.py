@@ -13,7 +13,6 @@ import pytest
 from compat_tests.effort import only_thorough, usual
 from compat_tests.mesh.launching import port
 
-SCRIPT = Path(__file__).with_name("one_raises.py")
 ROOT = str(Path(__file__).parents[2])
 SENTENCE = "the very sentence"
 MOST = 40  # seconds from the exception until both have exited
@@ -24,7 +23,8 @@ def run(fault, who, folder, out):
     env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{port()}", "JAX_NUM_PROCESSES": "2", "PYTHONPATH": ROOT}
     logs, processes = [out / "0.log", out / "1.log"], []
     for number, log in enumerate(logs):
-        command = [sys.executable, str(SCRIPT), fault, str(who), str(folder), str(out / "run")]
+        command = [sys.executable, "-m", "compat_tests.light", "compat_tests.mesh.one_raises"]
+        command += [fault, str(who), str(folder), str(out / "run")]
         with log.open("w") as file:
             own = env | {"JAX_PROCESS_ID": str(number)}
             processes.append(subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT))

@@ -333,7 +333,15 @@ def test_single_texts_train_in_every_layout(folder, tmp_path):
 @KINDS
 def test_it_trains_on_two_devices(kind, folder, tmp_path):
     ours = trained(MAKE[kind](folder, tmp_path / "one"))
-    command = [sys.executable, "-m", "compat_tests.tasks.test_public_tasks", kind, folder, str(tmp_path / "two")]
+    command = [
+        sys.executable,
+        "-m",
+        "compat_tests.light",
+        "compat_tests.tasks.test_public_tasks",
+        kind,
+        folder,
+        str(tmp_path / "two"),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

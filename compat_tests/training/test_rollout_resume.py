@@ -119,7 +119,15 @@ def test_an_evaluation_at_the_start_of_a_resumed_run_changes_no_completion(whole
 
 def test_a_run_killed_while_rewards_are_asked_for(whole, folder, tmp_path):
     trainer, seen, _ = whole
-    program = [sys.executable, "-m", "compat_tests.training.rollout_run", str(folder), str(tmp_path), "2"]
+    program = [
+        sys.executable,
+        "-m",
+        "compat_tests.light",
+        "compat_tests.training.rollout_run",
+        str(folder),
+        str(tmp_path),
+        "2",
+    ]
     run = subprocess.run(program, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert run.returncode == -9, run.stderr[-3000:]
     again, more = trainer_of(folder, tmp_path)

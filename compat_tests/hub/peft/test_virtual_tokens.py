@@ -447,7 +447,7 @@ def test_completions_of_the_policy_begin_behind_them(name, checkpoint, tmp_path)
 @pytest.mark.parametrize("mesh", ["data:2", "fsdp:2", "tensor:2", "sequence:2"])
 def test_two_devices_do_what_one_does(mesh, name, checkpoint, tmp_path):
     given = [str(checkpoint(**SMALL)), str(tmp_path), name]
-    command = [sys.executable, "-m", "compat_tests.hub.peft.virtual_meshes", *given, mesh]
+    command = [sys.executable, "-m", "compat_tests.light", "compat_tests.hub.peft.virtual_meshes", *given, mesh]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("losses")]
