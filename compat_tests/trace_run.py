@@ -62,7 +62,7 @@ def traced(name: str) -> dict[str, set[str]]:
         seen.add(frame.f_code)
 
     with tempfile.TemporaryDirectory() as folder:
-        model = str(tiny_model(Path(folder) / "model", "llama", head="causal"))
+        model = str(tiny_model(Path(folder) / "model", "llama", head="causal", num_hidden_layers=1))
         threading.settrace(called)
         sys.settrace(called)
         try:

@@ -44,6 +44,9 @@ KINDS = {
 }
 
 
+ONE_SHAPE = {"per_device_train_batch_size": 8}  # all rows in each step, so that one program is compiled
+
+
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
     return str(tiny_llava(tmp_path_factory.mktemp("llava")))
@@ -106,7 +109,7 @@ def test_losses_of_other_models_are_trls(name, kind, tmp_path, monkeypatch):
 def test_layouts_have_the_same_numbers(llava, tmp_path):
     losses = {}
     for layout in ("padded", "packed", "shared"):
-        made = trainer(trl_jax, "DPO", llava, tmp_path / layout, pairs(), batch_layout=layout)
+        made = trainer(trl_jax, "DPO", llava, tmp_path / layout, pairs(), batch_layout=layout, **ONE_SHAPE)
         losses[layout] = [entry["loss"] for entry in logged(made)]
     for layout in ("packed", "shared"):
         np.testing.assert_allclose(losses[layout], losses["padded"], atol=1e-5)
@@ -125,8 +128,7 @@ def test_a_run_that_is_resumed_ends_with_the_same_weights(llava, tmp_path):
 
 def test_evaluation_and_streams(llava, tmp_path):
     rows = messages()
-    made = trainer(trl_jax, "SFT", llava, tmp_path / "table", rows)
-    args = made.args
+    args = trainer(trl_jax, "SFT", llava, tmp_path / "table", rows, **ONE_SHAPE).args
     made = trl_jax.SFTTrainer(llava, args=args, train_dataset=rows, eval_dataset=rows.select(range(3)))
     value = made.evaluate()["eval_loss"]
     stream = IterableDataset.from_generator(lambda: iter(list(rows)))
@@ -434,7 +436,7 @@ def test_conversations_for_a_tokenizer_that_was_passed_are_strings(by_parts, tmp
     assert ours == theirs and ours[0] == ours[1]
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])
 def test_prompts_without_images_are_tokenized_as_by_the_processor(kind, by_parts, tmp_path):
     """TRL's RLOOTrainer passes strings to the processor; this template skips them."""
     trl, counted = pytest.importorskip("trl"), []

@@ -127,7 +127,9 @@ class Counted(InJax):
 def test_a_loss_of_a_script_is_averaged_over_micro_batches_where_transformers_averages(tmp_path):
     """For example Qwen2.5-VL: `compute_loss` gets no number of targets, only a `compute_loss_func` does."""
     folder, rows, counts = str(tiny_qwen(tmp_path / "qwen")), messages(4), []
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 1}
+    options = {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 1, "pad_to_multiple_of": 64,
+    }  # fmt: skip
 
     def passed(outputs, labels, num_items_in_batch):
         counts.append(num_items_in_batch)
