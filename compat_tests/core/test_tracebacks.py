@@ -12,6 +12,7 @@ import pytest
 
 import trl_jax
 from compat_tests.effort import thorough
+from compat_tests.light import IMPORTS
 from trl_jax.core.text import FRAMES_HIDDEN, api_boundary
 
 # Stands in for a module of the package; `call` is its public function.
@@ -120,7 +121,7 @@ MESSAGE = (
 @pytest.mark.parametrize(("package", "launcher"), [("trl_jax", []), thorough("trl", ["-m", "trl_jax"])])
 def test_a_script_ends_with_its_own_line_and_the_message(tmp_path, package, launcher):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(package=package))
+    script.write_text(IMPORTS + SCRIPT.format(package=package))
     paths = os.pathsep.join([str(Path(trl_jax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, *launcher, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=240,
@@ -129,7 +130,7 @@ def test_a_script_ends_with_its_own_line_and_the_message(tmp_path, package, laun
     lines = [line for line in ended.stderr.splitlines() if line.strip(" ^~")]  # Python underlines parts of a line
     expected = [
         "Traceback (most recent call last):",
-        f'  File "{script}", line 5, in <module>',
+        f'  File "{script}", line {len((IMPORTS + SCRIPT).splitlines())}, in <module>',
         f"    {SCRIPT.splitlines()[-1]}",
         MESSAGE,
         FRAMES_HIDDEN,
