@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+# Dozens of processes import the package: compile it once, even where the environment turns byte code off.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Set before jax, torch and huggingface_hub are imported: each reads its settings once, on import.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
