@@ -23,7 +23,12 @@ def executed(tmp_path, monkeypatch):
     the first error."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", paths)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    command = tmp_path / "bin" / "trl-jax"
+    command.parent.mkdir()
+    command.write_text('#!/bin/sh\nexec python -m compat_tests.light trl_jax.cli.main "$@"\n')
+    command.chmod(0o755)
+    places = [command.parent, Path(sys.executable).parent, os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(map(str, places)))
 
     def run(name: str, first: str = "", last: str = "") -> list[str]:
         notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
