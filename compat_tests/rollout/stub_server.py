@@ -140,7 +140,7 @@ class StubServer:
         return 200, {"success": True, "new_version": self.version}
 
     def _post_collective_rpc(self, body):
-        assert self.paused and body["method"] == "reload_weights"
+        assert body["method"] == "reload_weights"  # also of a server that was restarted after it was paused
         self._load(body["kwargs"]["weights_path"])
         self.loads += 1
         return 200, {"results": [None]}
@@ -205,7 +205,7 @@ class StubServer:
         assert body["sampling_params"]["output_kind"] == 2
         choices = []
         for index, own in enumerate(self.replay(body["token_ids"], body["sampling_params"]["n"])):
-            logps = {"content": [{"token": "", "logprob": 0.0} for _ in own]}
+            logps = {"content": [{"token_id": int(token), "logprob": 0.0} for token in own]}
             choices.append({"index": index, "token_ids": list(map(int, own)), "logprobs": logps})
         return 200, {"choices": choices}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import re
 import subprocess
@@ -12,11 +14,12 @@ from pathlib import Path
 from threading import Semaphore, Timer
 
 import pytest
+import trl
 from datasets import Dataset
 
 import trl_jax
-from compat_tests.effort import only_thorough
-from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.effort import only_thorough, thorough, usual
+from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.rollout.stub_server import SglangStub, StubServer
@@ -133,7 +136,7 @@ def test_completions_do_not_depend_on_the_number_of_servers(serve, make):
         if name == "restarted":
 
             def lose(path, stub=stubs[0]):
-                if path == "/v1/completions" and stub.loads == 2 and stub.version.endswith("/2"):
+                if reached(stub, "completing", path) and stub.version.endswith("/2"):
                     stub.version = "default"
 
             stubs[0].before = lose
@@ -357,18 +360,51 @@ GRPOTrainer({model!r}, reward, args=args, train_dataset=rows).train()
 """
 
 
-def test_a_script_of_trl_runs_unmodified(serve, folder, tmp_path):
-    stub, script = serve(), tmp_path / "script.py"
-    script.write_text(SCRIPT.format(out=str(tmp_path / "out"), port=stub.port, model=str(folder)))
-    command = [sys.executable, "-m", "trl_jax", str(script)]
+def ran(*command):
+    """The process of a command that ended well, and its output."""
+    command = [sys.executable, "-m", "trl_jax", *map(str, command)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
+    assert "own generator" not in said
+    return process, said
+
+
+def test_a_script_in_the_manner_of_trl_runs_unmodified(serve, folder, tmp_path):
+    stub, script = serve(), tmp_path / "script.py"
+    script.write_text(SCRIPT.format(out=str(tmp_path / "out"), port=stub.port, model=str(folder)))
+    process, said = ran(script)
     assert "sampling/importance_sampling_ratio/mean" in said
     assert stub.loads == 2 and [body["min_tokens"] for _, body in stub.seen if body and "seed" in body] == [2] * 4
-    assert "own generator" not in said
     (loaded, *_) = {body["kwargs"]["weights_path"] for path, body in stub.seen if path == "/collective_rpc"}
     assert f"trl_jax-weights-{process.pid}-" in loaded and not Path(loaded).parent.exists()
+    assert not os.access("/dev/shm", os.W_OK) or Path(loaded).parents[1] == Path("/dev/shm")
+
+
+@pytest.mark.parametrize("name", ["grpo", thorough("rloo")])
+def test_scripts_of_trl_run_unmodified(name, checkpoint, tmp_path):
+    folder, script = checkpoint(**CHAT), Path(trl.__file__).parent / "scripts" / f"{name}.py"
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    prompts = ([{"role": "user", "content": f"What is {number} and {number}?"}] for number in range(8))
+    lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    (rows / "train.jsonl").write_text("".join(lines))
+    options = {
+        "model_name_or_path": folder, "dataset_name": rows, "reward_funcs": "think_format_reward", "use_vllm": True,
+        "vllm_mode": "server", "max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8,
+        "max_completion_length": 6, "output_dir": tmp_path / "out", "use_cpu": True, "bf16": False,
+        "report_to": "none", "logging_steps": 1, "save_strategy": "no",
+    }  # fmt: skip
+    stub = StubServer(folder, max_model_len=2048)
+    try:
+        _, said = ran(script, "--vllm_server_port", stub.port, *(
+            word for option, value in options.items() for word in (f"--{option}", value)
+        ))  # fmt: skip
+    finally:
+        stub.stop()
+    assert stub.loads == 2 and said.count("rewards/think_format_reward/mean") == 2
+    asked = [body for path, body in stub.seen if "seed" in (body or {})]
+    assert len(asked) == 4 and {body["n"] for body in asked} == {4} and len({body["seed"] for body in asked}) == 4
 
 
 # Servers that cannot be used
@@ -410,27 +446,63 @@ def test_another_model_is_refused(serve, make, folder):
         trainer.train()
 
 
-def test_a_server_that_is_down_or_dies_ends_the_run_within_the_timeout(serve, make):
+def reached(stub, moment, path):
+    """Whether the POST request that `stub` has got to `path` is the first of the second generation at a moment."""
+    if moment == "pushing":
+        return path == "/collective_rpc" and stub.loads == 1
+    return path == "/v1/completions" and stub.loads == 2 and "seed" in stub.seen[-1][1]  # not that which scores a text
+
+
+# The timeouts are 5 s because the stub runs in this process and does not answer while a program compiles.
+
+
+@usual("dies-completing", "dies-pushing", "hangs-completing")
+@pytest.mark.parametrize("moment", ["completing", "pushing"])
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_server_that_dies_or_hangs_ends_the_run_within_the_timeout(how, moment, serve, make, tmp_path):
     stub = serve()
-    trainer = make([stub], vllm_server_timeout=1.5)
+    trainer = make([stub], vllm_server_timeout=5.0, save_strategy="steps", save_steps=1)
 
-    def die(path):
-        if path == "/v1/completions" and stub.loads == 2:
-            stub.stop()
-            raise ConnectionAbortedError
-
-    def hang(path):
-        if path == "/v1/completions" and stub.loads == 2:
+    def fail(path):
+        if reached(stub, moment, path):
+            struck.append(time.monotonic())
+            if how == "dies":
+                stub.stop()
+                raise ConnectionAbortedError
             stub.answer = lambda *given, **more: time.sleep(60)
             time.sleep(60)
 
-    for stop in (die, hang):
-        stub.before, began = stop, time.monotonic()
-        with pytest.raises(ServerError, match=r"did not answer for 1\.5 s .*Start it with: VLLM_SERVER_DEV_MODE=1"):
-            trainer.train()
-        assert time.monotonic() - began < 30 and trainer.state.global_step == 1
-        stub = serve()
-        trainer = make([stub], vllm_server_timeout=1.5)
+    struck, stub.before = [], fail
+    with pytest.raises(ServerError, match=r"did not answer for 5 s .*Start it with: VLLM_SERVER_DEV_MODE=1"):
+        trainer.train()
+    assert time.monotonic() - struck[0] < 40 and trainer.state.global_step == 1
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("moment", ["completing", "pushing"])
+def test_a_server_that_is_restarted_gets_the_weights(moment, serve, make):
+    """The run goes on with the completions of a server that was not restarted."""
+    make([serve()], recorder(seen := []), logging_steps=1).train()
+    stub, restarted = serve(), []
+
+    def restart(path):
+        if reached(stub, moment, path):
+            if not restarted:
+                stub.stop()
+                restarted.append(serve(port=stub.port))
+            raise ConnectionAbortedError
+
+    stub.before = restart
+    trainer = make([stub], recorder(again := []), logging_steps=1)
+    trainer.train()
+    (other,) = restarted
+    assert again == seen and len(seen) == 2
+    assert (stub.loads, other.loads) == ((1, 1) if moment == "pushing" else (2, 1))
+    assert trainer.state.log_history[1]["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+def test_a_server_that_is_down_is_named_within_the_timeout(serve, make):
+    stub = serve()
     stub.stop()
     began = time.monotonic()
     with pytest.raises(ServerError, match=r"did not answer for 0\.5 s .*Start it with: VLLM_SERVER_DEV_MODE=1"):
