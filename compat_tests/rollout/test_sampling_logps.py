@@ -12,18 +12,34 @@ from compat_tests.effort import usual
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE
+from compat_tests.rollout.stub_server import StubServer
 from trl_jax.rollout.tools import written_by
 
 CONFIG = {
     "max_steps": 2, "learning_rate": 3e-3, "num_generations": 4, "per_device_train_batch_size": 8,
     "max_completion_length": 8, "pad_to_multiple_of": None, "shuffle_dataset": False, "logging_steps": 1,
 }  # fmt: skip
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def caps_of(mode):
+    low, high = (0.8, 1.2) if mode.startswith("token") else (0.5, 1.5)
+    return {"max": (None, high), "min": (low, None), "both": (low, high)}
+
+
+def case(mode, low, high, loss, **more):
+    mode = {"vllm_importance_sampling_mode": mode, "loss_type": loss}
+    return mode | {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high} | more
+
+
+# VESPO is refused with the sequence modes.
 CORRECTED = {
-    "token_truncate": {"loss_type": "vespo", "vllm_importance_sampling_clip_max": 1.2},
-    "token_mask": {"loss_type": "cispo", "vllm_importance_sampling_clip_min": 0.8, "mask_truncated_completions": True},
-    "sequence_truncate": {
-        "loss_type": "grpo", "vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 1.5},
-    "sequence_mask": {"loss_type": "dapo", "vllm_importance_sampling_clip_max": 1.3, "off_policy_mask_threshold": 0.05},
+    f"{mode}-{cap}-{loss}": case(mode, *bounds, loss)
+    for mode in MODES for cap, bounds in caps_of(mode).items() for loss in ("dapo", "grpo", "cispo", "vespo")
+    if loss != "vespo" or mode.startswith("token")
+} | {
+    "truncated": case("token_mask", 0.8, 3.0, "cispo", mask_truncated_completions=True),
+    "off_policy": case("sequence_mask", None, 1.3, "dapo", off_policy_mask_threshold=0.05),
 }  # fmt: skip
 
 
@@ -35,6 +51,11 @@ class NoEngine:
 
     def sync_weights(self):
         pass
+
+    def generate(self, prompts, images, num_generations, profiler):
+        """What a server replied to the same prompts, in `replies`."""
+        found = [pair for ids in prompts[::num_generations] for pair in self.replies[tuple(ids)]]
+        return prompts, [ids for ids, _ in found], [[[logp] for logp in logps] for _, logps in found], None
 
 
 def rollout(prompts, trainer):
@@ -57,10 +78,10 @@ def reward(completion_ids, **columns):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def logs_of(package, model, out, **config):
+def logs_of(package, model, out, rollout_func=rollout, **config):
     args = package.GRPOConfig(str(out), **BASE | CONFIG | config)
     rows = Dataset.from_list(prompt_rows(8))
-    trainer = package.GRPOTrainer(str(model), reward, args, rows, rollout_func=rollout)
+    trainer = package.GRPOTrainer(str(model), reward, args, rows, rollout_func=rollout_func)
     trainer.train()
     return trainer.state.log_history[: CONFIG["max_steps"]]
 
@@ -70,10 +91,10 @@ def with_rollouts_in_trl(monkeypatch):
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", NoEngine)
 
 
-@usual("token_mask", "sequence_truncate")
-@pytest.mark.parametrize("mode", CORRECTED)
-def test_reported_logps_correct_the_loss_as_in_trl(mode, checkpoint, tmp_path, with_rollouts_in_trl):
-    config = {"use_vllm": True, "vllm_importance_sampling_mode": mode} | CORRECTED[mode]
+@usual("token_truncate-max-vespo", "truncated", "sequence_truncate-both-grpo", "off_policy")
+@pytest.mark.parametrize("name", CORRECTED)
+def test_reported_logps_correct_the_loss_as_in_trl(name, checkpoint, tmp_path, with_rollouts_in_trl):
+    config = {"use_vllm": True} | CORRECTED[name]
     model = checkpoint(**SMALL)
     theirs = logs_of(trl, model, tmp_path / "trl", **config)
     ours = logs_of(trl_jax, model, tmp_path / "ours", **config)
@@ -81,11 +102,44 @@ def test_reported_logps_correct_the_loss_as_in_trl(mode, checkpoint, tmp_path, w
         sampling = [name for name in other if name.startswith("sampling/")]
         assert len(sampling) == 5 and sampling == [name for name in mine if name.startswith("sampling/")]
         assert 0.05 < other["sampling/sampling_logp_difference/mean"] < 2
-        for name in ("loss", *sampling):
-            assert mine[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), (mode, name)
+        for metric in ("loss", *sampling):
+            assert mine[metric] == pytest.approx(other[metric], abs=1e-5, rel=1e-5), metric
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
     plain = logs_of(trl_jax, model, tmp_path / "plain", **config | {"use_vllm": False})
     assert abs(plain[0]["grad_norm"] - ours[0]["grad_norm"]) > 1e-3 * ours[0]["grad_norm"]
+
+
+def test_logps_of_a_server_correct_the_loss_as_in_trl(checkpoint, tmp_path, monkeypatch):
+    """TRL's engine replays the completions of the server and its log-probabilities, which are 0.1 too low."""
+    model, replies = checkpoint(**SMALL), {}
+    config = {"use_vllm": True, "temperature": 0.7} | CORRECTED["sequence_truncate-both-grpo"]
+    stub = StubServer(model)
+    stub.shift, complete = -0.1, stub._post_completions
+
+    def recorded(body):
+        status, reply = complete(body)
+        if "seed" in body:
+            choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+            found = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+            assert replies.setdefault(tuple(body["prompt"]), found) is found  # each prompt is asked once
+        return status, reply
+
+    stub._post_completions = recorded
+    try:
+        served = {"vllm_mode": "server", "vllm_server_port": stub.port, "vllm_weights_dir": str(tmp_path)}
+        ours = logs_of(trl_jax, model, tmp_path / "ours", None, **config | served)
+    finally:
+        stub.stop()
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", NoEngine)
+    monkeypatch.setattr(NoEngine, "replies", replies, raising=False)
+    theirs = logs_of(trl, model, tmp_path / "trl", None, **config)
+    for mine, other in zip(ours, theirs, strict=True):
+        sampling = [name for name in other if name.startswith("sampling/")]
+        assert len(sampling) == 5 and other["sampling/sampling_logp_difference/mean"] == pytest.approx(0.1, abs=1e-4)
+        assert other["sampling/importance_sampling_ratio/max"] == 1.5  # the upper cap
+        for metric in ("loss", "reward", *sampling):
+            assert mine[metric] == pytest.approx(other[metric], abs=1e-5, rel=1e-5), metric
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
 
 
 @pytest.mark.parametrize("given, text", {
