@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
+from transformers import AutoConfig
 
 import trl_jax
-from compat_tests.rollout.real_server import RealServerTests, SeeingTests, Server, run, started, steps
+from compat_tests.parity.grpo_cases import length_reward, prompt_rows
+from compat_tests.rollout import recorded
+from compat_tests.rollout.real_server import CONFIG, PICTURES, RealServerTests, SeeingTests, Server, run, started, steps
+from trl_jax.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl_jax.rollout.server import data_url
 
 pytestmark = pytest.mark.skipif(not os.environ.get("VLLM"), reason="runs under VLLM=1")
 
 VENV = Path(__file__).parents[2] / os.environ.get("VLLM_VENV", ".venv-vllm")
+
+
+GRPO_ONLY = ("pad_to_multiple_of", "use_vllm", "vllm_mode")
 
 
 class VllmServer(Server):
@@ -65,3 +75,41 @@ def test_an_adapter_reaches_a_server_that_takes_it_alone(server, tmp_path):
         assert log.count("POST /collective_rpc") == 2 and log.count("POST /v1/load_lora_adapter") == 6
     finally:
         taking.kill()
+
+
+def test_async_grpo(server, tmp_path):
+    args = AsyncGRPOConfig(str(tmp_path), **{name: value for name, value in CONFIG.items() if name not in GRPO_ONLY},
+                           vllm_server_base_url=server.url, max_steps=4, logging_steps=1)  # fmt: skip
+    rows = Dataset.from_list(prompt_rows(8))
+    trainer = AsyncGRPOTrainer(str(server.folder), length_reward, args, train_dataset=rows)
+    trainer.train()
+    assert len(steps(trainer, "loss")) == 4 and max(steps(trainer, "sample/staleness_mean")) == 1
+    assert steps(trainer, "ratio")[0] == pytest.approx(1, abs=1e-5)  # the policy generated with the same weights
+
+
+def test_a_rollout_func_gets_the_completions_of_the_server(server, tmp_path):
+    def rollout(prompts, trainer):
+        ids, images, fields = trainer._tokenize_prompts(prompts)
+        completions, logprobs = trainer._generate_single_turn(ids, images, fields, trainer.num_generations)
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs}
+
+    trainer = run(server, tmp_path, arguments={"rollout_func": rollout}, max_steps=3)
+    apart = steps(trainer, "sampling/sampling_logp_difference/mean")
+    assert len(apart) == 3 and max(apart) < 1e-5
+
+
+def test_servers_reply_as_recorded(server, seeing, tmp_path):
+    """With RECORD=1, their replies are written to the file."""
+    taking = VllmServer(server.folder, tmp_path / "vllm.log")
+    taking.start("--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    try:
+        adapter = recorded.adapter(str(server.folder), tmp_path / "adapter")
+        found = {"text": recorded.replies(taking.url, server.folder, adapter)}
+    finally:
+        taking.kill()
+    token = AutoConfig.from_pretrained(seeing.folder).image_token_id
+    found["image"] = recorded.replies_about_an_image(seeing.url, seeing.folder, data_url(PICTURES[0]), token)
+    if os.environ.get("RECORD"):
+        recorded.FILE.write_text(json.dumps(found, indent=1) + "\n")
+    known = json.loads(recorded.FILE.read_text())
+    assert recorded.differences(known, found) == recorded.differences(found, known) == []
