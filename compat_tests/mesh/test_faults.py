@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from compat_tests.mesh.launching import port
-from trl_jax.mesh import processes, watch
+from trl_jax.mesh import joining, processes, watch
 
 SCRIPT = Path(__file__).with_name("faulty.py")
 ROOT = str(Path(__file__).parents[2])
@@ -68,6 +70,19 @@ def assert_ended(found: Ended, *sentences: str, codes: tuple[int, ...]) -> None:
     assert tuple(found.codes) == codes and found.silence < SILENCE and found.between < END, found
     for text, sentence in zip(found.texts, sentences, strict=True):
         assert sentence in text, text[-3000:]
+
+
+def test_lines_about_missing_processes_are_never_30_seconds_apart(monkeypatch):
+    """In steps of half a second, the interval at which joining polls. The other tests shorten `joining.TELL`."""
+    now, lines = 1000.0, [1000.0]
+    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(joining, "say", lambda text: lines.append(now))
+    patience = joining._Patience()
+    for step in range(1, 250):
+        now = 1000.25 + joining._RETRY * step
+        patience.tell("process 1 of 2 waits")
+    apart = [after - before for before, after in pairwise([*lines, now])]
+    assert len(lines) >= 5 and max(apart) < SILENCE - 1, apart
 
 
 def test_processes_that_do_not_come_are_named(tmp_path):

@@ -20,7 +20,7 @@ from typing import Any
 
 from trl_jax.core.text import say
 
-TELL = 30  # seconds between two lines that say which processes are missing
+TELL = 25  # seconds between two lines that say which processes are missing; polled, so that 30 s are never silent
 _RETRY = 0.5  # seconds between two attempts to connect
 _LAST_WORD = 5  # seconds that a process with an invalid number, or past its timeout, lets the first process explain
 _OTHER = "another program answers there, or a run that has started without this process"
