@@ -344,6 +344,20 @@ def test_a_rollout_func_of_rloo_and_distillation(make, folder, turns):
         make([], None, "Distillation", more | {"rollout_func": turns, "tools": [len]})
 
 
+def test_replayed_completions_distill_as_those_of_this_process(serve, make, checkpoint, turns):
+    teacher = {"teacher_model": str(checkpoint(**SMALL | {"num_hidden_layers": 2}))}
+    own = make([], None, "Distillation", teacher | {"rollout_func": turns}, max_steps=3, logging_steps=1)
+    own.train()
+    stub, seen = serve(), [completions for completions, _ in turns]
+    texts = [own.processing_class(text)["input_ids"] for text in own.train_dataset["prompt"]]
+    stub.replay = lambda ids, n: [seen[stub.loads - 1][texts.index(ids)]]
+    server = make([stub], None, "Distillation", teacher, max_steps=3, logging_steps=1)
+    server.train()
+    losses = [[log["loss"] for log in run.state.log_history if "loss" in log] for run in (own, server)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6) and len(losses[0]) == 3 and min(losses[0]) > 1e-3
+    assert stub.loads == 3 and len({str(completions) for completions in seen}) == 3
+
+
 SCRIPT = """
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer

@@ -79,7 +79,7 @@ def test_an_adapter_reaches_a_server_that_takes_it_alone(server, tmp_path):
 
 def test_async_grpo(server, tmp_path):
     args = AsyncGRPOConfig(str(tmp_path), **{name: value for name, value in CONFIG.items() if name not in GRPO_ONLY},
-                           vllm_server_base_url=server.url, max_steps=4, logging_steps=1)  # fmt: skip
+                           vllm_server_base_url=server.url, max_steps=4)  # fmt: skip
     rows = Dataset.from_list(prompt_rows(8))
     trainer = AsyncGRPOTrainer(str(server.folder), length_reward, args, train_dataset=rows)
     trainer.train()
