@@ -54,6 +54,14 @@ def test_python_has_its_names_and_its_arguments(page):
             raise AssertionError(f"{page.name}, the block at line {block.line}: {error!r}") from error
 
 
+@EVERY
+def test_trl_jax_is_imported_before_transformers(page):
+    """Otherwise transformers first says that PyTorch was not found."""
+    code = "\n".join(block.code for block in pages.blocks(page, "python"))
+    order = re.findall(r"^(?:import|from) (transformers|trl_jax)\b", code, flags=re.M)
+    assert order[:1] != ["transformers"], page.name
+
+
 def _after(diff: str) -> str:
     """The code after applying a diff."""
     return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))

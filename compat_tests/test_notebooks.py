@@ -29,7 +29,9 @@ def executed(tmp_path, monkeypatch):
         notebook.cells = [first, *notebook.cells, last]
         options = {"timeout": 500, "kernel_name": "python3", "resources": {"metadata": {"path": str(tmp_path)}}}
         NotebookClient(notebook, **options).execute()
-        return ["".join(map(shown, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"]
+        outputs = ["".join(map(shown, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"]
+        assert not any("PyTorch was not found" in output for output in outputs)
+        return outputs
 
     return run
 

@@ -6,9 +6,12 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer
 
-from trl_jax import AutoModelForCausalLM
+from trl_jax import AutoModelForCausalLM  # before transformers, as in tiny_model.py
+
+# isort: split
+
+from transformers import AutoTokenizer
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon", "Norway": "Oslo",

@@ -45,7 +45,7 @@ echo "== Installing trl_jax and its dependencies (no torch); the first time take
 echo "== Training on the CPU"
 # The model and the data are local, so nothing is downloaded from the Hub.
 export JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1
-# Keep the terminal clear for the table: no progress bars, no advice to install torch.
-export HF_DATASETS_DISABLE_PROGRESS_BARS=1 TRANSFORMERS_NO_ADVISORY_WARNINGS=1
+# Keep the terminal clear for the table.
+export HF_DATASETS_DISABLE_PROGRESS_BARS=1
 cd "$root"
 "$venv/bin/python" examples/quickstart.py "$@"

@@ -10,6 +10,10 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import trl_jax  # noqa: F401  before transformers, so that it does not say that PyTorch is missing
+
+# isort: split
+
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from trl_jax.cli import check, reading
 from trl_jax.cli.trl_alias import ADVICE
 
@@ -95,6 +97,16 @@ def test_without_torch_transformers_does_not_say_that_models_are_missing(tmp_pat
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert ran.returncode == 0 and "SFTConfig" in ran.stdout, ran.stderr[-3000:]
     assert "PyTorch was not found" not in ran.stderr and "another advice" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["capitals", "tiny_model", "quickstart"])
+def test_an_example_does_not_start_with_that_line(tmp_path, name):
+    """Examples import trl_jax before transformers."""
+    code = f"{WITHOUT}\nimport {name}\nassert 'transformers' in sys.modules"
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "JAX_PLATFORMS": "cpu"}
+    env.pop("TRANSFORMERS_NO_ADVISORY_WARNINGS", None)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert ran.returncode == 0 and "PyTorch was not found" not in ran.stderr, ran.stderr[-3000:]
 
 
 def test_check_says_what_a_missing_package_means(tmp_path, monkeypatch):
