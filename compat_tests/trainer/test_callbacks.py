@@ -11,6 +11,8 @@ import pytest
 from datasets import Dataset
 
 import trl_jax
+from compat_tests import pages
+from compat_tests.pages import FOLDER
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE, read_weights
@@ -136,7 +138,7 @@ def test_the_first_process_decides_for_all_and_is_asked_seldom(monkeypatch):
     monkeypatch.setattr(metrics, "several", lambda: True)
     monkeypatch.setattr(metrics, "from_first", from_first)
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
-    clock, state = metrics.Clock(10.0, 5.0), SimpleNamespace(global_step=0)
+    clock, state = trl_jax.TimeLimitCallback(10.0, 5.0), SimpleNamespace(global_step=0)
     clock.on_train_begin(None, state, None)
     saves = []
     for step in range(1, 100):
@@ -166,3 +168,30 @@ def test_a_tokenizer_is_given_how_its_calls_are_read():
     assert trl_jax.add_response_schema(tokenizer) is tokenizer
     found = tokenizer.parse_response(CALLS["json"], prefix="<|im_start|>assistant\n")
     assert found["tool_calls"][0]["function"]["name"] == "add"
+
+
+def test_a_time_limit_needs_a_number():
+    with pytest.raises(ValueError, match="TimeLimitCallback needs max_minutes, save_minutes, or both"):
+        trl_jax.TimeLimitCallback()
+
+
+def test_histograms_of_the_weights_as_documented(make, monkeypatch):
+    [code] = [
+        one.code for one in pages.blocks(FOLDER / "getting-started.md", "python") if "WeightHistograms" in one.code
+    ]
+    logged = []
+    fake = SimpleNamespace(
+        Histogram=lambda values: np.array(values), log=lambda values, commit: logged.append((values, commit))
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    trainer = make(config={"max_steps": 2, "logging_steps": 1, "save_strategy": "no"})
+    before = {name: np.asarray(array) for name, array in trainer.model.params.items()}
+    exec(code, {"trainer": trainer})
+    trainer.train()
+    names = list(before)
+    assert [name for values, _ in logged for name in values] == [f"weights/{name}" for name in names] * 3
+    assert not any(commit for _, commit in logged)
+    found = {name: values for each, _ in logged[-len(names) :] for name, values in each.items()}
+    for name, array in trainer.model.params.items():
+        np.testing.assert_array_equal(found[f"weights/{name}"], array)
+    assert any((found[f"weights/{name}"] != array).any() for name, array in before.items())

@@ -56,7 +56,7 @@ def events_of(
 
     reporters = get_reporting_integration_callbacks(args.report_to)
     limits = args.max_minutes, args.save_minutes
-    clock = [] if limits == (None, None) else [Clock(*limits)]
+    clock = [] if limits == (None, None) else [TimeLimitCallback(*limits)]
     lines = [JsonLines(args.log_json)] if args.log_json else []
     given = [DefaultFlowCallback, *reporters, *clock, *lines, *(callbacks or [])]
     handler = Callbacks(given, model, processing_class, None, None)
@@ -67,14 +67,17 @@ def events_of(
 _BETWEEN_LOOKS = 10.0  # seconds between two exchanges of the clock among processes
 
 
-class Clock(TrainerCallback):
-    """Requests a checkpoint every `save_minutes`, and stops the run after `max_minutes`.
+class TimeLimitCallback(TrainerCallback):
+    """Requests a checkpoint every `save_minutes`, and stops the run with a checkpoint after `max_minutes`. The
+    arguments of the same names in a config add it.
 
     With several processes, the clock of the first one decides for all. They do not exchange it after every step,
     because that waits for the device to finish the step.
     """
 
-    def __init__(self, max_minutes: float | None, save_minutes: float | None):
+    def __init__(self, max_minutes: float | None = None, save_minutes: float | None = None):
+        if max_minutes is None and save_minutes is None:
+            raise ValueError("TimeLimitCallback needs max_minutes, save_minutes, or both.")
         self._most, self._every = max_minutes, save_minutes
         shortest = min(60 * minutes for minutes in (max_minutes, save_minutes) if minutes is not None)
         self._between_looks = min(_BETWEEN_LOOKS, shortest / 10)
