@@ -5,25 +5,30 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import dataclasses
 import functools
 import importlib
 import inspect
 import itertools
 import json
 import re
+import runpy
 import shlex
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 import trl_jax
 from compat_tests import pages
 from compat_tests.pages import FOLDER, PAGES, README, ROOT
 from trl_jax.cli import main
+from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS
 from trl_jax.rollout.server import Limits, Requirements
 from trl_jax.rollout.sglang import Sglang
 from trl_jax.rollout.vllm import Vllm
@@ -75,6 +80,8 @@ def check_python(tree: ast.Module, known: dict[str, Any]) -> None:
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     made |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    made |= {one.asname or one.name for node in imports for one in node.names}
     unknown = {node.id for node in names} - made - set(known) - set(vars(builtins))
     assert not unknown, f"{sorted(unknown)} come from nowhere"
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
@@ -264,6 +271,33 @@ def test_members_that_the_api_lists_are_there():
     assert {name for name, _ in listed} == {"RewardTrainer", "PreTrainedModel", "BaseTrainer", "OnlineTrainer"}
     for name, members in listed:
         assert set(members.split(", ")) <= set(dir(getattr(trl_jax, name)))
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """The extension that lists arguments on the API page; only building the page needs griffe."""
+    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Class=object))
+    return SimpleNamespace(**runpy.run_path(ROOT / "docs" / "arguments.py"))
+
+
+def test_every_argument_of_a_config_has_an_entry_with_an_anchor(listed):
+    named = re.findall(r"^::: (trl_jax[\w.]*\.)(\w+Config)$", pages.read(FOLDER / "api.md"), flags=re.M)
+    kinds = [getattr(importlib.import_module(at.rstrip(".")), name) for at, name in named]
+    kinds = [kind for kind in kinds if issubclass(kind, TrainingArguments)]
+    trainers = (*TRAINERS.values(), *EXPERIMENTAL.values())
+    assert {names.load_config() for names in trainers} | {trl_jax.BaseConfig} <= set(kinds)
+    common = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for kind in kinds:
+        own = listed.arguments(kind.__name__)
+        inherited = set() if kind is trl_jax.BaseConfig else set(listed.arguments("BaseConfig"))
+        added = {field.name for field in dataclasses.fields(kind)} - common
+        assert added <= own.keys() | inherited, kind.__name__
+        for name, facts in own.items():
+            assert f"](#{name}){{ #{name} }} (`" in listed.entry(name, *facts)
+    from trl_jax.experimental.online_dpo import OnlineDPOConfig
+
+    unused = listed.arguments("OnlineDPOConfig")["vllm_server_port"]
+    assert unused == ("int", OnlineDPOConfig.__dataclass_fields__["vllm_server_port"].metadata["help"], "8000")
 
 
 def test_what_a_trainer_that_is_not_here_says():

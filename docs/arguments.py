@@ -74,6 +74,8 @@ def help_and_default(call: ast.Call) -> tuple[str | None, str | None]:
             default = ast.unparse(call.args[0])
         case ast.Name("shared" | "online"):
             _, text, default = shared()[ast.literal_eval(call.args[0])]
+        case ast.Name("_of_vllm"):  # of OnlineDPOConfig
+            text, default = "A vLLM option, without effect.", shared()[ast.literal_eval(call.args[0])][2]
     if "help" in keywords:
         text = ast.literal_eval(keywords["help"])
     if "default" in keywords:
