@@ -237,9 +237,10 @@ def test_where_no_function_applies_nothing_is_learned_and_it_is_told(kind, make,
     def never(completions, **columns):
         return [None] * len(completions)
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         logs = trained(make(never, kind, config={"beta": 0.0}))
     assert "All reward functions returned None for the following kwargs" in caplog.text
+    assert caplog.text.count("Compiling the generation: the first one takes longer than the others.") == 1
     assert (logs["loss"], logs["grad_norm"], logs["rewards/never/mean"]) == (0.0, 0.0, None)
 
 
