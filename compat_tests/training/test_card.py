@@ -22,9 +22,14 @@ def test_the_card_tells_what_was_done(checkpoint, tmp_path):
     trainer.create_model_card()
     before = (tmp_path / "judge" / "README.md").read_text()
     assert "# judge" in before and "Arguments" not in before and "None" not in before
+    ours = "will overwrite it; remove this line to keep your changes. -->"
+    earlier = before.replace(ours, "will write it anew; remove this line to keep your own. -->")
+    assert earlier != before
+    (tmp_path / "judge" / "README.md").write_text(earlier)  # as an earlier release wrote it
     trainer.train()
     trainer.create_model_card(dataset_name="some/pairs")
     card = (tmp_path / "judge" / "README.md").read_text()
+    assert ours in card and "anew" not in card
     assert "| weight_decay | 0.125 |" in card and "| max_steps | 3 |" in card and "hf_secret" not in card
     assert "| eval_accuracy | " in card and "runtime" not in card and "on some/pairs" in card
     assert "![Training loss](training_loss.svg)" in card and "| adam_beta1 |" not in card

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 # Model cards (README.md)
 
 CARD, CURVE = "README.md", "training_loss.svg"
-_MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
+_MARK = "<!-- trl_jax wrote this card and will overwrite it; remove this line to keep your changes. -->"
+_EARLIER_MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
 _TAGS = ("generated_from_trainer", "trl_jax")
 _LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")
 
@@ -98,7 +99,7 @@ def write_card(
         facts: further metadata of the card, under the Hub's names (language, license, ...); None values are omitted.
     """
     path = folder / CARD
-    own = not path.is_symlink() and path.is_file() and _MARK.encode() in path.read_bytes()  # any encoding works
+    own = not path.is_symlink() and path.is_file() and _is_ours(path.read_bytes())
     if os.path.lexists(path) and not own:
         return
     metadata = {
@@ -115,6 +116,10 @@ def write_card(
     text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter, head, paper)}"
     text += _run_section(folder, run)
     write_whole(path, scrubbed(text))
+
+
+def _is_ours(card: bytes) -> bool:  # bytes, because a user's card may have any encoding
+    return any(mark.encode() in card for mark in (_MARK, _EARLIER_MARK))
 
 
 def _adapter_tags(base_model: str | None, adapter: str) -> list[str]:
