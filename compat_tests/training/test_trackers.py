@@ -273,6 +273,31 @@ def test_trackers_that_name_torch_do_without_it(module, monkeypatch):
         handler.add_callback(integration_utils.TensorBoardCallback)
 
 
+def test_dagshub_gets_the_output_folder_without_a_dataset_that_torch_would_write(module, monkeypatch, tmp_path, caplog):
+    monkeypatch.delattr(integration_utils, "torch", raising=False)  # as if it were not installed
+    added = []
+    directory = SimpleNamespace(add_dir=added.append)
+    module("dagshub.upload", Repo=lambda **place: SimpleNamespace(directory=lambda path: directory))
+    module("dagshub")
+    limits = SimpleNamespace(MAX_PARAM_VAL_LENGTH=100, MAX_PARAMS_TAGS_PER_BATCH=9)
+    module("mlflow", utils=SimpleNamespace(validation=limits))
+    for name in ("is_mlflow_available", "is_dagshub_available"):
+        monkeypatch.setattr(integration_utils, name, lambda: True)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://dagshub.com/me/project.mlflow")
+    monkeypatch.setenv("HF_DAGSHUB_LOG_ARTIFACTS", "1")
+    monkeypatch.setattr(integration_utils.MLflowCallback, "setup", lambda self, *given: None)
+    handler = Callbacks([integration_utils.DagsHubCallback], None, None, None, None)
+    [dagshub] = handler.callbacks
+    dagshub.setup()
+    dagshub._auto_end_run = False  # which the skipped part of setup() sets
+    args, state, control = SimpleNamespace(output_dir=str(tmp_path)), TrainerState(), TrainerControl()
+    handler.on_train_end(args, state, control)
+    assert added == [str(tmp_path)] and "left out" not in caplog.text
+    dagshub.train_dataloader = SimpleNamespace(dataset=[1])
+    handler.on_train_end(args, state, control)
+    assert added == [str(tmp_path)] * 2 and "DagsHubCallback.train_dataloader is left out" in caplog.text
+
+
 def test_other_callbacks_keep_their_class():
     wandb = without_torch(integration_utils.WandbCallback)
     for kind in (integration_utils.NeptuneCallback, trl_jax.BEMACallback, wandb):

@@ -225,7 +225,7 @@ class DvcLiveWithoutTorch:
 
 
 class MlflowWithoutTorch:
-    """MLflowCallback, and DagsHub's. For values that are not numbers (None for the mean of nothing), the original
+    """MLflowCallback. For values that are not numbers (None for the mean of nothing), the original
     on_log checks whether they are torch tensors, so they are left out."""
 
     def on_log(
@@ -233,6 +233,20 @@ class MlflowWithoutTorch:
     ) -> None:
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         super().on_log(args, state, control, numbers, model=model, **kwargs)
+
+
+class DagsHubWithoutTorch(MlflowWithoutTorch):
+    """DagsHubCallback. If a script sets its `train_dataloader`, the original writes the dataset with torch.save."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.log_artifacts:
+            return
+        if vars(self).get("train_dataloader"):
+            logger.warning(
+                "DagsHubCallback.train_dataloader is left out: its dataset would be written with torch.save. "
+                "%s is uploaded without it.", args.output_dir,
+            )  # fmt: skip
+        self.repo.directory(str(self.path)).add_dir(args.output_dir)
 
 
 class TensorBoardWithoutTorch:
@@ -262,6 +276,7 @@ class CodeCarbonWithoutTorch:
 _WITHOUT_TORCH = {
     "WandbCallback": WandbWithoutTorch,
     "DVCLiveCallback": DvcLiveWithoutTorch,
+    "DagsHubCallback": DagsHubWithoutTorch,  # before its base class
     "MLflowCallback": MlflowWithoutTorch,
     "TensorBoardCallback": TensorBoardWithoutTorch,
     "CodeCarbonCallback": CodeCarbonWithoutTorch,
