@@ -40,20 +40,56 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
+UNCHANGED = """
+import logging
+from types import ModuleType
+
+import datasets
+import jax
+import transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+watched = [Trainer, TrainerCallback, TrainingArguments, jax, jax.numpy, jax.lax, jax.nn, datasets, datasets.Dataset]
+before = [dict(vars(one)) for one in watched]
+filters = list(logging.getLogger("transformers").filters)
+import trl_jax
+from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS
+
+for names in (*TRAINERS.values(), *EXPERIMENTAL.values()):
+    names.load_trainer()
+for one, old in zip(watched, before):
+    now = vars(one)
+    changed = [name for name in now if name not in old and not isinstance(now[name], ModuleType)]
+    changed += [name for name in old if name not in now or now[name] is not old[name]]
+    print(one.__name__, *changed)
+print(len(logging.getLogger("transformers").filters) - len(filters))
+"""
+
+
+def test_trainers_change_nothing_in_other_libraries():
+    """Except for one filter, which hides transformers' line that PyTorch was not found."""
+    *told, filters = fresh(UNCHANGED).splitlines()
+    names = "Trainer TrainerCallback TrainingArguments jax jax.numpy jax.lax jax.nn datasets Dataset"
+    assert told == names.split() and filters == "1"
+
+
 # Few models need these modules, so they are imported with the first one that does.
 OF_FEW = ("trl_jax.exported.aten", "trl_jax.exported.program")
+OF_OLD_SCRIPTS = ("trl_jax.legacy.collators", "trl_jax.legacy.policy")
 
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint):
-    """Which of all those modules are loaded after each of three consecutive statements in one process."""
+    """Which of all those modules are loaded after each of these consecutive statements in one process."""
     model = f"trl_jax.AutoModelForCausalLM.from_pretrained({str(checkpoint(head='causal'))!r})"
     statements = {
         "door": "import trl_jax; dir(trl_jax); trl_jax.__version__",
         "configuration": "from trl_jax import RewardConfig",
         "model": f"trl_jax.DPOTrainer; {model}",
+        "trainers": f"from trl_jax import {', '.join(names.trainer for names in TRAINERS.values())}",
+        "old": "trl_jax.DataCollatorForCompletionOnlyLM",
     }
-    tell = f"print('loaded', *[name for name in {HEAVY + OF_FEW} if name in sys.modules])"
+    tell = f"print('loaded', *[name for name in {HEAVY + OF_FEW + OF_OLD_SCRIPTS} if name in sys.modules])"
     told = fresh("import sys\n" + "".join(f"{statement}\n{tell}\n" for statement in statements.values()))
     names = [set(line.split()[1:]) for line in told.splitlines() if line.startswith("loaded")]
     return dict(zip(statements, names, strict=True))
@@ -71,6 +107,10 @@ def test_a_configuration_loads_no_part_of_the_engine(loaded):
 
 def test_a_trainer_loads_nothing_of_exported_programs(loaded):
     assert "jax" in loaded["model"] and not loaded["model"] & set(OF_FEW)
+
+
+def test_trainers_load_what_old_scripts_need_when_one_uses_it(loaded):
+    assert not loaded["trainers"] & set(OF_OLD_SCRIPTS) and "trl_jax.legacy.collators" in loaded["old"]
 
 
 @pytest.mark.parametrize("name", trl_jax.__all__)

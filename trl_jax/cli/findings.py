@@ -360,7 +360,7 @@ def of_argument(line: int, what: str, trainer: type, name: str, given: Argument)
 
 def _of_collator(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
     own = {kind.__name__ for kind in (trainer._collator_class, trainer._vision_collator) if kind is not None}
-    own |= {kind.__name__ for kind in trainer._older_collators}
+    own |= set(trainer._older_collators)
     made = meaning.by if isinstance(meaning, Made) else meaning
     if made == Constant(None):
         return "works", None

@@ -142,6 +142,14 @@ def settle_steps(args: OldArguments) -> None:
 _GONE = {*GONE_FROM_TRL.split(), *NO_REPLACEMENT}
 
 
+RENAMED_IN_RLOO = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
+# Arguments of RLOOTrainer up to TRL 0.21 -> what to use now.
+OLD_RLOO_ARGUMENTS = {old: f"use {new}." for old, new in RENAMED_IN_RLOO.items()} | {
+    "ref_policy": "it is the reference model. By default, that is the model before training.",
+    "data_collator": "remove it: generation pads the prompts.",
+}
+
+
 def accepting_old_keywords(*moved: str, first: Callable | None = None) -> Callable[[Callable], Callable]:
     """Make a trainer's `__init__` accept `tokenizer=` and arguments that have moved, each with a FutureWarning.
 

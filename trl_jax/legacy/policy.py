@@ -14,16 +14,10 @@ from transformers import TrainingArguments
 
 from trl_jax.data.prompts import prompt_ids
 from trl_jax.hub.torch_objects import is_torch_model
-from trl_jax.legacy.arguments import tell
+from trl_jax.legacy.arguments import OLD_RLOO_ARGUMENTS, RENAMED_IN_RLOO, tell
 from trl_jax.rollout.rewards import RewardModel, is_model, reward_model
 from trl_jax.trainer.overrides import check_collator
 
-_RENAMED = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
-# Old argument -> what to use now.
-OLD_ARGUMENTS = {old: f"use {new}." for old, new in _RENAMED.items()} | {
-    "ref_policy": "it is the reference model. By default, that is the model before training.",
-    "data_collator": "remove it: generation pads the prompts.",
-}
 _DEFAULTS = (
     "Arguments that the config does not set have the current defaults: num_iterations=1 (was 4), "
     "max_completion_length=512 (was 53), temperature=1.0 (was 0.7). The EOS token ends a completion, as with "
@@ -43,7 +37,7 @@ def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str,
             f"The first argument is a {type(args[0]).__name__}, as RLOOTrainer took it up to TRL 0.21. Pass it as "
             "args=, and the others by name: model=, reward_funcs=, train_dataset=, processing_class=."
         )
-    old = [name for name in given if name in OLD_ARGUMENTS]
+    old = [name for name in given if name in OLD_RLOO_ARGUMENTS]
     if not old:
         return given
     kept = _renamed(given)
@@ -64,16 +58,16 @@ def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str,
     tell(
         f"RLOOTrainer({', '.join(f'{name}=' for name in old)}) is the constructor of TRL up to 0.21. Use args=, model= "
         f"and reward_funcs=; the reference is the model before training. {_DEFAULTS}",
-        above=1,
+        above=2,
     )
     return kept
 
 
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
-    for old, new in _RENAMED.items():
+    for old, new in RENAMED_IN_RLOO.items():
         if old in given and new in given:
             raise TypeError(f"{old} and {new} are the same argument. Remove {old}.")
-    return {_RENAMED.get(name, name): value for name, value in given.items()}
+    return {RENAMED_IN_RLOO.get(name, name): value for name, value in given.items()}
 
 
 def _reward_source(trainer: Any, given: Any, tokenizer: Any) -> Any:

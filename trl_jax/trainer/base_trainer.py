@@ -117,7 +117,7 @@ class BaseTrainer(abc.ABC):
     _reader: ClassVar[type[ProcessorTokenizer] | None] = PartsTokenizer  # see `setup.TrainerSpec`
     _collator_class: ClassVar[type | None] = None  # only its pad_to_multiple_of is used; other classes are refused
     _vision_collator: ClassVar[type[VisionCollator] | None] = None  # for rows with images; its options are used
-    _older_collators: ClassVar[tuple[type, ...]] = ()  # collators of early TRL that are also accepted
+    _older_collators: ClassVar[tuple[str, ...]] = ()  # collators of early TRL that are also accepted
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # padding_side etc. of a tokenizer we load ourselves
     _old_arguments: ClassVar[Mapping[str, str]] = {}  # removed constructor arguments -> what to write today
     _data_collator: Any = None
@@ -191,7 +191,7 @@ class BaseTrainer(abc.ABC):
         check_overridden(type(self), {**self._never_called, **self._once_called})
         warn_of_patched_trainer(type(self))
         own = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
-        check_collator(data_collator, (*own, *self._older_collators))
+        check_collator(data_collator, own, self._older_collators)
         if isinstance(data_collator, VisionCollator):
             processing_class = one_processor(data_collator.processor, processing_class)
         args = self._config(args, model)

@@ -504,9 +504,16 @@ OWN_COLLATOR = (
 )
 
 
-def check_collator(collator: Any, known: tuple[type, ...]) -> None:
-    """Raise ValueError for a collator whose class is not in `known`, because collators are never called."""
-    if collator is None or type(collator) in known:
+def is_older_collator(collator: Any, names: tuple[str, ...]) -> bool:
+    """Whether it is one of these collators of early TRL. By name, because only scripts that use one import them."""
+    kind = type(collator)
+    return kind.__module__ == "trl_jax.legacy.collators" and kind.__name__ in names
+
+
+def check_collator(collator: Any, known: tuple[type, ...], older: tuple[str, ...] = ()) -> None:
+    """Raise ValueError for a collator whose class is neither in `known` nor one of early TRL that is named in `older`,
+    because collators are never called."""
+    if collator is None or type(collator) in known or is_older_collator(collator, older):
         return
     name = type(collator).__qualname__
     if isinstance(collator, FunctionType | MethodType | partial):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -14,13 +14,15 @@ from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
-from trl_jax.legacy.collators import RewardDataCollatorWithPadding
 from trl_jax.tasks.eval_report import report
 from trl_jax.tasks.reward import RewardTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import RewardDataCollator as DataCollatorForPreference
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.training.evaluate import Evaluated, MetricHooks
+
+if TYPE_CHECKING:
+    from trl_jax.legacy.collators import RewardDataCollatorWithPadding
 
 
 class RewardTrainer(BaseTrainer):
@@ -55,7 +57,7 @@ class RewardTrainer(BaseTrainer):
 
     _name, _tag_names = "Reward", ["trl", "reward-trainer"]
     config_class, _collator_class = RewardConfig, DataCollatorForPreference
-    _older_collators = (RewardDataCollatorWithPadding,)
+    _older_collators = ("RewardDataCollatorWithPadding",)
 
     @accepting_old_keywords("max_length")
     def __init__(

@@ -7,15 +7,24 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from datasets import Dataset, IterableDataset
+from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.legacy.arguments import accepting_old_keywords, as_config, tell
-from trl_jax.legacy.policy import OLD_ARGUMENTS, MissingEos, modern_policy
+from trl_jax.legacy.arguments import OLD_RLOO_ARGUMENTS, accepting_old_keywords, as_config, tell
 from trl_jax.tasks.policy import RlooTask
 from trl_jax.trainer.online import OnlineTrainer, argument
 from trl_jax.trainer.rloo_config import RLOOConfig
+
+
+def _modern_arguments(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments, after translating those of the constructor up to TRL 0.21."""
+    if given.keys() & OLD_RLOO_ARGUMENTS.keys() or (args and isinstance(args[0], TrainingArguments)):
+        from trl_jax.legacy.policy import modern_policy
+
+        return modern_policy(trainer, args, given)
+    return given
 
 
 class RLOOTrainer(OnlineTrainer):
@@ -31,14 +40,14 @@ class RLOOTrainer(OnlineTrainer):
         "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
         "2402.14740",
     )
-    config_class, _old_arguments = RLOOConfig, OLD_ARGUMENTS
+    config_class, _old_arguments = RLOOConfig, OLD_RLOO_ARGUMENTS
     _writes_completions: ClassVar[bool] = False
     _averages_losses: ClassVar[bool] = True
     _parses_messages: ClassVar[bool] = False
     _reader = ProcessorTokenizer  # TRL's RLOOTrainer makes parts only of prompts with images
     normalize_advantages, reward_clip_range = map(argument, ("normalize_advantages", "reward_clip_range"))
 
-    @accepting_old_keywords(first=modern_policy)
+    @accepting_old_keywords(first=_modern_arguments)
     def __init__(
         self,
         model: str | os.PathLike | PreTrainedModel,
@@ -69,6 +78,8 @@ class RLOOTrainer(OnlineTrainer):
 
     def _with_penalty(self, functions: Any, tokenizers: Any, penalty: float) -> tuple[list, list | None]:
         """The reward functions plus a penalty for completions without an EOS token, and their tokenizers."""
+        from trl_jax.legacy.policy import MissingEos
+
         judge = MissingEos(penalty, lambda: self.processing_class.eos_token_id)
         functions, tokenizers = (
             list(given) if isinstance(given, list | tuple) else [given] for given in (functions, tokenizers)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -17,16 +17,20 @@ from trl_jax.config.rules import as_dict
 from trl_jax.data.checks import as_read
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.legacy.arguments import accepting_old_keywords, as_config
-from trl_jax.legacy.collators import DataCollatorForCompletionOnlyLM
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
-from trl_jax.trainer.overrides import NEVER_READ, MirroredArg
+from trl_jax.trainer.overrides import NEVER_READ, MirroredArg, is_older_collator
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.setup import TrainerSpec
 
+if TYPE_CHECKING:
+    from trl_jax.legacy.collators import DataCollatorForCompletionOnlyLM
+
 logger = logging.getLogger(__name__)
+
+_ONLY_ANSWERS = ("DataCollatorForCompletionOnlyLM",)
 
 _MOVED = (
     "dataset_kwargs", "dataset_num_proc", "dataset_text_field", "eval_packing", "max_length", "max_seq_length",
@@ -79,7 +83,7 @@ class SFTTrainer(BaseTrainer):
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
     _vision_collator = DataCollatorForVisionLanguageModeling
-    _older_collators = (DataCollatorForCompletionOnlyLM,)
+    _older_collators = _ONLY_ANSWERS
     _label_smoothing = MirroredArg("label_smoothing_factor")
     _never_read = NEVER_READ | {
         "label_smoother": "Set label_smoothing_factor in SFTConfig.",
@@ -189,7 +193,7 @@ class SFTTrainer(BaseTrainer):
         options["skip_prepare_dataset"] = _skips(args)
         options["packing_parts"] = args.dataset_num_proc
         options["formatting_func"] = self._formatting_func
-        if isinstance(self.data_collator, DataCollatorForCompletionOnlyLM):
+        if is_older_collator(self.data_collator, _ONLY_ANSWERS):
             options["answer_marks"] = self.data_collator.marks
         task = SftTask(args.loss_type, self._label_smoothing, options, args.eval_packing, _is_padding_free(args))
         if isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
@@ -209,7 +213,7 @@ def _check_together(args: SFTConfig, data_collator: Any, compute_loss_func: Any)
     """Raise ValueError for incompatible arguments."""
     if data_collator is not None and _is_padding_free(args):
         raise ValueError("Passing a custom data collator is not supported when using padding-free.")
-    if args.packing and isinstance(data_collator, DataCollatorForCompletionOnlyLM):
+    if args.packing and is_older_collator(data_collator, _ONLY_ANSWERS):
         raise ValueError(
             "You passed a `DataCollatorForCompletionOnlyLM` to the SFTTrainer. This is not compatible with the "
             "`packing` argument: rows of 'prompt' and 'completion' are packed with their labels."
