@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import warnings
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ from trl_jax.plan.chips import CHIPS, topology
 from trl_jax.plan.compile import compiled
 from trl_jax.plan.generation import Size, begun
 from trl_jax.plan.plan import Run, batch_sizes, generations, max_lengths, plan, suggestions_for
-from trl_jax.scripts.plan import text
+from trl_jax.scripts.plan import text, without_part
 from trl_jax.trainer.dpo_config import DPOConfig
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
@@ -147,6 +148,33 @@ def test_suggestions_keep_groups_and_generations_whole(bare, tmp_path):
     assert generations(args, found) == [{"steps_per_generation": parts} for parts in (4, 2, 1)]
     args.max_completion_length = 1024
     assert max_lengths(args) == [{"max_completion_length": 512}, {"max_completion_length": 256}]
+
+
+@pytest.mark.parametrize(("kind", "own"), [
+    (GRPOConfig, {"generation_kwargs": {"max_tokens": 24, "min_tokens": 2}}), (RLOOConfig, {}),
+])  # fmt: skip
+def test_a_plan_contacts_no_server(bare, tmp_path, kind, own):
+    """No server runs at that port. Connecting would end in an error after the timeout."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_port": port, "vllm_server_timeout": 600.0}
+    args = config(tmp_path, kind, **server, **own)
+    found = plan(bare, args, topology("h100:1"), compiles=False)
+    assert found.generation is None and [phase.name for phase in found.phases] == ["a step"]
+    assert "servers generate the completions (vllm_mode='server')" in text(found)
+    assert not {"use_vllm", "vllm_mode"} & {*without_part(args)} and "vllm_server_port" in without_part(args)
+    alone = plan(
+        bare, config(tmp_path, kind, max_completion_length=24 if own else 40), topology("h100:1"), compiles=False
+    )
+    assert found.lengths == alone.lengths and "servers generate" not in text(alone)
+
+
+def test_a_plan_names_the_cache_between_turns(bare, tmp_path):
+    found = plan(bare, config(tmp_path, max_tool_calling_iterations=2), topology("h100:1"), compiles=False)
+    assert "With tools, the cache of the turn before is kept where memory allows it; this is not counted." in text(
+        found
+    )
 
 
 def test_a_generation_that_does_not_fit_is_made_smaller(bare, tmp_path):

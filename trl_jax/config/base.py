@@ -436,6 +436,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
     pad_to_multiple_of = "auto"
     _launcher_dtype = "float32"
     counts_devices: ClassVar[bool] = True  # False: the run's devices are not this machine's, so sizes are set later
+    contacts_servers: ClassVar[bool] = True  # False: of a plan, which leaves out the servers that generate
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)

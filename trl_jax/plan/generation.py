@@ -48,6 +48,7 @@ from trl_jax.rollout.rollout import Ids, Logps, RolloutSteps, Written, all_writt
 from trl_jax.tasks.distillation import DistillationTask
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.online import RolloutTrainer
 from trl_jax.training.state import Setup
 
 TOKEN = 0  # the token id of synthetic completions
@@ -74,7 +75,8 @@ class LongestWriter:
         ids = self._ids_of(prompts)
         self.longest = max(self.longest, *map(len, ids))
         completions = [np.full(self._tokens, TOKEN, np.int32) for _ in ids]
-        return Written(ids, completions, all_written(completions))
+        logps = [np.zeros(self._tokens, np.float32) for _ in ids]  # of servers
+        return Written(ids, completions, all_written(completions), sampling_logps=logps)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         del prompt_ids, completion_ids
@@ -130,7 +132,13 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
 def most_new_tokens(args: BaseConfig) -> int:
     """Maximum length of a completion, in tokens."""
     most = vars(args).get("max_completion_length") or vars(args).get("max_new_tokens")
-    return (vars(args).get("generation_kwargs") or {}).get("max_new_tokens") or most
+    further = vars(args).get("generation_kwargs") or {}
+    return further.get("max_new_tokens") or further.get("max_tokens") or most  # the latter with servers
+
+
+def by_servers(trainer: BaseTrainer) -> bool:
+    """Whether servers generate the run's completions."""
+    return isinstance(trainer, RolloutTrainer) and trainer._uses_server
 
 
 # Completions that GKD and online DPO sample just before a step

@@ -88,6 +88,7 @@ class Plan:
     generation: in online training, or if requested.
     scorer: bytes of a reward model.
     unread: bytes of a reference model that only generation reads, so it is not an argument of a step or an evaluation.
+    servers_generate: whether completions come from servers, so there is no generation to plan.
     """
 
     model: str
@@ -112,6 +113,7 @@ class Plan:
     generation: Generation | None = None
     scorer: int = 0
     unread: int = 0
+    servers_generate: bool = False
 
     @property
     def phases(self) -> list[Phase]:
@@ -224,7 +226,9 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     if reference is not None and not (task.compared or task.compares_distributions):
         further["unread"] = on_device({path: arguments.frozen[path] for path in reference.arrays})
     sizes = [] if run.generation is None else [run.generation]
-    if trainer.parts.setup.rollout is not None:
+    if generation.by_servers(trainer):
+        further["servers_generate"] = True
+    elif trainer.parts.setup.rollout is not None:
         sizes = generation.sizes(trainer.parts.setup, evaluates=trace.evaluates(args))
     elif online_steps is not None:
         sizes += online_steps.sizes(trainer.parts.setup)
@@ -356,7 +360,10 @@ def _settings(args: BaseConfig) -> dict[str, Any]:
         "gradient_checkpointing": args.gradient_checkpointing,
         "compute": args.compute_dtype,
     }
-    generates = ("generation_batch_size", "num_generations", "max_prompt_length", "max_completion_length")
+    generates = (
+        "generation_batch_size", "num_generations", "max_prompt_length", "max_completion_length",
+        "max_tool_calling_iterations",
+    )  # fmt: skip
     return found | {name: vars(args)[name] for name in generates if name in vars(args)}
 
 

@@ -52,6 +52,7 @@ class PlannedConfig(BaseConfig):
     platform: ClassVar[str]
     devices: ClassVar[list]
     counts_devices = True
+    contacts_servers = False
 
     @property
     def device(self) -> Device:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_jax.config.generation import uses_server
 from trl_jax.core.files import write_whole
 from trl_jax.core.text import take_config
 from trl_jax.core.trainers import DEFAULT, TrainerNames, plannable
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from trl_jax.plan.plan import Phase, Plan, Run, Suggestion
 
 
-# Arguments that affect neither the memory nor the time of a step or an evaluation.
+# Arguments that affect neither the memory nor the time of a step or an evaluation. (use_vllm and vllm_mode='server'
+# leave out the generation.)
 NO_PART = frozenset(
     """
     output_dir logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
@@ -96,10 +98,11 @@ def main(
 
 
 def without_part(args: BaseConfig) -> list[str]:
-    """The arguments in `NO_PART` that differ from their defaults."""
+    """The arguments in `NO_PART` that differ from their defaults, without those that have servers generate."""
     default = type(args)(args.output_dir, eval_strategy=args.eval_strategy, use_cpu=args.use_cpu)
     usual = vars(default) | {"output_dir": type(args)().output_dir, "use_cpu": False}
-    return sorted(name for name in NO_PART & usual.keys() if vars(args)[name] != usual[name])
+    idle = NO_PART - {"use_vllm", "vllm_mode"} if uses_server(vars(args)) else NO_PART
+    return sorted(name for name in idle & usual.keys() if vars(args)[name] != usual[name])
 
 
 def _run_of(
@@ -314,6 +317,10 @@ def _peak(phase: Phase) -> str:
 
 
 def _generation(plan: Plan) -> str:
+    if plan.servers_generate:
+        return (
+            "Generation: servers generate the completions (vllm_mode='server'). Their memory and time are not planned."
+        )
     if plan.generation is None:
         return ""
     (size, at_once, cache, *_), phase = plan.generation, plan.phases[-1]
@@ -325,6 +332,8 @@ def _generation(plan: Plan) -> str:
         f"{size.prompt_places:,} and {size.new_places:,} tokens:{cached} with the optimizer "
         f"state{scorer} in memory: {_peak(phase)}."
     )
+    if plan.settings.get("max_tool_calling_iterations"):
+        told += " With tools, the cache of the turn before is kept where memory allows it; this is not counted."
     sent = "" if plan.topology.devices == 1 else _sent(plan.generation.decode, "per token of each completion")
     return f"{told}\n{sent}" if sent else told
 

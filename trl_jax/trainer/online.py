@@ -333,12 +333,12 @@ class RolloutTrainer(BaseTrainer):
         args, model, tokenizer = run.args, run.model, run.processing_class
         _check_processes(type(self).__name__, run.shards)
         rollout_func, server = self._rollout_func(), None
-        if self._uses_server:
+        if self._uses_server and args.contacts_servers:
             server = self._server(run)
         rewards = self._rewards(run)
         tools, template_options = self._tools(run)
         options = sampling_options(args, tokenizer, model, run.encoder, new_tokens=args.max_completion_length)
-        if server is None and rollout_func is None:
+        if not self._uses_server and rollout_func is None:
             check_completes(model, options)
         ends = eos_token_ids(tokenizer, model)
         sampling = Sampling(template_options, args.max_prompt_length, options, ends, self._parses_messages, tools)
