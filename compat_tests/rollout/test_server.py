@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Semaphore, Timer
 
+import numpy as np
 import pytest
 import trl
 from datasets import Dataset
@@ -460,6 +461,50 @@ def test_another_model_is_refused(serve, make, folder):
         trainer.train()
 
 
+@pytest.mark.parametrize("since", [1, 3])
+def test_a_server_that_ignores_weights_is_refused(serve, make, since, monkeypatch):
+    """It reports each version as loaded."""
+    stub = serve()
+    load = stub._load
+    stub._load = lambda folder: load(folder) if stub.loads + 1 < since else None
+    trainer = make([stub], learning_rate=1e-4, max_steps=8)
+    with pytest.raises(ServerError, match="says that it loaded the weights, but .* do not follow the policy's: "):
+        trainer.train()
+    assert since <= trainer.state.global_step <= since + 2 and stub.loads == trainer.state.global_step + 1
+
+
+@pytest.mark.parametrize("rounding", ["bfloat16", "noise", "still"])
+def test_servers_that_round_are_not_refused(serve, make, rounding, caplog):
+    """As in 16-bit types, with quantized weights, and with steps that are smaller than the rounding errors."""
+    stub, noise = serve(), np.random.default_rng(0)
+    scores = stub._scores
+
+    def rounded(*given, **more):
+        found = scores(*given, **more)
+        return found + noise.normal(0, {"noise": 0.05, "still": 1e-5, "bfloat16": 0}[rounding], len(found))
+
+    def load(folder):
+        stub.model = trl_jax.AutoModelForCausalLM.from_pretrained(str(folder))
+        if rounding == "bfloat16":
+            stub.model.params = {
+                name: array.astype("bfloat16").astype("float32") for name, array in stub.model.params.items()
+            }
+
+    stub._scores, stub._load = rounded, load
+    trainer = make([stub], learning_rate=1e-9 if rounding == "still" else 3e-3, max_steps=6)
+    trainer.train()
+    assert trainer.state.global_step == 6 and stub.loads == 6
+    assert "Before the first weights are loaded" not in caplog.text
+
+
+def test_a_server_with_another_model_is_named_before_the_first_load(serve, make, caplog):
+    stub = serve()
+    stub.model.params = {name: 3 * array for name, array in stub.model.params.items()}
+    make([stub], max_steps=1).train()
+    (line,) = [one.getMessage() for one in caplog.records if "Before the first weights" in one.getMessage()]
+    assert "nats per token from the policy on a prompt, expected about 0" in line and "start it with: VLLM" in line
+
+
 def reached(stub, moment, path):
     """Whether the POST request that `stub` has got to `path` is the first of the second generation at a moment."""
     if moment == "pushing":
@@ -643,11 +688,11 @@ def test_sglang_servers_train_as_this_process(serve, make):
         assert mine["sampling/sampling_logp_difference/max"] < 1e-5
     load, asked = "/update_weights_from_disk", [body for path, body in stubs[0].seen if path == "/generate"]
     names = [path for path, _ in stubs[1].seen]
-    assert names == ["/v1/models", "/server_info", *["/generate"], *3 * [load, "/model_info", "/generate", "/generate",
-                     "/model_info"]] and stubs[0].loads == 3  # fmt: skip
-    assert [one["max_new_tokens"] for one in asked[2]["sampling_params"]] == [6] * 4
-    assert len({one["sampling_seed"] for one in asked[2]["sampling_params"]}) == 4
-    assert [asked[number]["sampling_params"] for number in (4, 6)] == [asked[4]["sampling_params"]] * 2
+    cycle = [load, "/model_info", "/generate", "/generate", "/model_info"]
+    assert names == ["/v1/models", "/server_info", "/generate", "/generate", *3 * cycle] and stubs[0].loads == 3
+    assert [one["max_new_tokens"] for one in asked[3]["sampling_params"]] == [6] * 4
+    assert len({one["sampling_seed"] for one in asked[3]["sampling_params"]}) == 4
+    assert [asked[number]["sampling_params"] for number in (5, 7)] == [asked[5]["sampling_params"]] * 2
 
 
 def test_log_probabilities_of_sglang_after_filters(serve, make, folder):

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import logging
 import math
 import os
 import secrets
@@ -44,11 +45,15 @@ from trl_jax.rollout.server import (
 )  # fmt: skip
 from trl_jax.training.state import Setup
 
+logger = logging.getLogger(__name__)
+
 _KEPT = 2  # the current version and the previous one, which a server may still be reading
 _MEMORY = Path("/dev/shm")
 _NAME = "trl_jax-weights-"
 _SCORED = 32  # length in tokens of the text that verifies the loaded weights
 _CLOSE = 0.1  # tolerance in nats per token, far above the rounding errors of 16-bit computation
+_NOISE = 1e-3  # the same for changes of the distance, if the server computes as exactly as the policy
+_FAR = 0.5  # before the first load: the server may have another model
 _ATTEMPTS = 3  # attempts at a generation if servers lose their weights meanwhile
 _OWNERS = ("vllm", "sglang")  # `owned_by` in /v1/models
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -134,6 +139,7 @@ class ServerPolicy:
         self._loaded_at = 0  # global step at which they were loaded
         self._has_base = False  # with adapters: whether the servers have the base model
         self._asked: list[Future[Sampled]] = []  # generations that may still be running
+        self._proof = WeightProof(setup, parts.servers)
         self._folders = WeightFolders(parts.root, self._save)
         weakref.finalize(self, shutil.rmtree, self._folders.folder, ignore_errors=True)
 
@@ -143,10 +149,12 @@ class ServerPolicy:
         Waits for running generations first.
 
         Args:
-            text: token ids that both the servers and the policy score afterwards, to verify that their weights match.
+            text: token ids of a prompt. The servers and the policy score the first one of the run after each load, to
+                verify that their weights match.
 
         Raises:
-            ServerError: a server fails to load the weights, or its log-probabilities differ from the policy's.
+            ServerError: a server fails to load the weights, or its log-probabilities differ from the policy's or do not
+                follow them.
         """
         arrays, step = list(self._setup.model.params.values()), self._setup.state.global_step
         if self._loaded and self._sync_steps > 1 and step // self._sync_steps == self._loaded_at // self._sync_steps:
@@ -154,12 +162,13 @@ class ServerPolicy:
         if len(arrays) == len(self._loaded) and all(a is b() for a, b in zip(arrays, self._loaded, strict=True)):
             return
         wait(self._asked)  # running generations still use the previous weights
+        self._proof.begin(text)
         if self._servers.engine.takes_adapters:
             self._load_adapter()
         else:
             folder, version = self._folders.write()
             by_first(lambda: self._servers.load(folder, version))
-        self._prove(text)
+        self._proof.check()
         self._loaded, self._loaded_at = list(map(weakref.ref, arrays)), step
 
     def begin(
@@ -230,26 +239,97 @@ class ServerPolicy:
         adapter = self._folders.write(model.save_pretrained)
         by_first(lambda: self._servers.load_adapter(*adapter))
 
-    def _prove(self, text: Sequence[int]) -> None:
-        setup = self._setup
+
+class _Scores(NamedTuple):
+    """Log-probabilities of the text under the policy, and the same of each server."""
+
+    own: np.ndarray
+    servers: list[np.ndarray]
+
+
+class WeightProof:
+    """Verifies that servers have the policy's weights, by the log-probabilities of one text after each load.
+
+    They must be within `_CLOSE` of the policy's, and change as the policy's do since an earlier load. The tolerance of
+    a change is 4 times the distance after the first load, which shows how the server rounds or quantizes, or half the
+    change of the policy. A server that ignores the loads is therefore found out once the policy has moved further
+    than the rounding errors, however small the steps are.
+    """
+
+    def __init__(self, setup: Setup, servers: Servers):
+        self._setup, self._servers = setup, servers
+        self._ids: np.ndarray | None = None  # the text
+        self._tolerances: list[float] = []  # of each server's changes, in nats per token
+        self._earlier: _Scores | None = None  # at the load since which changes are compared
+
+    def begin(self, text: Sequence[int]) -> None:
+        """Before a load: choose the text, if it is the first one. A new run warns of servers with other weights."""
+        if self._ids is not None:
+            return
+        setup, engine = self._setup, self._servers.engine
         # The servers generate one token after the text.
-        room = min(filter(None, (setup.model.max_positions, self._servers.engine.context_length)), default=math.inf) - 1
-        length = int(min(_SCORED, max(room, 2)))
+        room = min(filter(None, (setup.model.max_positions, engine.context_length)), default=math.inf) - 1
         image = None if setup.encoder is None else setup.encoder.image_token_id
         text = [token for token in text if token != image]
-        ids = np.resize(np.asarray(text, np.int32), length)
-        with setup.on_device():
-            logps = jax.nn.log_softmax(setup.model(ids[None]).logits[0, :-1], axis=-1)
-            own = np.asarray(fetched(logps))[np.arange(length - 1), ids[1:]]
-        engine = self._servers.engine
-        for url, found in zip(self._servers.urls, by_first(lambda: engine.score(ids)), strict=True):
-            apart = float(np.mean(np.abs(found - own)))
+        self._ids = np.resize(np.asarray(text, np.int32), int(min(_SCORED, max(room, 2))))
+        if setup.state.global_step > 0:  # a server that was started for the rest of a run has the weights of its start
+            return
+        own, servers = self._scores()
+        for url, found in zip(self._servers.urls, servers, strict=True):
+            apart = _distance(found, own)
+            if not apart <= _FAR and is_first():
+                logger.warning(
+                    "Before the first weights are loaded, the %s server at %s is %.3g nats per token from the policy "
+                    "on a prompt, expected about 0: it has the weights of another run, or another model than %s. In "
+                    "the latter case, start it with: %s",
+                    engine.transport.name, url, apart, setup.model.name_or_path, engine.command(url),
+                )  # fmt: skip
+
+    def check(self) -> None:
+        """After a load.
+
+        Raises:
+            ServerError: a server does not have the policy's weights.
+        """
+        engine, now = self._servers.engine, self._scores()
+        name, distances = engine.transport.name, [_distance(found, now.own) for found in now.servers]
+        for url, apart in zip(self._servers.urls, distances, strict=True):
             if not apart <= _CLOSE:
                 raise ServerError(
-                    f"The {engine.transport.name} server at {url} loaded the weights, but its log-probabilities of a "
-                    f"text are {apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with "
-                    f"the model that is trained, unquantized: {engine.command(url)}"
+                    f"The {name} server at {url} loaded the weights, but its log-probabilities of a text are "
+                    f"{apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with the model "
+                    f"that is trained, unquantized: {engine.command(url)}"
                 )
+        if self._earlier is None:
+            self._tolerances, self._earlier = [max(4 * apart, _NOISE) for apart in distances], now
+            return
+        moved = _distance(now.own, self._earlier.own)
+        for place, url in enumerate(self._servers.urls):
+            change = now.servers[place] - self._earlier.servers[place]
+            apart, most = _distance(change, now.own - self._earlier.own), max(self._tolerances[place], moved / 2)
+            if not apart <= most:
+                raise ServerError(
+                    f"The {name} server at {url} says that it loaded the weights, but its log-probabilities do not "
+                    f"follow the policy's: since an earlier load, those of a text changed by {moved:.3g} nats per "
+                    f"token, and the server's by {np.mean(np.abs(change)):.3g}. The changes differ by {apart:.3g}, "
+                    f"wanted at most {most:.3g}. Check in the server's log that it reads the folder of each version "
+                    "(vllm_weights_dir), that no other run loads weights into it, and that no proxy in between "
+                    f"answers for it. Then restart it: {engine.command(url)}"
+                )
+        if moved > 4 * max(self._tolerances):  # later loads are compared with this one, which has been verified
+            self._earlier = now
+
+    def _scores(self) -> _Scores:
+        setup, ids, engine = self._setup, self._ids, self._servers.engine
+        with setup.on_device():
+            logps = jax.nn.log_softmax(setup.model(ids[None]).logits[0, :-1], axis=-1)
+            own = np.asarray(fetched(logps))[np.arange(len(ids) - 1), ids[1:]]
+        return _Scores(own, by_first(lambda: engine.score(ids)))
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Nats per token."""
+    return float(np.mean(np.abs(one - other)))
 
 
 def by_first(do: Callable[[], Any]) -> Any:
