@@ -70,7 +70,7 @@ def make(folder, tmp_path):
         options = BASE | CONFIG | config
         if kind == "Distillation":
             del options["num_generations"]
-        args = getattr(trl_jax, f"{kind}Config")(str(tmp_path / "out"), **options)
+        args = getattr(trl_jax, f"{kind}Config")(**{"output_dir": str(tmp_path / "out")} | options)
         rows = Dataset.from_list(prompt_rows(8))
         given = {} if rewards is None else {"reward_funcs": rewards}
         return getattr(trl_jax, f"{kind}Trainer")(
@@ -462,7 +462,7 @@ def test_another_model_is_refused(serve, make, folder):
 
 
 @pytest.mark.parametrize("since", [1, 3])
-def test_a_server_that_ignores_weights_is_refused(serve, make, since, monkeypatch):
+def test_a_server_that_ignores_weights_is_refused(serve, make, since):
     """It reports each version as loaded."""
     stub = serve()
     load = stub._load
@@ -567,6 +567,43 @@ def test_a_server_that_is_down_is_named_within_the_timeout(serve, make):
     with pytest.raises(ServerError, match=r"did not answer for 0\.5 s .*Start it with: VLLM_SERVER_DEV_MODE=1"):
         make([stub], vllm_server_timeout=0.5)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("steps", [{"steps_per_generation": 1}, thorough({"generate_ahead": True})])
+@pytest.mark.parametrize("dies_at", [3, 5])  # within the first epoch, and at the start of the second
+def test_a_run_whose_server_dies_is_resumed(serve, make, tmp_path, steps, dies_at):
+    """With the completions and losses of an undisturbed run. The checkpoint is that of the last finished step."""
+    config = {
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 100,
+        "logging_steps": 1,
+        "vllm_server_timeout": 1.5,
+    }
+    config |= steps
+    whole = make([serve()], recorder(seen := []), **config, output_dir=str(tmp_path / "whole"))
+    whole.train()
+    stub = serve()
+
+    def die(path):
+        if path == "/v1/completions" and stub.loads == dies_at:
+            stub.stop()
+            raise ConnectionAbortedError
+
+    stub.before = die
+    config |= {"output_dir": str(tmp_path / "out")}
+    folder = tmp_path / "out" / f"checkpoint-{dies_at - 1}"
+    with pytest.raises(
+        ServerError, match=f"(?s)did not answer .*\nThe checkpoint of step {dies_at - 1} is in {folder}: co"
+    ):
+        make([stub], recorder(before := []), **config).train()
+    assert before == seen[: dies_at - 1]
+    resumed = make([serve()], recorder(again := []), **config)
+    resumed.train(resume_from_checkpoint=True)
+    logs = [[log["loss"] for log in run.state.log_history if "loss" in log] for run in (whole, resumed)]
+    assert len(again) == 7 - dies_at and len(logs[1]) == 6
+    if not steps.get("generate_ahead"):  # else the failed generation is repeated with newer weights
+        assert again == seen[dies_at - 1 :] and logs[0] == logs[1]
 
 
 def test_a_server_that_starts_late_is_waited_for(serve, make, caplog, monkeypatch):

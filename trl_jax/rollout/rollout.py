@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -57,8 +57,7 @@ class RolloutSteps:
     happen every `sync_steps` steps.
 
     rows: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
-    sampler: yields the prompts of each epoch. `make_sampler` rebuilds it for a new run, because the dataset may have
-        changed.
+    sampler: yields the prompts of each epoch. `make_sampler` rebuilds it for a run, whose dataset may be another one.
     measure: (metrics of a step, as NumPy) -> the metrics of its loss by name, a list with one number per micro-batch.
     lay_out: (micro-batches of completions, the generation of each, step number, entropy coefficient) -> step batch.
     bonus: the entropy coefficient of each step; None without an entropy bonus.
@@ -66,8 +65,7 @@ class RolloutSteps:
     streams: torch random streams, one per rank. Completions are sampled with the first one.
     seeds: the random stream for the servers' seeds, which do not depend on the number of ranks; None without servers.
     num_micro_batches: number of micro-batches since the start of the run; determines when to generate.
-    losses_first: whether loss metrics precede generation metrics in the log. As in TRL, they do if the step's
-        generation starts after its first micro-batch.
+    losses_first: whether loss metrics come first in the log, as in TRL if a step generates after a micro-batch.
     num_steps_of_run: returns the number of steps in the run; nothing is generated ahead for later steps.
     at_iterates: a context in which the policy has the parameters at which the next gradient is taken, as in TRL. With a
         schedule-free optimizer, these differ from the averaged parameters that evaluation uses.
@@ -93,6 +91,7 @@ class RolloutSteps:
     num_steps_of_run: Callable[[], int] = lambda: 0
     seeds: TorchGenerator | None = None
     at_iterates: Callable[[], AbstractContextManager] = nullcontext
+    recoverable: ClassVar[tuple[type[Exception], ...]] = (ServerError,)  # a later run can go on from the last step
     _next: Begun | None = None
     _begun_at: float = 0.0
 
@@ -130,6 +129,22 @@ class RolloutSteps:
             yield self._step()
 
     def _step(self) -> Any:
+        """The next step. If a server fails, everything is as before the step, and may be saved."""
+        values, streams = self.rollout.collected["train"].values, [*self.streams, *filter(None, [self.seeds])]
+        states, metrics = [stream.state() for stream in streams], {name: [*own] for name, own in values.items()}
+        sampler, others = self.sampler.state(), (self.buffer, self._next, self.num_micro_batches)
+        try:
+            return self._collected()
+        except ServerError:
+            self.sampler.restore(sampler)
+            for stream, state in zip(streams, states, strict=True):
+                stream.restore(state)
+            values.clear()
+            values.update(metrics)
+            self.buffer, self._next, self.num_micro_batches = others
+            raise
+
+    def _collected(self) -> Any:
         """Collect the micro-batches of one step (fewer at the end of an epoch) and lay them out as a batch."""
         self._begun_at = time.monotonic()
         parts, experiences, number, self.losses_first = [], [], self.num_steps, False
@@ -205,6 +220,7 @@ class RolloutSteps:
         if begun is None or not begun.is_for(prompts):  # a callback may have ended the epoch
             begun = Begun(self.rollout.begin_ahead(rows, group), self.num_steps)
         written = begun.wait()
+        begun.wait = lambda: written
         staleness = self.num_steps // self.sync_steps - begun.step // self.sync_steps
         self.rollout.collected["train"].add(iter([("sample/staleness_mean", float(staleness))]))
         still = self.num_micro_batches + self.cycle.repeats < self.num_steps_of_run() * self.cycle.accumulation
@@ -214,8 +230,7 @@ class RolloutSteps:
         return written
 
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Everything that a resumed run needs to continue bitwise identically: arrays by name, and JSON values. Waits
-        for completions that are being generated ahead."""
+        """What a resumed run needs to continue bitwise identically: arrays and JSON values. Waits for servers."""
         arrays = {} if self.buffer is None else _prefixed("buffer", self.buffer.arrays())
         begun = None if self._next is None else self._next.ended()
         if begun is not None:

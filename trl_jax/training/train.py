@@ -291,6 +291,7 @@ class Training:
             save=self._hooks.save_checkpoint,
             nonfinite_guard=NonFiniteGuard(setup.state.global_step + 1, explained, patience),
             interrupts=setup.progress.interrupts,
+            recoverable=() if setup.rollout is None else setup.rollout.recoverable,
             progress=progress,
             random_streams=setup.random_streams,
             random_before=random_before,
@@ -406,6 +407,8 @@ class Loop:
         save: writes a checkpoint from which another loop can resume at this `progress`.
         nonfinite_guard: checks every step's metrics, and ends the run after too many bad steps.
         interrupts: signals that ask the run to end.
+        recoverable: exceptions between two steps that end the run with a checkpoint of the last step. All processes
+            raise them together.
         progress: where the loop starts, updated as it runs.
     """
 
@@ -421,13 +424,16 @@ class Loop:
     save: Callable[[LoopProgress], None]
     nonfinite_guard: NonFiniteGuard
     interrupts: Interrupts
+    recoverable: tuple[type[Exception], ...] = ()
     progress: LoopProgress = field(default_factory=LoopProgress)
     random_streams: Sequence[TorchGenerator] = ()
     random_before: RandomState | None = None
     _between_steps: bool = True
 
     def __post_init__(self) -> None:
-        self._saved_at = self.events.state.global_step  # no checkpoint is needed where the run starts
+        self._started_at = self._saved_at = (
+            self.events.state.global_step
+        )  # no checkpoint is needed where the run starts
 
     def run(self) -> tuple[float, list[dict[str, np.ndarray]]]:
         """Train to the end, or until a callback stops it.
@@ -441,6 +447,13 @@ class Loop:
         """
         try:
             self._epochs()
+        except self.recoverable as error:
+            if (saved := self._saved_step()) is None:
+                raise
+            raise type(error)(
+                f"{error}\nThe checkpoint of step {self.events.state.global_step} is in {saved}: continue the run with "
+                "trainer.train(resume_from_checkpoint=True)."
+            ) from error
         except Exception:  # re-raised
             # A callback asked for a checkpoint and then raised. Saving needs all processes, and the others continue.
             if self._between_steps and self.events.control.should_save and not several():
@@ -450,6 +463,16 @@ class Loop:
         unreported = jax.device_get(self.progress.unreported)  # not cleared: the progress may still be saved
         mean = (self.progress.loss_sum + _sum_of_losses(unreported)) / max(self.events.state.global_step, 1)
         return mean, [] if self.progress.evaluated_last else unreported
+
+    def _saved_step(self) -> str | None:
+        """The checkpoint of the last step, which is written if it was not saved yet. None if the run saves nothing, has
+        not taken a step, or failed within a step or a save."""
+        state, args = self.events.state, self.events.args
+        if not self._between_steps or args.save_strategy == SaveStrategy.NO or state.global_step == self._started_at:
+            return None
+        if self._saved_at != state.global_step:
+            self._save()
+        return os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
 
     def _epochs(self) -> None:
         events, progress = self.events, self.progress
@@ -580,6 +603,11 @@ class Loop:
             if not at_start:
                 progress.evaluation_due, progress.save_due = True, self.events.control.should_save
             self.leave_if_asked()
+        except self.recoverable:
+            before.restore()
+            if not at_start:
+                progress.evaluation_due, progress.save_due = True, self.events.control.should_save
+            raise
 
     def _save(self) -> None:
         control, progress = self.events.control, self.progress
