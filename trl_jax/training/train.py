@@ -431,9 +431,7 @@ class Loop:
     _between_steps: bool = True
 
     def __post_init__(self) -> None:
-        self._started_at = self._saved_at = (
-            self.events.state.global_step
-        )  # no checkpoint is needed where the run starts
+        self._started_at = self._saved_at = self.events.state.global_step  # where it starts, no checkpoint is needed
 
     def run(self) -> tuple[float, list[dict[str, np.ndarray]]]:
         """Train to the end, or until a callback stops it.
