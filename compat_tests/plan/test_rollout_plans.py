@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+import trl_jax
 from compat_tests.effort import thorough
 from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.plan.planned import with_figures
+from compat_tests.trainer.test_image_rollouts import prompts
+from compat_tests.trainer.vision_models import PATCH, SIZE, pairs, tiny_llava
 from trl_jax.cli.main import main
 from trl_jax.core.trainers import EXPERIMENTAL
 from trl_jax.experimental.gkd import GKDConfig
@@ -35,6 +38,7 @@ from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.trainer.rloo_config import RLOOConfig
 from trl_jax.training.forward import run_key
+from trl_jax.training.model import outlined, with_images
 
 SHAPE = {
     "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 40, "bf16": False,
@@ -297,3 +301,28 @@ def test_the_command_plans_it(checkpoint, monkeypatch, tmp_path, capsys):
 def test_tpus_read_completions_by_text(bare, tmp_path):
     found = plan(bare, config(tmp_path), topology("v5e:1x1"), compiles=False)
     assert found.attention.startswith("splash attention") and found.layout == "shared"
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_the_largest_step_has_the_images_of_its_rows(kind, tmp_path):
+    """An image has 16 patches, and as many tokens in its prompt."""
+    folder, rows = tiny_llava(tmp_path / "llava"), {"DPO": pairs, "GRPO": prompts}[kind](4)
+    sizes = {"num_generations": 2, "max_completion_length": 6} if kind == "GRPO" else {"max_length": None}
+    args = getattr(trl_jax, f"{kind}Config")(
+        str(tmp_path / "out"), per_device_train_batch_size=4, bf16=False, report_to="none", use_cpu=True, **sizes
+    )
+    planned = trace.planned(args, topology("cpu:1"), str(tmp_path / "out"))
+    model = outlined(with_images(find_checkpoint(str(folder), head="lm", dtype="float32")), planned, None, None)
+    trainer = trace.trainer_of(getattr(trl_jax, f"{kind}Trainer"), model, planned, trace.Rows(rows))
+    largest, tokens = trace.batches(trainer).largest, (SIZE // PATCH) ** 2
+    assert largest.images.patches.shape[-2] >= 2 * tokens
+    assert (largest.images.at >= 0).sum() % tokens == 0 and (largest.images.at >= 0).sum() >= 2 * tokens
+    if kind == "GRPO":
+        assert trainer.parts.setup.rollout.rollout.writer.longest > tokens
+    found = plan(
+        Run(find_checkpoint(str(folder), head="lm", dtype="float32"), trace.Rows(rows)),
+        args,
+        topology("cpu:1"),
+        compiles=False,
+    )
+    assert found.tokens > 0 and found.memory.batch >= largest.images.patches.nbytes

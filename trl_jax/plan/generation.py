@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.cache import Cache
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import Compiled, compiled_program, on_device
-from trl_jax.rollout.rollout import Ids, Logps, RolloutSteps, Written, all_written
+from trl_jax.rollout.rollout import Ids, Logps, RolloutSteps, Writer, Written, all_written
 from trl_jax.tasks.distillation import DistillationTask
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -64,19 +64,24 @@ class LongestWriter:
         longest: length of the longest prompt so far, in tokens.
     """
 
-    def __init__(self, ids_of: Any, tokens: int):
-        self._ids_of, self._tokens, self.longest = ids_of, tokens, 0
+    def __init__(self, writer: Writer, encoded: Callable[[list], tuple[list[list[int]], Any]], tokens: int):
+        """
+        Args:
+            writer: the policy, whose prompts these are.
+            encoded: returns the token ids of prompts, and their images if the run has any.
+        """
+        self._writer, self._encoded, self._tokens, self.longest = writer, encoded, tokens, 0
 
     def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
-        return [row["prompt"] for row in rows]
+        return self._writer.prompts(rows)
 
     def write(self, prompts: list, group: int) -> Written:
         del group
-        ids = self._ids_of(prompts)
+        ids, images = self._encoded(prompts)
         self.longest = max(self.longest, *map(len, ids))
         completions = [np.full(self._tokens, TOKEN, np.int32) for _ in ids]
         logps = [np.zeros(self._tokens, np.float32) for _ in ids]  # of servers
-        return Written(ids, completions, all_written(completions), sampling_logps=logps)
+        return Written(ids, completions, all_written(completions), images=images, sampling_logps=logps)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         del prompt_ids, completion_ids
@@ -122,8 +127,9 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
     """
     run = trainer.parts.setup
     source, args = run.rollout, run.args
-    ids_of = partial(_longest_ids, args.max_prompt_length) if made_up else source.rollout.writer.prompt_ids
-    writer = LongestWriter(ids_of, most_new_tokens(args))
+    policy = source.rollout.writer
+    encoded = partial(_longest_ids, args.max_prompt_length) if made_up else policy.encoded
+    writer = LongestWriter(policy, encoded, most_new_tokens(args))
     judge = None if source.rollout.judge is None else replace(source.rollout.judge, logps=_no_logps)
     source.rollout = replace(source.rollout, writer=writer, judge=judge, table=None)
     return writer
@@ -232,8 +238,8 @@ def begun(source: RolloutSteps) -> RolloutSteps:
     return source
 
 
-def _longest_ids(length: int, prompts: list[str]) -> list[list[int]]:
-    return [[int(prompt)] * length for prompt in prompts]
+def _longest_ids(length: int, prompts: list[str]) -> tuple[list[list[int]], None]:
+    return [[int(prompt)] * length for prompt in prompts], None
 
 
 def _no_logps(model: str, made: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
