@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -348,7 +349,7 @@ def test_layouts_have_the_same_numbers(qwen, tmp_path):
         np.testing.assert_allclose(losses[layout], losses["padded"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_prompts_image_is_computed_once_for_its_completions(llava, tmp_path):
+def test_a_prompts_image_is_computed_once_for_its_completions(llava, tmp_path, caplog):
     from trl_jax.generation import generator
 
     made = trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY | {"num_generations": 4}, max_steps=1)
@@ -360,7 +361,10 @@ def test_a_prompts_image_is_computed_once_for_its_completions(llava, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "prefill", watched)
-        made.train()
+        with caplog.at_level(logging.INFO, "trl_jax"):
+            made.train()
+    [line] = [record.message for record in caplog.records if record.message.startswith("Images: ")]
+    assert line == "Images: 1 in a step, each computed once for all texts that show it (4 without sharing)."
     assert seen == [(1, 16)]  # one prompt with four completions, and the 4 x 4 features of its image
 
 

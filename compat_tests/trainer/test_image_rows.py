@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import types
 
 import numpy as np
@@ -217,7 +218,8 @@ def test_rows_without_images_leave_the_tower_on_disk(llava, tmp_path):
     assert not any(path.startswith("vision.") for path in made.model.params)
 
 
-def test_the_tower_is_computed_once_for_policy_and_reference(llava, tmp_path, monkeypatch):
+def test_the_tower_is_computed_once_for_policy_and_reference(llava, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "trl_jax")
     from trl_jax.models.vision import VisionTower
 
     calls, called = [], VisionTower.__call__
@@ -228,14 +230,18 @@ def test_the_tower_is_computed_once_for_policy_and_reference(llava, tmp_path, mo
 
     monkeypatch.setattr(VisionTower, "__call__", counted)
     adapters = {"text": {"target_modules": r".*language_model.*q_proj"}, "both": {"target_modules": ["q_proj"]}}
-    found = {}
+    found, lines = {}, {}
     for name, adapter in adapters.items():
         calls.clear()
+        caplog.clear()
         trainer(
             trl_jax, "DPO", llava, tmp_path / name, pairs().select(range(2)), {"r": 2, **adapter}, max_steps=1
         ).train()
         found[name] = len(calls)
+        [lines[name]] = [record.message for record in caplog.records if record.message.startswith("Images: ")]
     assert found["both"] == 2 * found["text"]
+    line = "Images: 2 in a step, each computed once for all texts that show it (4 without sharing)"
+    assert lines == {"text": f"{line}; policy and reference share their features.", "both": f"{line}."}
 
 
 @only_thorough

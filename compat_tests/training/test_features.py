@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -64,10 +66,12 @@ CASES = {
 
 
 @pytest.mark.parametrize(("kind", "freeze"), usually(lambda *case: case == ("SFT", "flags"), CASES))
-def test_images_are_computed_once_for_all_epochs(kind, freeze, llava, tmp_path):
-    with counted_towers() as ran:
+def test_images_are_computed_once_for_all_epochs(kind, freeze, llava, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "trl_jax"), counted_towers() as ran:
         kept = run(kind, freeze, llava, tmp_path / "kept")
     assert sum(ran) == CASES[kind, freeze]
+    [line] = [record.message for record in caplog.records if record.message.startswith("Images: ")]
+    assert line.endswith("; their features are kept, because the vision tower is not trained.")
     with pytest.MonkeyPatch.context() as patch, counted_towers() as often:
         patch.setattr(setup, "FeatureStore", lambda args: None)
         computed = run(kind, freeze, llava, tmp_path / "computed")

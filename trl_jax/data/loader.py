@@ -511,6 +511,8 @@ class StepBatch(NamedTuple):
     num_padded_tokens: `num_primary_tokens` with TRL's padding: rows padded to the longest of the micro-batch, or
         concatenated (padding-free).
     num_places: tokens computed in this layout, padding included.
+    num_images: images, where texts of a pass that share an image count it once.
+    num_image_uses: images, counted for each text that shows them.
     rows: index of each example.
     passes: indices of the examples in each pass.
     rows_digest: digest of a stream from the start of the epoch to the end of this batch.
@@ -525,6 +527,8 @@ class StepBatch(NamedTuple):
     num_targets: int
     num_padded_tokens: int
     num_places: int
+    num_images: int
+    num_image_uses: int
     rows: list[int]
     passes: list[list[int]]
     rows_digest: int | None
@@ -598,6 +602,7 @@ class StepLayout:
             for batch in examples
         ]
         rows, passes = [indexed.index for batch in group for indexed in batch], self.accumulation * shards
+        images, image_uses = self._image_counts(examples, pass_of)
         return StepBatch(
             arrays,
             num_micro_batches=len(group),
@@ -608,6 +613,8 @@ class StepLayout:
             num_targets=sum(map(self._targets, examples)),
             num_padded_tokens=sum(map(self._trl_tokens, lengths)),
             num_places=arrays.tokens.size,
+            num_images=images,
+            num_image_uses=image_uses,
             rows=rows,
             passes=[[row for row, at in zip(rows, pass_of, strict=True) if at == p] for p in range(passes)],
             rows_digest=group[-1][-1].digest,
@@ -625,6 +632,16 @@ class StepLayout:
         if self.weighting == "tokens":
             return [1 / max(1, int(targets.sum()))] * len(runs)
         return (1 / (shards * np.maximum(1, targets.sum(axis=0)))).tolist() * len(group)
+
+    def _image_counts(self, micro_batches: list[list[Example]], pass_of: Sequence[int]) -> tuple[int, int]:
+        """`num_images` and `num_image_uses` of `StepBatch`; packed rows share no images between examples."""
+        counts, uses = {}, 0
+        examples = [example for batch in micro_batches for example in batch]
+        for index, (example, at) in enumerate(zip(examples, pass_of, strict=True)):
+            alone = example.context is None or self.layout == "packed"
+            counts[at, index if alone else example.context.key] = len(example.images)
+            uses += len(example.images) * len(example.texts)
+        return sum(counts.values()), uses
 
     def _targets(self, examples: Sequence[Example]) -> int:
         """The divisor of a mean over the targets of these examples."""

@@ -55,7 +55,7 @@ class Forward:
         if batch.images is not None:
             options["images"] = model.features(**options)
             common["images"] = _of_reference(batch.images)
-            if reference is not None and isinstance(batch.images, Images) and self._reference_shares_tower():
+            if isinstance(batch.images, Images) and self.reference_shares_tower():
                 common["images"] = jax.lax.stop_gradient(options["images"])
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
         if setup.task.head == "score":
@@ -76,12 +76,14 @@ class Forward:
         found = self._of_reference(compared, batch, max_tokens, common)
         return sums | {f"ref_{name}": found[name] for name in setup.task.compared}
 
-    def _reference_shares_tower(self) -> bool:
+    def reference_shares_tower(self) -> bool:
         """Whether the policy and the reference currently share the vision tower, so its features are computed once."""
-        model, shared = self._setup.model, self._setup.reference.shared
+        model, reference = self._setup.model, self._setup.reference
+        if reference is None:
+            return False
         base = model.backend.base if isinstance(model.backend, LoraBackend) else model.backend
         tower = {path for path in base.tensors if path.startswith("vision.")}
-        return tower <= shared and not model.backend.of_vision(model.params)
+        return tower <= reference.shared and not model.backend.of_vision(model.params)
 
     def of_policy(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
         """The task's `of_pass` under the policy, without the reference; arguments as in `outputs`."""

@@ -13,8 +13,9 @@ from tqdm.auto import tqdm
 from transformers.trainer_callback import ProgressCallback
 
 from trl_jax.config.base import BaseConfig
+from trl_jax.core.outputs import PrecomputedFeatures
 from trl_jax.core.secrets import scrubbed
-from trl_jax.data.loader import ExampleLoader
+from trl_jax.data.loader import ExampleLoader, StepBatch
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import is_first
@@ -84,6 +85,24 @@ def tell_compilation(told: set[str], steps: Any, shape: tuple[int, ...]) -> None
     kept = "not kept for the next run" if folder is None else f"kept in {_from_home(folder)}"
     size = " x ".join(f"{axis:,}" for axis in shape)
     tell(told, "compilation", f"Compiling the step for shape 1{of}, tokens {size}; compiled programs are {kept}.")
+
+
+def tell_images(told: set[str], batch: StepBatch, *, share_tower: bool) -> None:
+    """Print how many images the first step with images has, and how often they would be computed without sharing.
+
+    Args:
+        share_tower: whether policy and reference have the same vision tower.
+    """
+    if batch.num_images == 0:
+        return
+    text = f"Images: {batch.num_images:,} in a step"
+    if batch.num_image_uses > batch.num_images:
+        text += f", each computed once for all texts that show it ({batch.num_image_uses:,} without sharing)"
+    if isinstance(batch.arrays.images, PrecomputedFeatures):
+        text += "; their features are kept, because the vision tower is not trained"
+    elif share_tower:
+        text += "; policy and reference share their features"
+    tell(told, "images", f"{text}.")
 
 
 def tell_first(told: set[str], what: str) -> None:

@@ -177,6 +177,10 @@ class TrainStep:
         """A subclass's `loss` if it defines one, otherwise `Forward.loss`."""
         return (self._script_loss() or self._forward.loss)(params, batch, key, remat=remat)
 
+    def reference_shares_tower(self) -> bool:
+        """As `Forward.reference_shares_tower`."""
+        return self._forward.reference_shares_tower()
+
     def compiled(self, tx: Any, *, remat: bool | str) -> Any:
         """The jitted step of `train()`, with the arguments of `make_step`'s step. With a user-defined compute_loss this
         is for planning only: training runs one program per micro-batch instead.
@@ -212,7 +216,7 @@ class TrainStep:
         step: Any,
         tx: Any,
         check: Callable[[], None],
-        tell: Callable[[tuple[int, ...]], None],
+        tell: Callable[[Any], None],
         new_optimizer: Callable[[], Any],
     ) -> Callable:
         """Return `(step batch, learning rate) -> metrics`, which also updates the model's parameters.
@@ -220,7 +224,7 @@ class TrainStep:
         Args:
             check: called before each step; raises the errors of background threads.
             new_optimizer: called before each step; returns the optimizer if the step must be recompiled, else None.
-            tell: called before each step with the shape of its tokens, to announce the first compilation.
+            tell: called before each step with its batch, to announce the first one.
         """
         setup, args = self._setup, self._setup.args
         if setup.progress.optimizer_state is None:
@@ -250,7 +254,7 @@ class TrainStep:
                 step, tx = self.build(changed), changed
             step_key = None if key is None else jax.random.fold_in(key, setup.state.global_step)
             rate, shape = np.float32(learning_rate), batch.arrays.tokens.shape
-            tell(shape)
+            tell(batch)
             setup.model.params, setup.progress.optimizer_state, metrics = step(
                 setup.model.params, setup.progress.optimizer_state, batch.arrays, rate, step_key, setup.frozen
             )

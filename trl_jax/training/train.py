@@ -37,7 +37,7 @@ from trl_jax.training.checkpoint import (
 )
 from trl_jax.training.data import AsNeeded, Prefetched, reason_of_layout, step_layout, steps_of
 from trl_jax.training.events import Events, Interrupted, Interrupts
-from trl_jax.training.logging import tell_compilation, tell_layout, tell_model, tell_trained
+from trl_jax.training.logging import tell_compilation, tell_images, tell_layout, tell_model, tell_trained
 from trl_jax.training.metrics import (
     begin_state,
     explain_evaluation_memory,
@@ -265,7 +265,12 @@ class Training:
         tell_layout(told, laid_out, reason_of_layout(setup), own_loss=bool(setup.own_loss))
         step, changed = train_step.build(tx), RecompileCheck(setup, self._hooks.settle_task, self.made_optimizer)
         place = None if "compute_loss" in setup.overridden else train_step.placed
-        tell = partial(tell_compilation, told, steps)
+
+        def tell(batch: Any) -> None:
+            tell_compilation(told, steps, batch.arrays.tokens.shape)
+            if setup.encoder is not None and "images" not in told:
+                tell_images(told, batch, share_tower=train_step.reference_shares_tower())
+
         advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, partial(self._new_optimizer, changed))
         # A user-defined `log` may not accept the second argument.
         began = () if args.include_num_input_tokens_seen == "no" else (time.time(),)
