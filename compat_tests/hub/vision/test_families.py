@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import jax
@@ -60,8 +61,8 @@ def texts(case):
     return found
 
 
-def of_transformers(case, model, rows):
-    """The logits of each text, and the gradient of the mean of their sines, by name on disk."""
+def of_transformers(case, model, rows, dtype=torch.float32):
+    """The logits of each text; leaves the gradients of the mean of their sines in the model."""
     found = []
     model.zero_grad()
     for ids, numbers in rows:
@@ -69,9 +70,10 @@ def of_transformers(case, model, rows):
         given = {name: torch.tensor(np.concatenate(arrays)) for name, arrays in joined.items() if arrays}
         options = case.options(ids[None]) if case.options and numbers else {}
         given |= {name: torch.tensor(array) for name, array in options.items()}
+        given = {name: one.to(dtype) if one.is_floating_point() else one for name, one in given.items()}
         found.append(model(input_ids=torch.tensor(ids[None]), **given).logits[0])
     torch.sin(torch.cat(found)).mean().backward()
-    return [logits.detach().numpy() for logits in found]
+    return [logits.detach().float().numpy() for logits in found]
 
 
 def gradients(model, folder):
@@ -164,17 +166,46 @@ def test_logits_gradients_and_files_are_those_of_transformers(case, tmp_path):
     assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
 
 
+@usual("gemma3", "gemma4", "internvl", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+def test_bfloat16_is_no_farther_from_float32_than_transformers(case):
+    case, model, _, native, params, backend = case
+    rows = texts(case)
+    exact = np.concatenate(of_transformers(case, model, rows))
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    theirs = np.concatenate(of_transformers(case, rounded, rows, torch.bfloat16))
+    tokens, positions, reads, images = padded(native, case, model, rows)
+    ours = jax.jit(
+        lambda params: merge(backend.graph, params)(
+            tokens, positions, reads, images=jax.tree.map(jnp.asarray, images), dtype=jnp.bfloat16
+        )
+    )(params)
+    own, their = (np.sqrt(np.mean((logits - exact) ** 2)) for logits in (np.asarray(ours, np.float32), theirs))
+    assert 0 < own <= their
+
+
 @usual("qwen2_5_vl")
-def test_packed_texts_and_padded_ones_have_the_same_logits(case):
+def test_packed_texts_and_padded_ones_have_the_same_logits_and_gradients(case):
     case, model, _, native, params, backend = case
     rows = texts(case)
     tokens, positions, reads, images = padded(native, case, model, rows)
     given = packed(native, case, model, rows)
-    module = merge(backend.graph, params)
-    apart = module(tokens, positions, reads, images=jax.tree.map(jnp.asarray, images))
-    tokens, positions, reads, images, seen = given
-    together = module(tokens, positions, reads, images=jax.tree.map(jnp.asarray, images), packed=seen)
+
+    def logits_and_gradients(tokens, positions, reads, images, packed=None):
+        def loss(params):
+            images_of_pass = jax.tree.map(jnp.asarray, images)
+            module = merge(backend.graph, params)
+            logits = module(tokens, positions, reads, images=images_of_pass, packed=packed)
+            return jnp.sin(logits).mean(), logits
+
+        (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        return logits, gradients
+
+    apart, gradients_apart = logits_and_gradients(tokens, positions, reads, images)
+    together, gradients_together = logits_and_gradients(*given)
     np.testing.assert_allclose(together, apart, atol=1e-5)
+    for path, wanted in gradients_apart.items():
+        scale = max(np.abs(wanted).max(), 1e-5)
+        np.testing.assert_allclose(gradients_together[path] / scale, wanted / scale, atol=1e-4, err_msg=path)
 
 
 def test_without_images_the_tower_is_carried_along_unread(case, tmp_path):
