@@ -14,11 +14,12 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from PIL import Image
 from transformers import TrainerCallback
 
@@ -77,8 +78,12 @@ def prompts(count: int = 8) -> Dataset:
     ])  # fmt: skip
 
 
-def reward(completions, images, **_):
+SAMPLED = []  # completion ids that `reward` got
+
+
+def reward(completions, images, completion_ids, **_):
     """Depends on the completion and on the width of the image in the dataset."""
+    SAMPLED.extend(list(map(int, ids)) for ids in completion_ids)
     widths = [image[0].size[0] if image else 0 for image in images]
     return [len(own[0]["content"]) % 7 + width / 10 for own, width in zip(completions, widths, strict=True)]
 
@@ -103,16 +108,20 @@ def logged(made):
     return [entry for entry in made.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("case", usually(lambda case: case == "GRPO", KINDS))
+@pytest.mark.parametrize("case", usually(lambda case: case in ("GRPO", "RLOO"), KINDS))
 def test_completions_losses_and_metrics_are_trls(case, llava, tmp_path):
     trl = pytest.importorskip("trl")
     kind, options, adapter = KINDS[case]
     rows = prompts()
     if kind == "Distillation":  # TRL fails if a row has no image
         rows = rows.filter(lambda row: row["images"])
+    SAMPLED.clear()
     theirs = logged(trainer(trl, kind, llava, tmp_path / "trl", rows, adapter, **options))
+    sampled = SAMPLED.copy()
+    SAMPLED.clear()
     ours = logged(trainer(trl_jax, kind, llava, tmp_path / "ours", rows, adapter, **options))
     assert len(ours) == 3
+    assert sampled == SAMPLED and (kind == "Distillation" or len(sampled) >= 8)
     for own, their in zip(ours, theirs, strict=True):
         names = their.keys() - {"epoch", "step_time"}
         assert {"loss", "grad_norm", "learning_rate"} <= names <= own.keys()
@@ -338,6 +347,39 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(where, last, llava, tm
     assert [entry["loss"] for entry in again] == [entry["loss"] for entry in entries]
 
 
+def test_images_in_messages_equal_a_column(llava, tmp_path):
+    column = [row for row in prompts() if row["images"]]
+    inside = [
+        {"prompt": [{"role": "user", "content": [
+            {"type": "image", "image": row["images"][0]}, {"type": "text", "text": row["prompt"][0]["content"]},
+        ]}]}
+        for row in column
+    ]  # fmt: skip
+
+    def longer(completions, **_):
+        return [len(own[0]["content"]) % 7 for own in completions]
+
+    found = []
+    for name, rows in {
+        "column": Dataset.from_list(column),
+        "table": Dataset.from_list(inside),
+        "stream": IterableDataset.from_generator(lambda: iter(inside)),
+    }.items():
+        options = SAME | POLICY | {"max_steps": 1, "shuffle_dataset": False, "max_completion_length": 4}
+        args = trl_jax.GRPOConfig(str(tmp_path / name), **options)
+        [entry] = logged(trl_jax.GRPOTrainer(llava, longer, args, rows))
+        found.append([entry[key] for key in ("loss", "grad_norm", "reward", "entropy", "num_tokens")])
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_trained_tower_computes_an_image_once_per_step(llava, tmp_path):
+    """Once to generate and once to train, for four completions."""
+    options = POLICY | {"num_generations": 4, "beta": 0.0, "max_steps": 1, "max_completion_length": 2}
+    with counted_towers() as ran:
+        trainer(trl_jax, "GRPO", llava, tmp_path, prompts(4), **options).train()
+    assert ran == [1, 1]
+
+
 @only_thorough
 def test_layouts_have_the_same_numbers(qwen, tmp_path):
     losses = {}
@@ -415,6 +457,26 @@ def test_images_are_kept_out_of_the_table(llava, tmp_path):
     [file] = (tmp_path / "completions").glob("*.parquet")
     prompt = pd.read_parquet(file)["prompt"][0]
     assert "PIL" not in str(prompt) and "image" in str(prompt)
+
+
+def test_wandb_gets_its_own_images(monkeypatch):
+    from trl_jax.rollout.completions_log import CompletionsLog, trackers
+
+    logs, [picture] = [], pictures(1)
+    wandb = types.ModuleType("wandb")
+    wandb.run, wandb.log = object(), logs.append
+    wandb.Table = lambda dataframe: dataframe
+    wandb.Image = lambda image: ("wandb.Image", image.size)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log = CompletionsLog(None, 4, 0, trackers=trackers(["wandb"]), multimodal=True)
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "bake?"}]
+    log.add("train", [[{"role": "user", "content": content}], user("cake?")], ["yes", "no"])
+    log.log("train", 1)
+    [table] = [entry["completions"] for entry in logs]
+    assert table["image"].tolist() == [[("wandb.Image", picture.size)], []]
+    wandb.run = None
+    log.log("train", 2)
+    assert len(logs) == 1
 
 
 @pytest.mark.parametrize("multimodal", [True, False])

@@ -19,6 +19,7 @@ from compat_tests.trainer import vision_models
 from compat_tests.trainer.vision_models import (
     assistant,
     completions,
+    counted_towers,
     logged,
     messages,
     pairs,
@@ -145,14 +146,55 @@ def test_images_in_messages_and_encoded_ones(llava, tmp_path):
         return file.getvalue()
 
     [picture] = pictures(1)
+    picture.save(tmp_path / "picture.png")
     part = [{"type": "image", "image": encoded(picture)}, {"type": "text", "text": "bake?"}]
     inside = [{"messages": [{"role": "user", "content": part}, *assistant("gladly")]}] * 2
-    column = [{"messages": user("bake?") + assistant("gladly"), "image": picture}] * 2
-    losses = [
-        logged(trainer(trl_jax, "SFT", llava, tmp_path / name, stream_of(rows), max_steps=1))[0]["loss"]
-        for name, rows in {"inside": inside, "column": column}.items()
-    ]
-    assert losses[0] == losses[1]
+
+    def column(image):
+        return [{"messages": user("bake?") + assistant("gladly"), "image": image}] * 2
+
+    rows = {
+        "inside": inside, "column": column(picture), "path": column(str(tmp_path / "picture.png")),
+        "dict": column({"path": None, "bytes": encoded(picture)}), "array": column(np.asarray(picture)),
+    }  # fmt: skip
+    losses = {
+        name: logged(trainer(trl_jax, "SFT", llava, tmp_path / name, stream_of(own), max_steps=1))[0]["loss"]
+        for name, own in rows.items()
+    }
+    assert set(losses.values()) == {losses["column"]}, losses
+
+
+@pytest.mark.parametrize("layout", usually("shared".__eq__, ("padded", "packed", "shared")))
+def test_a_trained_tower_is_computed_for_the_policy_and_for_the_reference(layout, llava, tmp_path):
+    rows = pairs().select(range(2))
+    with counted_towers() as ran:
+        trainer(trl_jax, "DPO", llava, tmp_path, rows, max_steps=1, batch_layout=layout).train()
+    assert ran == [2, 2]
+
+
+def test_recomputing_the_layers_of_the_tower_changes_nothing(llava, tmp_path):
+    found = []
+    for options in ({}, {"gradient_checkpointing": True, "remat_policy": "nothing_saveable"}):
+        made = trainer(trl_jax, "SFT", llava, tmp_path, completions(2), max_steps=1, **options)
+        found.append(made.args.remats)
+        [entry] = logged(made)
+        found.append([entry["loss"], entry["grad_norm"]])
+    without, first, remat, second = found
+    assert without[0] is False and remat == [True]
+    assert second == pytest.approx(first, rel=1e-6)
+
+
+@only_thorough
+@pytest.mark.parametrize("name", ["gemma4", "idefics3", "internvl"])
+def test_shared_rows_of_other_models_have_the_numbers_of_padded_ones(name, tmp_path, monkeypatch):
+    tiny_tiled(tmp_path / "model", name, monkeypatch)
+    found = []
+    for layout in ("padded", "shared"):
+        options = {"max_steps": 1, "batch_layout": layout}
+        made = trainer(trl_jax, "DPO", str(tmp_path / "model"), tmp_path / layout, pairs(4), **options)
+        [entry] = logged(made)
+        found.append([entry[key] for key in ("loss", "grad_norm", "logps/chosen", "logps/rejected")])
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
 
 
 def test_images_that_a_transform_opens(llava, tmp_path):
