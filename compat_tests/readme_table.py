@@ -12,10 +12,12 @@ from compat_tests.parity.cases import FAMILY_CASES as DECODER_CURVES
 from compat_tests.parity.test_encoder_curves import CASES as ENCODER_CURVES
 from trl_jax.hub.families import families
 from trl_jax.hub.model_types import REFUSED
+from trl_jax.hub.vision import vision_families
 
 _SAME = "transformers' scores and gradients, byte-identical export"
 _CURVE = f"TRL's loss curve, {_SAME}"
-_SEEN = "logits and gradients of the full transformers model, byte-identical export; TRL's loss curve for six of them"
+_READ = "logits and gradients of the full transformers model, byte-identical export"
+_SEEN = f"{_READ}; [details](vision.md#models)"
 _SEEING = {name for name, family in families().items() if family.carried is not None}
 
 
@@ -28,7 +30,8 @@ def lines() -> list[str]:
         (curves & decoders, "native", _CURVE),
         (decoders - curves - BODY_ONLY, "native", _SAME),
         (BODY_ONLY, "native; transformers has no classifier for them, so it loads only the base model", _SAME),
-        (_SEEING, "native, text part only; vision and audio towers are saved unchanged", _SEEN),
+        (set(vision_families()), "native, on text and on rows with images", _SEEN),
+        (_SEEING - set(vision_families()), "native, text part only; other towers are saved unchanged", _READ),
         (curves & set(encoders.FAMILIES), "native", _CURVE),
         (set(encoders.FAMILIES) - curves, "native", _SAME),
         (set(EXPORTED_CURVES), "exported", "TRL's loss curve, transformers' scores and gradients"),
