@@ -24,6 +24,7 @@ def main() -> None:
         final = train(Path(folder))
         score(final)
         from_a_config(Path(folder) / "made")
+        train_on_images(Path(folder) / "images")
         from_the_shell(Path(folder))
     check("imported", [name for name in UNWANTED if name in sys.modules])
     print("Trained, evaluated, saved, loaded and scored without", ", ".join(UNWANTED) + ".")
@@ -89,6 +90,27 @@ def score(final: Path) -> None:
     batch = AutoTokenizer.from_pretrained(final)(["Hello there.", "Go away."], padding=True, return_tensors="np")
     logits = AutoModelForSequenceClassification.from_pretrained(final)(**batch).logits
     assert logits.shape == (2, 1)
+
+
+def train_on_images(folder: Path) -> None:
+    """A step on rows with images, which needs Pillow; `.ci/run` installs it."""
+    if importlib.util.find_spec("PIL") is None:
+        print("Rows with images are left out: Pillow is not installed.")
+        return
+    import numpy as np
+    import vision
+
+    from trl_jax import SFTConfig, SFTTrainer
+
+    rows = vision.rows(np.random.default_rng(0), 4)
+    start = str(vision.build(folder / "start", 0))
+    args = SFTConfig(
+        str(folder / "run"), max_steps=1, max_length=None, bf16=False, save_strategy="no", report_to="none",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = SFTTrainer(start, args, train_dataset=rows)
+    assert np.isfinite(trainer.train().training_loss)
+    assert any(path.startswith("vision.") for path in trainer.model.params)
 
 
 def from_the_shell(folder: Path) -> None:
