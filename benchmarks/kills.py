@@ -1,9 +1,10 @@
-"""Kill training runs at random times: python -m benchmarks.kills --kills 100 [--trainer grpo]
+"""Kill training runs at random times: python -m benchmarks.kills --kills 100 [--trainer grpo|server]
 
 Each run is killed with SIGKILL once or twice, restarted with the same command, and compared with an uninterrupted run:
 weights must be bitwise equal, logs identical, and no files left over; in GRPO, completions, rewards and prompts must be
 the same as well. The report counts what the processes were doing when they were killed; in GRPO, some are killed while
-generating, computing rewards and saving.
+generating, computing rewards and saving. `server` is GRPO with a stub of a vLLM server, which outlives the runs; some
+are killed while it loads their weights.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ CONFIG = {
     "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 4, "report_to": "none", "use_cpu": True,
     "bf16": False, "disable_tqdm": True, "pad_to_multiple_of": 64, "log_level": "error",
 }  # fmt: skip
-MODELS = {"reward": FACTS, "grpo": SMALL}
-DOING = {"g": "generating", "r": "judging", "s": "saving"}
+MODELS = {"reward": FACTS, "grpo": SMALL, "server": SMALL}
+DOING = {"p": "pushing weights", "g": "generating", "r": "judging", "s": "saving"}
+SERVER = "TRL_JAX_BENCHMARK_SERVER"  # environment variable with the stub's URL
 
 
 def reward_run(folder: Path, out: Path) -> Any:
@@ -53,6 +55,32 @@ def grpo_run(folder: Path, out: Path) -> Any:
 
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "num_completions_to_print": 0}
     return trainer_of(folder, out, judged=lambda number: time.sleep(0.3), save_total_limit=2, **quiet)[0]
+
+
+def server_run(folder: Path, out: Path) -> Any:
+    from compat_tests.training.rollout_run import trainer_of
+
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "num_completions_to_print": 0}
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": os.environ[SERVER],
+              "vllm_weights_dir": str(folder.parent / "weights")}  # fmt: skip
+    return trainer_of(folder, out, judged=lambda number: time.sleep(0.1), save_total_limit=2, **quiet, **server)[0]
+
+
+def served(folder: Path) -> int:
+    """Start a stub server of the model in a child process, and set `SERVER`. Returns the process id."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        from compat_tests.rollout.stub_server import StubServer
+
+        os.write(write, StubServer(folder).url.encode())
+        os.close(write)
+        while True:
+            signal.pause()
+    os.close(write)
+    os.environ[SERVER] = os.read(read, 4096).decode()
+    os.close(read)
+    return child
 
 
 def told(method: Callable, what: str, tell: Callable[[str], None]) -> Callable:
@@ -78,6 +106,7 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
     from trl_jax.rollout.rewards import RewardFunctions
     from trl_jax.training import checkpoint
     from trl_jax.training.rollout import PolicyWriter
+    from trl_jax.training.server import ServerPolicy
 
     def tell(what: str) -> None:
         os.write(began, what.encode())
@@ -86,8 +115,12 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
         def on_train_begin(self, args, state, control, **kwargs):
             tell("x")
 
-    run = {"reward": reward_run, "grpo": grpo_run}[trainer](folder, out)
-    PolicyWriter.complete = told(PolicyWriter.complete, "g", tell)
+    run = {"reward": reward_run, "grpo": grpo_run, "server": server_run}[trainer](folder, out)
+    if trainer == "server":
+        PolicyWriter.write = told(PolicyWriter.write, "g", tell)
+        ServerPolicy.refresh = told(ServerPolicy.refresh, "p", tell)
+    else:
+        PolicyWriter.complete = told(PolicyWriter.complete, "g", tell)
     RewardFunctions.__call__ = told(RewardFunctions.__call__, "r", tell)
     checkpoint._write_whole = told(checkpoint._write_whole, "s", tell)
     run.add_callback(Tell())
@@ -95,7 +128,10 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
     run.train(resume_from_checkpoint=get_last_checkpoint(str(out)) is not None)
     run.save_model(str(out / "final"))
     clock = ("runtime", "per_second", "step_time")
-    logs = [{k: v for k, v in log.items() if not k.endswith(clock)} for log in run.state.log_history]
+    logs = [
+        {k: v for k, v in log.items() if not k.endswith(clock) and not k.startswith("perf/")}
+        for log in run.state.log_history
+    ]
     (out / "logs.json").write_text(json.dumps(logs))
 
 
@@ -151,6 +187,7 @@ def main() -> None:
         tiny.tiny_model(model, "llama", **MODELS[given.trainer])
         os._exit(0)
     os.wait()
+    server = served(model) if given.trainer == "server" else None
     length, _ = forked(given.trainer, model, base / "whole", None)
     if given.kills > 5:  # measure the length with a warm compilation cache
         length, _ = forked(given.trainer, model, base / "warm", None)
@@ -169,6 +206,8 @@ def main() -> None:
         if different or len(outcome(out)) != len(wanted):
             raise SystemExit(f"after kill {killed} (seed {given.seed}): {different} differ in {out}")
         shutil.rmtree(out)
+    if server is not None:
+        os.kill(server, signal.SIGKILL)
     shutil.rmtree(base)
     report = {"kills": killed, "seconds of the whole run": round(length, 2), "different": 0, "killed while": doing}
     print(json.dumps(report))

@@ -63,8 +63,9 @@ def test_row13_killed_at_every_point_of_a_save(tmp_path):
 
 
 @only_thorough
-def test_row13_runs_killed_at_random_instants_end_as_if_they_had_not_been(tmp_path):
-    assert python("benchmarks.kills", "--kills", "1")["different"] == 0
+@pytest.mark.parametrize("trainer", ["reward", "grpo", "server"])
+def test_row13_runs_killed_at_random_instants_end_as_if_they_had_not_been(trainer, tmp_path):
+    assert python("benchmarks.kills", "--trainer", trainer, "--kills", "1")["different"] == 0
 
 
 def test_row13_what_is_left_of_a_save_is_no_checkpoint_and_goes(saved):

@@ -113,8 +113,8 @@ def at_temperature_one(student, teacher, targets, *, beta, temperature):
     return head.divergences(student, teacher, targets, beta=beta)
 
 
-def the_first_word_left_out(self, prompt_ids, group, images):
-    return [ids[1:] if len(ids) > 1 else ids for ids in COMPLETE(self, prompt_ids, group, images)]
+def the_first_word_left_out(self, prompt_ids, group, *more):
+    return [ids[1:] if len(ids) > 1 else ids for ids in COMPLETE(self, prompt_ids, group, *more)]
 
 
 BROKEN = {

@@ -167,8 +167,8 @@ def the_same_order_each_epoch(self):
     self._stream = type(self._stream)(self._seed)
 
 
-def without_the_last_token(self, prompt_ids, group, images):
-    return [own[:-1] if len(own) > 1 else own for own in COMPLETE(self, prompt_ids, group, images)]
+def without_the_last_token(self, prompt_ids, group, *more):
+    return [own[:-1] if len(own) > 1 else own for own in COMPLETE(self, prompt_ids, group, *more)]
 
 
 MUTANTS = [
