@@ -134,15 +134,19 @@ def test_a_ring_grows(places, size, written):
     np.testing.assert_array_equal(found[steps % size], expected[steps % size])
 
 
+def with_pictures(model, folder):
+    """Token ids of a prompt with an image and of one without, and their images."""
+    arrays, others = split_images(model, {name: np.asarray(value) for name, value in inputs(folder, (1, 0)).items()})
+    masks = others["attention_mask"].astype(bool)
+    rows = [ids[mask].astype(np.int32) for ids, mask in zip(others["input_ids"], masks, strict=True)]
+    return rows, images_of_rows(model, rows, arrays)
+
+
 @only_thorough
 def test_prompts_with_images(tmp_path):
     """The images and positions of prompts move into the slots with them."""
     model = AutoModelForImageTextToText.from_pretrained(tiny_qwen(tmp_path))
-    given = inputs(tmp_path, (1, 0))
-    arrays, others = split_images(model, {name: np.asarray(value) for name, value in given.items()})
-    masks = others["attention_mask"].astype(bool)
-    rows = [ids[mask].astype(np.int32) for ids, mask in zip(others["input_ids"], masks, strict=True)]
-    images = images_of_rows(model, rows, arrays)
+    rows, images = with_pictures(model, tmp_path)
     options = OPTIONS | {"max_new_tokens": 8, "eos_token_id": list(range(1, 500, 3))}
     whole, found = (
         complete(model, rows, options, group=2, stream=TorchGenerator(1), images=images, limit=limit)

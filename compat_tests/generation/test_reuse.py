@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from compat_tests.effort import usually
-from compat_tests.hub.vision.test_generate import inputs
+from compat_tests.generation.test_at_once import with_pictures
 from compat_tests.models import causal
 from compat_tests.trainer.vision_models import tiny_qwen
 from trl_jax.core.torch_random import TorchGenerator
@@ -19,7 +19,6 @@ from trl_jax.generation.generator import SHARE, Lengths, Limit, cache_bytes, dev
 from trl_jax.generation.reuse import TurnCache, can_keep
 from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl_jax.hub.generate import complete
-from trl_jax.hub.vision.processor import images_of_rows, split_images
 from trl_jax.nn.cache import CachedTexts, LayerCache
 
 OPTIONS = {"max_new_tokens": 40, "do_sample": True, "pad_token_id": 0, "eos_token_id": list(range(5, 500, 40))}
@@ -242,11 +241,7 @@ def test_other_texts_begin_anew(model, monkeypatch):
 def test_images(monkeypatch, tmp_path):
     """Later turns continue the cached texts, at positions after the images; equal texts with other images do not."""
     model = AutoModelForImageTextToText.from_pretrained(tiny_qwen(tmp_path))
-    given = inputs(tmp_path, (1, 0))
-    arrays, others = split_images(model, {name: np.asarray(value) for name, value in given.items()})
-    masks = others["attention_mask"].astype(bool)
-    rows = [ids[mask].astype(np.int32) for ids, mask in zip(others["input_ids"], masks, strict=True)]
-    images = images_of_rows(model, rows, arrays)
+    rows, images = with_pictures(model, tmp_path)
     talk = Talk(model, monkeypatch)
     talk.prompts = [row.tolist() for row in rows]
     monkeypatch.setattr(talk, "drawn", lambda seed, lengths: [np.full(7, 9)] * len(lengths))

@@ -17,7 +17,7 @@ from typing import Any
 
 from trl_jax.cli.torch_cuda import of_script
 from trl_jax.core.secrets import CleanParser, cleaned, masked_flags
-from trl_jax.core.text import FRAMES_HIDDEN, hide_frames, take_config
+from trl_jax.core.text import FRAMES_HIDDEN, hide_frames
 from trl_jax.core.trainers import TRAINERS
 
 COMMANDS = {command: names.summary for command, names in TRAINERS.items()} | {
@@ -95,7 +95,9 @@ def _run(command: str, argv: list[str], typed: bool) -> None:
 def _set_environment(argv: list[str]) -> None:
     """Set the variables of the YAML file's `env` block before a library that reads them on import, such as HF_HOME, is
     imported. In TRL, the process that reads the file sets them for the process that trains."""
-    _, path = take_config(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    path = parser.parse_known_args(argv)[0].config
     if path is None:
         return
     import yaml

@@ -1,4 +1,4 @@
-"""Text for the user: tracebacks, out-of-memory errors, printable values, output from signal handlers; --config."""
+"""Text for the user: tracebacks, out-of-memory errors, printable values, and output from signal handlers."""
 
 from __future__ import annotations
 
@@ -185,18 +185,3 @@ def say(text: str) -> None:
     """Write a line to stderr without logging: the interrupted code may hold the log handler's lock."""
     with contextlib.suppress(OSError):  # stderr is closed
         os.write(sys.__stderr__.fileno(), f"trl_jax: {text}\n".encode())
-
-
-# The command line
-
-
-def take_config(args: list[str]) -> tuple[list[str], str | None]:
-    """Split off --config: the other arguments, and the path."""
-    for i, arg in enumerate(args):
-        if arg.startswith("--config="):
-            return args[:i] + args[i + 1 :], arg.partition("=")[2]
-        if arg == "--config":
-            if i + 1 == len(args):
-                raise ValueError("--config has no value: write --config FILE.yaml.")
-            return args[:i] + args[i + 2 :], args[i + 1]
-    return args, None

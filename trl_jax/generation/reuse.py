@@ -30,7 +30,7 @@ from trl_jax.nn.cache import Cache, CachedTexts, CacheFill, LayersCache, Room
 
 _STEP = 64  # new tokens of each text per call, so that programs do not depend on the length of a tool's answer
 _MOST_NEW = 1 / 2  # largest ratio of new tokens to the longest text's tokens; above, a prefill is as fast
-UNEVEN = 2  # largest ratio of the texts of a shard to those of an even division, because texts stay on their shard
+UNEVEN = 2  # texts stay on their shard: the busiest may have at most this many times an even share
 
 
 def can_keep(weights: Weights, *, stopped: bool) -> bool:

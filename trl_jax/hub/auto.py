@@ -320,7 +320,7 @@ class Checkpoint:
         adapter, lora: folder and config of an adapter saved for this model.
         quantization: how frozen weights are quantized. The files of a quantized torch model hold its dequantized
             weights.
-        generation: values that replace those of the model's generation config; other names are ignored.
+        generation: overrides fields of the model's generation config; names that it lacks are ignored.
     """
 
     name: str

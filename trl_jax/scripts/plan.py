@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from trl_jax.config.generation import uses_server
 from trl_jax.core.files import write_whole
-from trl_jax.core.text import take_config
 from trl_jax.core.trainers import DEFAULT, TrainerNames, plannable
 from trl_jax.plan.chips import known, topology
 from trl_jax.scripts.data import DatasetMixtureConfig
 from trl_jax.scripts.train import SCRIPT_ARGUMENTS, RewardSources, fit_to_release
-from trl_jax.scripts.utils import ScriptArguments, TrlParser, read_config
+from trl_jax.scripts.utils import ScriptArguments, TrlParser, read_config, take_config
 from trl_jax.trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from transformers.hf_argparser import string_to_bool
 from trl_jax.config.renamed import OldNames, translated, way_out
 from trl_jax.config.rules import read_bools
 from trl_jax.core.secrets import cleaned, learn, learn_flags, masked, scrubbed, shown
-from trl_jax.core.text import take_config
 from trl_jax.legacy.arguments import is_of_training, modern_flags
 from trl_jax.scripts.data import DatasetConfig, DatasetMixtureConfig, get_dataset
 
@@ -208,6 +207,18 @@ def _or_none(inner: Callable[[str], Any]) -> Callable[[str], Any]:
 
     parse.__name__ = inner.__name__  # for argparse's message "invalid int value"
     return parse
+
+
+def take_config(args: list[str]) -> tuple[list[str], str | None]:
+    """Split off --config: the other arguments, and the path."""
+    for i, arg in enumerate(args):
+        if arg.startswith("--config="):
+            return args[:i] + args[i + 1 :], arg.partition("=")[2]
+        if arg == "--config":
+            if i + 1 == len(args):
+                raise ValueError("--config has no value: write --config FILE.yaml.")
+            return args[:i] + args[i + 2 :], args[i + 1]
+    return args, None
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from trl_jax.trainer.rloo_config import RLOOConfig
 
 
 def _modern_arguments(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments, after translating those of the constructor up to TRL 0.21."""
+    """Translate arguments of the constructor up to TRL 0.21 to current keyword arguments."""
     if given.keys() & OLD_RLOO_ARGUMENTS.keys() or (args and isinstance(args[0], TrainingArguments)):
         from trl_jax.legacy.policy import modern_policy
 

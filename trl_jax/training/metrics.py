@@ -225,8 +225,8 @@ class DvcLiveWithoutTorch:
 
 
 class MlflowWithoutTorch:
-    """MLflowCallback. For values that are not numbers (None for the mean of nothing), the original
-    on_log checks whether they are torch tensors, so they are left out."""
+    """MLflowCallback. For values that are not numbers (None for the mean of nothing), the original on_log checks
+    whether they are torch tensors, so they are left out."""
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any], model: Any = None, **kwargs: Any

@@ -310,11 +310,11 @@ class WeightProof:
             if not apart <= most:
                 raise ServerError(
                     f"The {name} server at {url} says that it loaded the weights, but its log-probabilities do not "
-                    f"follow the policy's: since an earlier load, those of a text changed by {moved:.3g} nats per "
-                    f"token, and the server's by {np.mean(np.abs(change)):.3g}. The changes differ by {apart:.3g}, "
-                    f"wanted at most {most:.3g}. Check in the server's log that it reads the folder of each version "
-                    "(vllm_weights_dir), that no other run loads weights into it, and that no proxy in between "
-                    f"answers for it. Then restart it: {engine.command(url)}"
+                    f"follow the policy's: since an earlier load, the policy's score of a text changed by {moved:.3g} "
+                    f"nats per token, and the server's by {np.mean(np.abs(change)):.3g}. The changes differ by "
+                    f"{apart:.3g}, wanted at most {most:.3g}. Check in the server's log that it reads the folder "
+                    "of each version (vllm_weights_dir), that no other run loads weights into it, and that no proxy in "
+                    f"between answers for it. Then restart it: {engine.command(url)}"
                 )
         if moved > 4 * max(self._tolerances):  # later loads are compared with this one, which has been verified
             self._earlier = now

@@ -57,8 +57,8 @@ class AttentionInputs(NamedTuple):
     embedded: as in `LayerInputs`; not used by attention.
     distances: `[2 x span, D]`, the table of disentangled attention, or None.
     reused: keys and values of an earlier layer, for a layer that computes none; else None.
-    cache: the cache of this layer, or of the layer whose keys and values it reuses, with the tokens before those of the
-        rows. None if all tokens are computed here.
+    cache: the preceding tokens, as cached by this layer or by the layer whose keys and values it reuses. None if all
+        tokens are computed here.
     fill: how much of the cache is filled.
     virtual: int32 `[R, T]`, the index of each virtual token, negative for other tokens, if layers have keys and values
         for virtual tokens; else None.

@@ -78,8 +78,8 @@ class LatentAttention(nnx.Module):
     def _attend_latents(
         self, nope_RTHC: jax.Array, rope_RTHC: jax.Array, kept: Latents, inputs: AttentionInputs
     ) -> jax.Array:
-        """Attention `[R, T, H, C]` over the latents of the cache and those of the rows (section 2.1.2: the
-        key map is absorbed into the query, the value map into the output). A bias on the keys cancels in the softmax.
+        """Attention `[R, T, H, C]` over the latents of the cache and of the rows (section 2.1.2: the key map is
+        absorbed into the query, the value map into the output). A bias on the keys cancels in the softmax.
         """
         arch, dtype = self.arch, nope_RTHC.dtype
         weight, bias = self.kv.folded()
