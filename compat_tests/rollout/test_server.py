@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -558,6 +560,36 @@ def test_a_server_that_is_restarted_gets_the_weights(moment, serve, make):
     assert again == seen and len(seen) == 2
     assert (stub.loads, other.loads) == ((1, 1) if moment == "pushing" else (2, 1))
     assert trainer.state.log_history[1]["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "limits,seconds,argument",
+    [
+        (Limits(240.0), 60, "vllm_server_restart_timeout"),
+        (Limits(5.0), 5, "vllm_server_timeout"),
+        (Limits(5.0, restart=300.0), 300, "vllm_server_restart_timeout"),
+    ],
+)
+def test_a_server_that_answered_before_is_waited_for_60_s_by_default(limits, seconds, argument):
+    transport = Vllm(["http://127.0.0.1:9"], Requirements("model", 100, 16, True), limits).transport
+    assert transport._patience("http://127.0.0.1:9") == (limits.answer, "vllm_server_timeout")
+    transport._reached.add("http://127.0.0.1:9")
+    assert transport._patience("http://127.0.0.1:9") == (seconds, argument)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_server_that_answered_before_ends_the_run_sooner_than_one_that_starts(hangs, serve, folder):
+    stub = serve()
+    needs = Requirements(str(folder), stub.model.vocab_size, 16, True)
+    servers = connect([stub.url], needs, Limits(240.0, restart=1.0))
+    stub.stop()
+    with contextlib.ExitStack() as stack:
+        if hangs:
+            stack.enter_context(socket.create_server(("127.0.0.1", stub.port)))  # never replies
+        began = time.monotonic()
+        with pytest.raises(ServerError, match=r"did not answer for 1 s \(vllm_server_restart_timeout; "):
+            servers.begin([[1]], {"max_tokens": 2}, group=1, seeds=[1]).result()
+    assert time.monotonic() - began < 20
 
 
 def test_a_server_that_is_down_is_named_within_the_timeout(serve, make):

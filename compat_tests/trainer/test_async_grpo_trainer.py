@@ -33,7 +33,7 @@ from trl_jax.training.server import connect
 
 OWN = {"batch_layout", "remat_policy", "mesh_shape", "coordinator_address", "num_processes", "process_id",
        "initialization_timeout", "max_minutes", "save_minutes", "log_json", "pad_to_multiple_of", "vllm_weights_dir",
-       "reward_timeout"}  # fmt: skip
+       "reward_timeout", "vllm_server_restart_timeout"}  # fmt: skip
 CONFIG = {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
 
 

@@ -20,7 +20,7 @@ OWN = {"batch_layout": "auto", "remat_policy": "auto", "mesh_shape": None, "coor
        "num_processes": None, "process_id": None, "initialization_timeout": 300,
        "max_minutes": None, "save_minutes": None, "log_json": None, "max_prompt_length": None,
        "reward_timeout": None, "chat_template_path": None, "vllm_weights_dir": None,
-       "max_completions_per_device": None}  # fmt: skip
+       "vllm_server_restart_timeout": None, "max_completions_per_device": None}  # fmt: skip
 # Arguments of earlier RLOOConfigs, which ours keeps.
 OLD = dict.fromkeys(("missing_eos_penalty", "total_episodes", "reward_model_path", "sft_model_path"))
 OLD["sanity_check"] = False
@@ -140,6 +140,7 @@ REFUSED_BY_BOTH = [
     ({"max_completions_per_device": 8, "use_vllm": True, "vllm_mode": "server"}, "max_completions_per_device=8 has no "
      "effect with vllm_mode='server', where the server schedules completions (vLLM's --max-num-seqs). Leave it out."),
     ({"vllm_server_timeout": 0}, "vllm_server_timeout must be a number above 0, got 0."),
+    ({"vllm_server_restart_timeout": 0}, "vllm_server_restart_timeout must be a number above 0, got 0."),
     ({"ref_model_mixup_alpha": 2.0},
      "ref_model_mixup_alpha must be a number from 0.0 to 1.0, the weight of the policy in the updated "
      "reference, got 2.0."),

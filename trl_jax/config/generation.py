@@ -256,8 +256,14 @@ class OnlineArguments(LanguageModelArguments):
     )
     vllm_server_host: str = arg("0.0.0.0", help="Host of the server.", rule=rules.text())
     vllm_server_port: int = arg(8000, help="Port of the server.", rule=rules.whole(1, most=65535))
-    vllm_server_timeout: float = arg(
-        240.0, help="Seconds after which a server that does not answer ends the run.", rule=above(0, math.inf)
+    vllm_server_timeout: float = arg(240.0, help="Seconds to wait for the server to start.", rule=above(0, math.inf))
+    vllm_server_restart_timeout: float | None = arg(
+        None,
+        help="Seconds to wait for a server that stops answering during training, before the run ends. Raise it if "
+        "servers are restarted automatically and take longer to start. If unset, 60, or vllm_server_timeout if that "
+        "is less.",
+        rule=above(0, math.inf, optional=True),
+        kw_only=True,
     )
     vllm_weights_dir: str | None = arg(
         None,

@@ -37,6 +37,7 @@ _SPEAKS_AFTER, _SPEAKS_EVERY = 5.0, 30.0  # seconds: until an unreachable server
 _ANSWERS_WITHIN = 10.0  # seconds: the connect timeout, and the longest interval and timeout of health checks
 _BUSY = (502, 503, 504)
 _RETRY_AFTER = 0.5  # seconds
+_LOST = 60.0  # seconds that a server which answered before is waited for, by default
 _REPEATS = 3  # minimum number of times that a completion request is sent again after its timeout
 
 Progress = Callable[[int, int], None]
@@ -71,8 +72,10 @@ class Sampled(NamedTuple):
 class Limits:
     """Timeouts in seconds, and the maximum number of concurrent completions.
 
-    answer: how long requests to an unreachable server are retried.
-    alive: how long health checks may fail during generation; None means `answer`.
+    answer: how long requests to a server that has not answered yet are retried.
+    restart: how long requests to a server that answered before are retried; None means 60 s, or `answer` if that is
+        less.
+    alive: how long health checks may fail during generation; None means `answer` or `restart`, as for requests.
     request: timeout of one completion request, which is then sent again for up to `answer` seconds, at least three
         times; None for no timeout.
     load: timeout for loading weights; None for no timeout.
@@ -85,6 +88,7 @@ class Limits:
     request: float | None = None
     load: float | None = None
     at_once: int | None = None
+    restart: float | None = None
 
 
 @dataclass(frozen=True)
@@ -375,6 +379,7 @@ class Transport:
         self.urls, self.limits, self.name, self.command = list(urls), limits, name, command
         self._alive = alive
         self._spoke: dict[str, float] = {}  # URL -> time of the last warning
+        self._reached: set[str] = set()  # the URLs of servers that have answered
 
     def each(
         self,
@@ -453,25 +458,26 @@ class Transport:
     ) -> httpx2.Response:
         """Send a request and return the reply, whatever its status.
 
-        The request is sent again, for up to `limits.answer` seconds, while the server is unreachable, replies with 502,
-        503 or 504, or does not reply within `within` seconds; in this last case at least three times. It may therefore
-        run more than once.
+        The request is sent again, for up to `limits.answer` or `limits.restart` seconds, while the server is
+        unreachable or replies with 502, 503 or 504, and for up to `limits.answer` seconds, but at least three times,
+        while it does not reply within `within` seconds. It may therefore run more than once.
 
         Raises:
             ServerSilent: there is no reply by then.
         """
-        failed, late, timeout = None, 0, self.limits.answer
+        failed, late = None, 0
         while True:
             try:
                 reply = await asyncio.wait_for(client.request(method, url + path, json=body), within)
                 if reply.status_code not in _BUSY:
+                    self._reached.add(url)
                     return reply
                 problem = f"HTTP {reply.status_code}"
             except httpx2.TransportError as error:
                 problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             except TimeoutError:
                 problem, late = f"no completions within request_timeout={within:g} s", late + 1
-                if late <= _REPEATS or late * within <= timeout:
+                if late <= _REPEATS or late * within <= self.limits.answer:
                     failed = None  # it was reachable
                 else:
                     raise ServerSilent(
@@ -481,12 +487,20 @@ class Transport:
                     ) from None
             now = time.monotonic()
             failed = now if failed is None else failed
+            timeout, argument = self._patience(url)
             if now - failed > timeout:
-                raise self._silent(url, problem, timeout, "vllm_server_timeout")
+                raise self._silent(url, problem, timeout, argument)
             if now - failed > _SPEAKS_AFTER and now - self._spoke.get(url, -math.inf) > _SPEAKS_EVERY:
                 left, self._spoke[url] = timeout - (now - failed), now
                 logger.warning("Waiting up to %.0f s more for the %s server at %s (%s).", left, self.name, url, problem)
             await asyncio.sleep(min(_RETRY_AFTER, timeout / 4))
+
+    def _patience(self, url: str) -> tuple[float, str]:
+        """How many seconds a server may be unreachable, and the argument that sets them."""
+        restart = self.limits.restart
+        if url not in self._reached or (restart is None and self.limits.answer <= _LOST):
+            return self.limits.answer, "vllm_server_timeout"
+        return _LOST if restart is None else restart, "vllm_server_restart_timeout"
 
     def _silent(self, url: str, problem: str, timeout: float, argument: str) -> ServerSilent:
         return ServerSilent(
@@ -519,13 +533,11 @@ class Transport:
         """Poll the servers' health forever. Any HTTP reply counts as healthy.
 
         Raises:
-            ServerSilent: a server did not reply for `alive` seconds (None: `limits.answer`).
+            ServerSilent: a server did not reply for `alive` seconds (None: `limits.answer` or `limits.restart`).
         """
         seen = dict.fromkeys(self.urls, time.monotonic())
-        timeout, argument = alive, "heartbeat_stale_after_s"
-        if alive is None:
-            timeout, argument = self.limits.answer, "vllm_server_timeout"
-        every = min(_ANSWERS_WITHIN, max(timeout / 4, 0.05))
+        shortest = alive or min(self._patience(url)[0] for url in self.urls)
+        every = min(_ANSWERS_WITHIN, max(shortest / 4, 0.05))
         while True:
             await asyncio.sleep(every)
             for url in self.urls:
@@ -533,6 +545,7 @@ class Transport:
                     await client.get(url + self._alive, timeout=every)
                     seen[url] = time.monotonic()
                 except httpx2.TransportError as error:
+                    timeout, argument = (alive, "heartbeat_stale_after_s") if alive else self._patience(url)
                     if time.monotonic() - seen[url] > timeout:
                         raise self._silent(url, type(error).__name__, timeout, argument) from error
 

@@ -49,7 +49,7 @@ NO_PART = frozenset(
     top_k top_p min_p repetition_penalty use_vllm vllm_importance_sampling_cap vllm_importance_sampling_clip_max
     vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_mode
     vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
-    vllm_weights_dir generate_ahead
+    vllm_server_restart_timeout vllm_weights_dir generate_ahead
     """.split()
 )
 

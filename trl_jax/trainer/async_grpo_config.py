@@ -161,6 +161,7 @@ class AsyncGRPOConfig(BaseConfig):
     num_completions_to_print: int | None = online("num_completions_to_print")
 
     pad_to_multiple_of: int | str | None = online("pad_to_multiple_of", kw_only=True)
+    vllm_server_restart_timeout: float | None = online("vllm_server_restart_timeout", kw_only=True)
     vllm_weights_dir: str | None = online("vllm_weights_dir", kw_only=True)
     reward_timeout: float | None = online("reward_timeout", kw_only=True)
 

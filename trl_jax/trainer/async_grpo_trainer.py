@@ -14,7 +14,6 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.policy_gradient import PolicyLoss
 from trl_jax.rollout.server import Limits
 from trl_jax.rollout.tools import Environments
@@ -22,7 +21,7 @@ from trl_jax.tasks.policy import AsyncGrpoTask
 from trl_jax.trainer.async_grpo_config import AsyncGRPOConfig
 from trl_jax.trainer.online import OnlineTrainer, argument
 from trl_jax.trainer.online_config import OnlineConfig
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, refuse
+from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, accepting_old_keywords, as_config, refuse
 
 _OWN_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
@@ -133,7 +132,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
         args, at_once = self.args, self.args.max_inflight_tasks
         return Limits(
             args.vllm_server_timeout, args.heartbeat_stale_after_s, args.request_timeout, args.weight_sync_timeout,
-            None if at_once < 0 else at_once,
+            None if at_once < 0 else at_once, args.vllm_server_restart_timeout,
         )  # fmt: skip
 
     def _generates_ahead(self) -> bool:

@@ -91,6 +91,7 @@ class DistillationConfig(BaseConfig):
         "max_prompt_length", help="Number of tokens to keep of a prompt, counted from its end. If unset, all."
     )
     chat_template_path: str | None = online("chat_template_path", kw_only=True)
+    vllm_server_restart_timeout: float | None = online("vllm_server_restart_timeout", kw_only=True)
     vllm_weights_dir: str | None = online("vllm_weights_dir", kw_only=True)
     max_completions_per_device: int | None = online("max_completions_per_device", kw_only=True)
 

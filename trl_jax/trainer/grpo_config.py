@@ -288,6 +288,7 @@ class GRPOConfig(BaseConfig):
 
     max_prompt_length: int | None = online("max_prompt_length")
     chat_template_path: str | None = online("chat_template_path", kw_only=True)
+    vllm_server_restart_timeout: float | None = online("vllm_server_restart_timeout", kw_only=True)
     vllm_weights_dir: str | None = online("vllm_weights_dir", kw_only=True)
     generate_ahead: bool = arg(
         False,

@@ -319,7 +319,7 @@ class RolloutTrainer(BaseTrainer):
 
     def _limits(self) -> Limits:
         """Timeouts and the request limit for the vLLM servers."""
-        return Limits(self.args.vllm_server_timeout)
+        return Limits(self.args.vllm_server_timeout, restart=self.args.vllm_server_restart_timeout)
 
     def _generates_ahead(self) -> bool:
         """Whether servers generate the next completions while a step trains."""

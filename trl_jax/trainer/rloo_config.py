@@ -12,7 +12,6 @@ from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig
 from trl_jax.config.generation import auto_find_batch_size, mesh_shape, online, parallelism_config
 from trl_jax.config.rules import must_be, show
-from trl_jax.legacy import arguments
 
 
 def _range(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -128,6 +127,7 @@ class RLOOConfig(BaseConfig):
 
     max_prompt_length: int | None = online("max_prompt_length")
     chat_template_path: str | None = online("chat_template_path", kw_only=True)
+    vllm_server_restart_timeout: float | None = online("vllm_server_restart_timeout", kw_only=True)
     vllm_weights_dir: str | None = online("vllm_weights_dir", kw_only=True)
     max_completions_per_device: int | None = online("max_completions_per_device", kw_only=True)
     reward_timeout: float | None = online("reward_timeout")
@@ -167,10 +167,16 @@ class RLOOConfig(BaseConfig):
     def __post_init__(self):
         generation.warn_about_deprecated(self, self._frames_to_caller())
         super().__post_init__()
-        arguments.warn(self, self._frames_to_caller())
+        if self.missing_eos_penalty is not None or self.total_episodes is not None:
+            from trl_jax.legacy.arguments import warn
+
+            warn(self, self._frames_to_caller())
         if self.counts_devices:
             self.settle_sizes()
 
     def settle_sizes(self) -> None:
         generation.settle_sizes("RLOO", self)
-        arguments.settle_steps(self)
+        if self.total_episodes is not None:
+            from trl_jax.legacy.arguments import settle_steps
+
+            settle_steps(self)
