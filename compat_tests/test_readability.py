@@ -38,3 +38,14 @@ def test_functions_have_at_most_70_lines_without_docstring():
                 lines = node.end_lineno - node.lineno + 1 - docstring
                 long |= {f"{path.name}: {node.name}": lines} if lines > 70 else {}
     assert long == {}
+
+
+def test_nothing_depends_on_the_class_of_a_task():
+    """A task of a user's own is treated like the package's: its methods and attributes decide."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                names = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+                found += [f"{path.name}: {name}" for name in names if name.endswith("Task") or name == "Task"]
+    assert found == []

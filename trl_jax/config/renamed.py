@@ -228,3 +228,11 @@ def _of_old_generation(name: str, value: Any, given: Mapping[str, Any]) -> dict[
     if "generation_kwargs" in given:
         raise TypeError(f"stop_token_id={value!r} cannot be combined with generation_kwargs: {RENAMED[name]}")
     return {"generation_kwargs": {"eos_token_id": int(value)}}
+
+
+RENAMED_IN_RLOO = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
+# Arguments of RLOOTrainer up to TRL 0.21 -> what to use now.
+OLD_RLOO_ARGUMENTS = {old: f"use {new}." for old, new in RENAMED_IN_RLOO.items()} | {
+    "ref_policy": "it is the reference model. By default, that is the model before training.",
+    "data_collator": "remove it: generation pads the prompts.",
+}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -15,8 +13,6 @@ from transformers import TrainingArguments
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.config.renamed import GONE_FROM_TRL, NO_REPLACEMENT, RENAMED, translated, way_out
-from trl_jax.core.text import hide_frames
-from trl_jax.trainer.overrides import check_places
 
 # Flags
 
@@ -130,8 +126,6 @@ def warn(args: OldArguments, stacklevel: int) -> None:
 
 def settle_steps(args: OldArguments) -> None:
     """Set max_steps from total_episodes. A generation takes steps_per_generation * num_iterations micro-batches."""
-    if args.total_episodes is None:
-        return
     generations = -(-args.total_episodes // args.generation_batch_size)
     micro_batches = generations * args.steps_per_generation * args.num_iterations
     args.max_steps = -(-micro_batches // args.gradient_accumulation_steps)
@@ -142,54 +136,32 @@ def settle_steps(args: OldArguments) -> None:
 _GONE = {*GONE_FROM_TRL.split(), *NO_REPLACEMENT}
 
 
-RENAMED_IN_RLOO = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
-# Arguments of RLOOTrainer up to TRL 0.21 -> what to use now.
-OLD_RLOO_ARGUMENTS = {old: f"use {new}." for old, new in RENAMED_IN_RLOO.items()} | {
-    "ref_policy": "it is the reference model. By default, that is the model before training.",
-    "data_collator": "remove it: generation pads the prompts.",
-}
-
-
-def accepting_old_keywords(*moved: str, first: Callable | None = None) -> Callable[[Callable], Callable]:
-    """Make a trainer's `__init__` accept `tokenizer=` and arguments that have moved, each with a FutureWarning.
+def modern_keywords(
+    trainer: type, moved: frozenset[str], accepted: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Translate arguments of earlier releases: `tokenizer=`, those that have moved to the config, and those that no
+    trainer needs any more. Each gets a FutureWarning at the line that creates the trainer.
 
     Args:
-        moved: names, old or current, of arguments that have moved to the config.
-        first: (trainer, args, kwargs) -> kwargs, which translates the arguments of an old constructor.
+        moved, accepted: the names of arguments, as in `trainer.overrides.accepting_old_keywords`.
+
+    Raises:
+        TypeError: an argument is unknown.
     """
-    return functools.partial(_wrapped, frozenset(moved), first)
-
-
-def _wrapped(moved: frozenset[str], first: Callable | None, init: Callable) -> Callable:
-    accepted = inspect.signature(init).parameters
-
-    @functools.wraps(init)
-    def wrapped(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            if first is not None:
-                kwargs = first(self, args, kwargs)
-            if "tokenizer" in kwargs:
-                if "processing_class" in kwargs:
-                    raise TypeError("tokenizer and processing_class are the same argument. Remove tokenizer.")
-                kwargs["processing_class"] = kwargs.pop("tokenizer")
-                tell("tokenizer is an old name: use processing_class.")
-            for name in (kwargs.keys() & _GONE) - moved - accepted.keys():
-                for note in translated({name: kwargs.pop(name)}, ())[2]:
-                    tell(note)
-            order = list(accepted)[1:]  # without self
-            check_places(type(self).__name__, order, dict(zip(order, args, strict=False)) | kwargs)
-            if given := {name: kwargs.pop(name) for name in sorted(moved) if name in kwargs}:
-                at = order.index("args")
-                args, kwargs = _with_moved(type(self).config_class, given, args, kwargs, at)
-            for name in kwargs.keys() - accepted.keys():
-                raise TypeError(f"{type(self).__name__} has no argument {name!r}: {way_out(name, accepted)}")
-            init(self, *args, **kwargs)
-        except Exception as error:
-            hide_frames(error)
-            raise
-
-    wrapped.moved = moved
-    return wrapped
+    kwargs = dict(kwargs)
+    if "tokenizer" in kwargs:
+        if "processing_class" in kwargs:
+            raise TypeError("tokenizer and processing_class are the same argument. Remove tokenizer.")
+        kwargs["processing_class"] = kwargs.pop("tokenizer")
+        tell("tokenizer is an old name: use processing_class.", above=1)
+    for name in (kwargs.keys() & _GONE) - moved - accepted.keys():
+        for note in translated({name: kwargs.pop(name)}, ())[2]:
+            tell(note, above=1)
+    if given := {name: kwargs.pop(name) for name in sorted(moved) if name in kwargs}:
+        args, kwargs = _with_moved(trainer.config_class, given, args, kwargs, list(accepted).index("args") - 1)
+    for name in kwargs.keys() - accepted.keys():
+        raise TypeError(f"{trainer.__name__} has no argument {name!r}: {way_out(name, accepted)}")
+    return args, kwargs
 
 
 def moved_arguments(trainer: type) -> frozenset[str]:
@@ -212,25 +184,23 @@ def _with_moved(
     written = ", ".join(f"{name}={value!r}" for name, value in now.items())
     if config is None:
         raise TypeError(f"{written} is an argument of {kind.__name__} now: pass args={kind.__name__}({written}).")
-    changed = copy.copy(as_config(config, kind))
+    changed = copy.copy(config if isinstance(config, kind) else from_training_arguments(config, kind))
     for name, value in now.items():
         setattr(changed, name, value)
     for old in given:
         new = translated({old: given[old]}, names)[0]
-        tell(f"{old} is an argument of {kind.__name__} now: use {kind.__name__}({', '.join(new)}=...).", above=1)
+        tell(f"{old} is an argument of {kind.__name__} now: use {kind.__name__}({', '.join(new)}=...).", above=2)
     if len(args) > at:
         return (*args[:at], changed, *args[at + 1 :]), kwargs
     return args, kwargs | {"args": changed}
 
 
-def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
-    """Convert TrainingArguments, which scripts for early TRL pass, to `kind`. A `kind` is returned unchanged.
+def from_training_arguments(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
+    """Convert TrainingArguments, which scripts for early TRL pass, to `kind`.
 
     Raises:
-        TypeError: args is neither.
+        TypeError: args is something else.
     """
-    if isinstance(args, kind):
-        return args
     if isinstance(args, type) and issubclass(args, TrainingArguments):
         raise TypeError(f"args is the class {args.__name__} itself: pass args={kind.__name__}(...).")
     if not isinstance(args, TrainingArguments) or isinstance(args, BaseConfig):
@@ -239,7 +209,7 @@ def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
         f"args is a TrainingArguments: its values are used, with {kind.__name__}'s defaults for the rest. Pass a "
         f"{kind.__name__}.",
         FutureWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     known = {f.name for f in fields(kind) if f.init}
     return kind(**{f.name: getattr(args, f.name) for f in fields(args) if f.name in known and f.init})

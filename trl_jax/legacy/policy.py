@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from transformers import TrainingArguments
 
+from trl_jax.config.renamed import OLD_RLOO_ARGUMENTS, RENAMED_IN_RLOO
 from trl_jax.data.prompts import prompt_ids
 from trl_jax.hub.torch_objects import is_torch_model
-from trl_jax.legacy.arguments import OLD_RLOO_ARGUMENTS, RENAMED_IN_RLOO, tell
+from trl_jax.legacy.arguments import tell
 from trl_jax.rollout.rewards import RewardModel, is_model, reward_model
 from trl_jax.trainer.overrides import check_collator
 

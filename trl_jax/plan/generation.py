@@ -45,7 +45,6 @@ from trl_jax.nn.cache import Cache
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import Compiled, compiled_program, on_device
 from trl_jax.rollout.rollout import Ids, Logps, RolloutSteps, Writer, Written, all_written
-from trl_jax.tasks.distillation import DistillationTask
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online import RolloutTrainer
@@ -90,7 +89,7 @@ class LongestWriter:
 
 def further_arguments(task: Task, args: BaseConfig, teacher: PreTrainedModel | None) -> dict[str, Any]:
     """The trainer's teacher, or reward functions that return 0, one per reward weight."""
-    if teacher is not None or isinstance(task, DistillationTask):
+    if teacher is not None or "teacher_model_name_or_path" in vars(args):
         return {"teacher_model": teacher}
     if task.columns.prompts is None:
         return {}
@@ -135,8 +134,8 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
     return writer
 
 
-def most_new_tokens(args: BaseConfig) -> int:
-    """Maximum length of a completion, in tokens."""
+def most_new_tokens(args: BaseConfig) -> int | None:
+    """Maximum length of a completion, in tokens; None if the trainer samples none."""
     most = vars(args).get("max_completion_length") or vars(args).get("max_new_tokens")
     further = vars(args).get("generation_kwargs") or {}
     return further.get("max_new_tokens") or further.get("max_tokens") or most  # the latter with servers
@@ -151,15 +150,17 @@ def by_servers(trainer: BaseTrainer) -> bool:
 
 
 def prompt_length(args: BaseConfig) -> int:
-    """Tokens of a synthetic prompt, so that prompt and completion have max_length tokens.
+    """Tokens of a synthetic prompt, so that prompt and completion have max_length tokens; max_length if the trainer
+    samples no completions.
 
     Raises:
         ValueError: a completion leaves no room for a prompt.
     """
-    length = args.max_length - most_new_tokens(args)
+    new_tokens = most_new_tokens(args) or 0
+    length = args.max_length - new_tokens
     if length < 1:
         raise ValueError(
-            f"max_length={args.max_length} leaves no room for a prompt before {most_new_tokens(args)} new tokens: "
+            f"max_length={args.max_length} leaves no room for a prompt before {new_tokens} new tokens: "
             "raise --max_length, or lower --max_new_tokens."
         )
     return length

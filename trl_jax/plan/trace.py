@@ -29,8 +29,6 @@ from trl_jax.plan import generation
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import devices
 from trl_jax.plan.generation import begun
-from trl_jax.tasks.distillation import GkdTask
-from trl_jax.tasks.dpo import OnlineDpoTask
 from trl_jax.tasks.policy import RolloutTask
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -141,9 +139,8 @@ def trainer_of(
         ValueError: there is neither a dataset nor a maximum length, or the trainer rejects the arguments.
     """
     task, made_up = task_of(kind, args), rows.train is None
-    online = isinstance(task, RolloutTask)
     if made_up:
-        rows = _prompts(task, args) if online else _made_up(task, args)
+        rows = _prompts(task, args) if task.online else _made_up(task, args)
         args = copy.copy(args)
         args.eos_token = args.pad_token = args.chat_template_path = None
     trainer = kind(
@@ -154,7 +151,7 @@ def trainer_of(
         processing_class=rows.tokenizer,
         **generation.further_arguments(task, args, teacher),
     )
-    if online:
+    if task.online:
         generation.with_longest_completions(trainer, made_up=made_up)
     return trainer
 
@@ -174,16 +171,15 @@ def _made_up(task: Task, args: PlannedConfig) -> Rows:
         )
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     counts = [count * len(args.devices) for count in (size * passes, args.per_device_eval_batch_size)]
-    if isinstance(task, OnlineDpoTask):
-        prompts = Dataset.from_dict({"prompt": list(map(str, range(counts[0])))})
-        return Rows(prompts, None, PlaceholderTokenizer(generation.prompt_length(args)))
-    if isinstance(task, GkdTask):
-        before = generation.prompt_length(args)
-        row = {"completion_mask": [0] * before + [1] * (args.max_length - before)}
-        ids = (longest(Columns(("input_ids",)), args.max_length, count) for count in counts)
-        train, test = (one.add_column("completion_mask", [row["completion_mask"]] * len(one)) for one in ids)
-    else:
-        train, test = (longest(task.columns, args.max_length, count) for count in counts)
+    before = generation.prompt_length(args)
+    if task.columns.prompts is not None:
+        prompts = Dataset.from_dict({task.columns.prompts: list(map(str, range(counts[0])))})
+        return Rows(prompts, None, PlaceholderTokenizer(before))
+    train, test = (longest(task.columns, args.max_length, count) for count in counts)
+    if before < args.max_length:  # the trainer replaces completions by sampled ones, and makes the labels itself
+        train, test = (rows.remove_columns(list(task.columns.labels)) for rows in (train, test))
+        mask = [0] * before + [1] * (args.max_length - before)
+        train, test = (rows.add_column("completion_mask", [mask] * len(rows)) for rows in (train, test))
     return Rows(train, test, PlaceholderTokenizer())
 
 

@@ -6,7 +6,7 @@ import abc
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -148,6 +148,15 @@ class RolloutTask(TokenTask):
         """The weight of each completion's tokens in the step's loss; see `losses.policy_gradient.token_weights`."""
         del lengths, micro_batch, generated_tokens, part
         return completion_weight
+
+    def following(self, made: Callable[[], RolloutTask]) -> RolloutTask:
+        """This task, with the current values of the arguments that TRL reads in each step.
+
+        Args:
+            made: makes the trainer's task from its current arguments.
+        """
+        del made
+        return self
 
 
 def check_changes(then: RolloutTask, now: RolloutTask) -> None:
@@ -309,6 +318,11 @@ class OnlineTask(PolicyTask):
 # ----------------------------------------------------------------------------------------------------
 # Group relative policy optimization and its variants
 
+_READ_IN_EACH_STEP = (  # of `args`, by TRL's loss; it reads all other arguments at construction
+    "delta", "use_bias_correction_kl", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
+    "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class GrpoTask(OnlineTask):
@@ -370,6 +384,10 @@ class GrpoTask(OnlineTask):
             entropy_coef=coefficient,
             settings=self.objective,
         )
+
+    def following(self, made: Callable[[], GrpoTask]) -> GrpoTask:
+        now = vars(made().objective)
+        return replace(self, objective=replace(self.objective, **{name: now[name] for name in _READ_IN_EACH_STEP}))
 
     def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         """TRL's metrics of the policy: means over micro-batches."""

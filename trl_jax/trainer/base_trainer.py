@@ -424,7 +424,7 @@ class BaseTrainer(abc.ABC):
         check_set(vars(self).keys(), type(self), self._never_called, self._never_read)
         online = self._setup.rollout is not None
         then = self._editable.task
-        task = self._followed(then) if online else self.make_task()
+        task = then.following(self.make_task) if online else self.make_task()
         if task == then:
             return
         check_mirrored(self)
@@ -432,10 +432,6 @@ class BaseTrainer(abc.ABC):
         check_same_rows(then, task, in_train=in_train, config=self.config_class.__name__)
         self._editable.task = task
         self.parts.evaluator.recompile()
-
-    def _followed(self, task: Task) -> Task:
-        """The task of an online trainer, with the current values of the arguments that TRL reads in each step."""
-        return task
 
     def loss(
         self, params: dict, batch: Any, key: jax.Array | None, *, remat: bool | str = False

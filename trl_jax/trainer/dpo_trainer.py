@@ -11,12 +11,11 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.dpo import PreferenceLoss
 from trl_jax.tasks.dpo import DpoTask
 from trl_jax.trainer.collators import DataCollatorForPreference, DataCollatorForVisionPreference
 from trl_jax.trainer.dpo_config import DPOConfig, losses_of
-from trl_jax.trainer.overrides import NEVER_CALLED_IN_PREFERENCES, MirroredArg
+from trl_jax.trainer.overrides import NEVER_CALLED_IN_PREFERENCES, MirroredArg, accepting_old_keywords, as_config
 from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (

@@ -22,14 +22,13 @@ from trl_jax.hub.generate import check_completes, check_generates
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.rollout import BASE_SEED_WORDS
 from trl_jax.tasks.distillation import GkdTask, generalized_jsd_loss
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.gkd_config import GKDConfig
-from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, MirroredArg
+from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, MirroredArg, accepting_old_keywords, as_config
 from trl_jax.training import model
 from trl_jax.training.data import Batches
 from trl_jax.training.forward import balance_experts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,14 +16,13 @@ from transformers.trainer_callback import TrainerCallback
 from trl_jax.config.generation import uses_server
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import also_of_tensors, any_tensor
-from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.policy_gradient import MAX_LOG, MIN_LOG, PolicyLoss, entropy_mask
 from trl_jax.rollout.completions_log import CompletionsRepo
 from trl_jax.rollout.tools import Environments
 from trl_jax.tasks.policy import EntropyBonus, GrpoTask
-from trl_jax.tasks.task import Task
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.online import OnlineTrainer, argument
+from trl_jax.trainer.overrides import accepting_old_keywords, as_config
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +30,6 @@ _OF_THE_LOSS = (
     "loss_type", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl", "importance_sampling_level",
     "off_policy_mask_threshold", "top_entropy_quantile", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
     "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "max_completion_length",
-)  # fmt: skip
-_READ_IN_EACH_STEP = (  # of `args`, by TRL's loss; it reads all other arguments at construction
-    "delta", "use_bias_correction_kl", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
-    "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
 )  # fmt: skip
 
 
@@ -139,13 +133,6 @@ class GRPOTrainer(OnlineTrainer):
             scale_rewards=args.scale_rewards,
             entropy_bonus=bool(args.entropy_coef or args.use_adaptive_entropy),
         )
-
-    def _followed(self, task: Task) -> Task:
-        now = self.make_task()  # by which a subclass may set these fields itself
-        if not isinstance(now, GrpoTask):  # of a user's own trainer
-            return task
-        found = {name: vars(now.objective)[name] for name in _READ_IN_EACH_STEP}
-        return replace(task, objective=replace(task.objective, **found))
 
     @property
     def entropy_coef(self) -> float:

@@ -14,12 +14,17 @@ from transformers.trainer_utils import EvalPrediction
 from trl_jax.data.batch import IGNORED
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import any_tensor
-from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
 from trl_jax.trainer.collators import DataCollatorForUnpairedPreference, DataCollatorForVisionUnpairedPreference
 from trl_jax.trainer.kto_config import KTOConfig
-from trl_jax.trainer.overrides import NEVER_CALLED_IN_PREFERENCES, InitOnlyArg, MirroredArg
+from trl_jax.trainer.overrides import (
+    NEVER_CALLED_IN_PREFERENCES,
+    InitOnlyArg,
+    MirroredArg,
+    accepting_old_keywords,
+    as_config,
+)
 from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (

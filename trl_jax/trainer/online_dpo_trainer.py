@@ -20,7 +20,6 @@ from trl_jax.data.prompts import completion_texts, is_conversation
 from trl_jax.generation.generator import StopRule
 from trl_jax.hub.generate import check_completes, check_generates, stop_rule
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.rewards import HELPERS, RewardFunctions, check_signature, is_model, raised_by, reward_functions
 from trl_jax.tasks.dpo import OnlineDpoTask
@@ -28,7 +27,7 @@ from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online import eos_token_ids, sampling_options
 from trl_jax.trainer.online_dpo_config import OnlineDPOConfig
-from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, refuse
+from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, accepting_old_keywords, as_config, refuse
 from trl_jax.trainer.reference import loaded_reference, reference_as_model
 from trl_jax.training.data import Batches, image_columns
 from trl_jax.training.reference import ReferenceModel

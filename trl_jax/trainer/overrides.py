@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import partial, wraps
 from inspect import Signature
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainingArguments
 
+from trl_jax.config.base import BaseConfig
+from trl_jax.core.text import hide_frames
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS
 from trl_jax.tasks.task import Task
 
@@ -466,6 +468,52 @@ def refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name}={value!r} is not in this release of trl_jax. Leave it out.")
+
+
+def accepting_old_keywords(*moved: str, first: Callable | None = None) -> Callable[[Callable], Callable]:
+    """Make a trainer's `__init__` check its arguments, and accept those of earlier releases with a FutureWarning.
+
+    Args:
+        moved: names, old or current, of arguments that have moved to the config.
+        first: (trainer, args, kwargs) -> kwargs, which translates the arguments of an old constructor.
+    """
+    return partial(_accepting, frozenset(moved), first)
+
+
+def _accepting(moved: frozenset[str], first: Callable | None, init: Callable) -> Callable:
+    accepted = inspect.signature(init).parameters
+    order = list(accepted)[1:]  # without self
+
+    @wraps(init)
+    def wrapped(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            if first is not None:
+                kwargs = first(self, args, kwargs)
+            check_places(type(self).__name__, order, dict(zip(order, args, strict=False)) | kwargs)
+            if not kwargs.keys() <= accepted.keys():
+                from trl_jax.legacy.arguments import modern_keywords
+
+                args, kwargs = modern_keywords(type(self), moved, accepted, args, kwargs)
+            init(self, *args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    wrapped.moved = moved
+    return wrapped
+
+
+def as_config(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
+    """`args`, converted to `kind` if it is a TrainingArguments, which scripts for early TRL pass.
+
+    Raises:
+        TypeError: args is neither.
+    """
+    if isinstance(args, kind):
+        return args
+    from trl_jax.legacy.arguments import from_training_arguments
+
+    return from_training_arguments(args, kind)
 
 
 def check_places(trainer: str, order: Sequence[str], given: Mapping[str, Any]) -> None:

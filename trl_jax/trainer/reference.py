@@ -14,7 +14,6 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.config.shared import shared
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import VisionCollator
@@ -23,6 +22,8 @@ from trl_jax.trainer.overrides import (
     ONCE_CALLED_WITH_PAIRS,
     ONCE_CALLED_WITH_REFERENCE,
     InitOnlyArg,
+    accepting_old_keywords,
+    as_config,
     check_config,
     check_lengths,
     names_of_script,

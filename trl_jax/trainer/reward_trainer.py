@@ -13,11 +13,11 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.tasks.eval_report import report
 from trl_jax.tasks.reward import RewardTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import RewardDataCollator as DataCollatorForPreference
+from trl_jax.trainer.overrides import accepting_old_keywords, as_config
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.training.evaluate import Evaluated, MetricHooks
 

@@ -10,11 +10,12 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
+from trl_jax.config.renamed import OLD_RLOO_ARGUMENTS
 from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.legacy.arguments import OLD_RLOO_ARGUMENTS, accepting_old_keywords, as_config, tell
 from trl_jax.tasks.policy import RlooTask
 from trl_jax.trainer.online import OnlineTrainer, argument
+from trl_jax.trainer.overrides import accepting_old_keywords, as_config
 from trl_jax.trainer.rloo_config import RLOOConfig
 
 
@@ -105,6 +106,8 @@ class RLOOTrainer(OnlineTrainer):
         Args:
             sampling: has no effect; all rows are completed.
         """
+        from trl_jax.legacy.arguments import tell
+
         tell(
             "generate_completions() is of TRL up to 0.21: it evaluates. Call evaluate(), and set log_completions=True "
             "for a table of the completions."

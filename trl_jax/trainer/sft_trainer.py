@@ -16,11 +16,10 @@ from transformers.trainer_utils import EvalPrediction
 from trl_jax.config.rules import as_dict
 from trl_jax.data.checks import as_read
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.legacy.arguments import accepting_old_keywords, as_config
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
-from trl_jax.trainer.overrides import NEVER_READ, MirroredArg, is_older_collator
+from trl_jax.trainer.overrides import NEVER_READ, MirroredArg, accepting_old_keywords, as_config, is_older_collator
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.setup import TrainerSpec

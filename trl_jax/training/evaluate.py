@@ -28,8 +28,7 @@ from trl_jax.data.loader import EvalChunks, ExampleLoader, IndexedExample, StepB
 from trl_jax.mesh.mesh import distributed, fetched
 from trl_jax.rollout.completions_log import Collected
 from trl_jax.rollout.rollout import BASE_SEED_WORDS, RolloutSteps, step_examples
-from trl_jax.tasks.sft import SftTask
-from trl_jax.tasks.task import Task, TokenTask, by_micro_batch
+from trl_jax.tasks.task import TokenTask, by_micro_batch
 from trl_jax.training import data
 from trl_jax.training.data import ROW_IMAGES, Batches, Prefetched, RowImages, steps_of
 from trl_jax.training.devices import ShardedStep
@@ -244,7 +243,7 @@ class Evaluator:
         """Random predictions for these rows, in the form of an evaluation's."""
         setup, generator = self._setup, np.random.default_rng(0)
         columns = setup.task.columns.texts[: setup.task.columns.num_primary_texts]
-        as_one = lays_end_to_end(setup.task)
+        as_one = setup.task.padding_free
         predictions, labels, losses, inputs = [], [], [], []
         loader = data.loader(setup, rows, training=False).laid_out(layout="padded", divided=False)
         for step in loader:
@@ -327,7 +326,7 @@ class Evaluator:
         if (preprocess := hooks.preprocess_logits_for_metrics) is not None and setup.task.head == "score":
             shown = zip(predictions, labels, strict=True)
             predictions = [jax.tree.map(np.asarray, preprocess(*batch)) for batch in shown]
-        columns, as_one = setup.task.columns.texts[: setup.task.columns.num_primary_texts], lays_end_to_end(setup.task)
+        columns, as_one = setup.task.columns.texts[: setup.task.columns.num_primary_texts], setup.task.padding_free
         losses = [
             np.repeat(np.asarray(sums["loss"], np.float32), count)
             for sums, count in zip(evaluated.sums, counts, strict=True)
@@ -381,7 +380,7 @@ class LogitsEvaluation:
         alone = count == 1 and not columns.optional and setup.task.axis == "text"
         self._texts = None if alone else columns.num_primary_texts or count
         self._virtual = setup.virtual.count
-        self._end_to_end = lays_end_to_end(setup.task)
+        self._end_to_end = setup.task.padding_free
         self._evaluate = jax.jit(self._loss_of_logits, static_argnames="dtype")
         self._evaluate_both = jax.jit(self._loss_and_logits, static_argnames="dtype")
 
@@ -740,11 +739,6 @@ def check_compute_metrics(compute_metrics: Any, by_batch: bool) -> None:
                 "batch_eval_metrics=True calls compute_metrics(predictions, compute_result=...) batch by batch, and it "
                 "takes no compute_result. Add the argument, or leave batch_eval_metrics out."
             )
-
-
-def lays_end_to_end(task: Task) -> bool:
-    """Whether TRL's batches of this task are a single row each, with the texts end to end."""
-    return isinstance(task, SftTask) and task.padding_free
 
 
 def token_ids_of(

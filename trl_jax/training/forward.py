@@ -134,18 +134,19 @@ class Forward:
         """
         options = {"remat": remat} | self.random_options(key, batch.lengths)
         outputs = self.outputs(params, batch, dtype=self._setup.args.compute_dtype, **options)
-        return self._loss(outputs, batch)
+        return self._with_aux_loss(*self._setup.objective.loss(outputs, batch), outputs, batch)
 
-    def _loss(self, outputs: Any, batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _with_aux_loss(
+        self, loss: jax.Array, sums: dict[str, jax.Array], outputs: Any, batch: Batch | LossBatch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         setup = self._setup
-        loss, sums = setup.objective.loss(outputs, batch)
         if not setup.router_aux_loss_coef or setup.script_loss is not None:  # a user-defined loss adds it, as in TRL
             return loss, sums
         return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, setup.router_aux_loss_coef)
 
     def measure(self, outputs: Any, batch: Batch | LossBatch) -> dict[str, jax.Array]:
         """The metric sums of an evaluated batch, and its mean `loss`."""
-        loss, sums = self._loss(outputs, batch)
+        loss, sums = self._with_aux_loss(*self._setup.objective.loss(outputs, batch), outputs, batch)
         return sums | {"loss": loss}
 
     def random_options(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:

@@ -173,9 +173,10 @@ class TrainStep:
         self._setup, self._forward, self._script_loss = setup, forward, script_loss
         self.sharded_step, self.user_loss = sharded_step, user_loss
 
-    def loss(self, params: dict, batch: Any, key: Any, *, remat: bool | str = False) -> tuple:
+    @property
+    def loss(self) -> Callable:
         """A subclass's `loss` if it defines one, otherwise `Forward.loss`."""
-        return (self._script_loss() or self._forward.loss)(params, batch, key, remat=remat)
+        return self._script_loss() or self._forward.loss
 
     def reference_shares_tower(self) -> bool:
         """As `Forward.reference_shares_tower`."""
@@ -218,13 +219,15 @@ class TrainStep:
         check: Callable[[], None],
         tell: Callable[[Any], None],
         new_optimizer: Callable[[], Any],
-    ) -> Callable:
-        """Return `(step batch, learning rate) -> metrics`, which also updates the model's parameters.
+        next_rate: Callable[[], Any],
+    ) -> Callable[[Any], dict[str, jax.Array]]:
+        """Return `step batch -> metrics`, which also updates the model's parameters.
 
         Args:
             check: called before each step; raises the errors of background threads.
             new_optimizer: called before each step; returns the optimizer if the step must be recompiled, else None.
             tell: called before each step with its batch, to announce the first one.
+            next_rate: returns the learning rate of the next step, or one per group of parameters.
         """
         setup, args = self._setup, self._setup.args
         if setup.progress.optimizer_state is None:
@@ -247,13 +250,13 @@ class TrainStep:
         if setup.rollout is not None:
             setup.rollout.at_iterates = at_iterates
 
-        def advance(batch, learning_rate):
+        def advance(batch):
             nonlocal step, tx
             check()
             if (changed := new_optimizer()) is not None:
                 step, tx = self.build(changed), changed
             step_key = None if key is None else jax.random.fold_in(key, setup.state.global_step)
-            rate, shape = np.float32(learning_rate), batch.arrays.tokens.shape
+            rate, shape = np.float32(next_rate()), batch.arrays.tokens.shape
             tell(batch)
             setup.model.params, setup.progress.optimizer_state, metrics = step(
                 setup.model.params, setup.progress.optimizer_state, batch.arrays, rate, step_key, setup.frozen

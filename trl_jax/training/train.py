@@ -271,7 +271,11 @@ class Training:
             if setup.encoder is not None and "images" not in told:
                 tell_images(told, batch, share_tower=train_step.reference_shares_tower())
 
-        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, partial(self._new_optimizer, changed))
+        new_optimizer, rates = (
+            partial(self._new_optimizer, changed),
+            partial(checkpointer.lr_scheduler.take_next, GROUPS),
+        )
+        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, new_optimizer, rates)
         # A user-defined `log` may not accept the second argument.
         began = () if args.include_num_input_tokens_seen == "no" else (time.time(),)
         patience = 1 if "underflow_overflow" in str(args.debug) else PATIENCE
@@ -288,7 +292,7 @@ class Training:
             # If batch sizes differ from those before the resume, max_steps may only be reached in a later epoch.
             num_epochs=length.num_epochs + (progress.epoch if args.max_steps > 0 else 0),
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            advance=lambda batch: advance(batch, checkpointer.lr_scheduler.take_next(GROUPS)),
+            advance=advance,
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._hooks.log(logs, self._measured(since), *began),
             evaluate=self._evaluate,
