@@ -46,6 +46,10 @@ with processes.together("training"):
         os.kill(os.getpid(), signal.SIGKILL)
     if fault in ("kill 0", "kill 1"):
         step("step 2")
+    if fault == "unplugged" and number == 0:
+        step("step 2")
+    if fault == "unplugged":
+        time.sleep(100)
     if fault == "kill in python" and number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "kill in python":

@@ -23,6 +23,7 @@ SCRIPT = Path(__file__).with_name("faulty.py")
 ROOT = str(Path(__file__).parents[2])
 # In seconds: without output from one process; from the end of the first process to that of the last.
 SILENCE, END = 30, 60
+LOST = "has died or cannot be reached (see its own log)"
 RESUME = "Checkpoints are never partial: restart all processes with resume_from_checkpoint=True."
 
 
@@ -36,20 +37,30 @@ class Ended:
     between: float
 
 
-def run(out: Path, fault: str, *places: tuple[int, int], timeout: int = 60) -> Ended:
-    """Run processes with these (num_processes, process_id) until they exit."""
+def run(
+    out: Path, fault: str, *places: tuple[int, int], timeout: int = 60, hosts: Hosts | None = None, unplug: int = 0
+) -> Ended:
+    """Run processes with these (num_processes, process_id) until they exit.
+
+    Args:
+        hosts: each process runs on its own host. The network of host `unplug` fails once all of them have begun.
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     env |= {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
-    address, logs, started = f"localhost:{port()}", [], []
+    address, logs, started = f"{'localhost' if hosts is None else hosts.address}:{port()}", [], []
     for index, place in enumerate(places):
         logs.append(out / f"{index}.log")
-        command = [sys.executable, str(SCRIPT), fault, address, *map(str, (*place, timeout))]
+        command = [] if hosts is None else hosts.prefix(index)
+        command += [sys.executable, str(SCRIPT), fault, address, *map(str, (*place, timeout))]
         with logs[-1].open("w") as file:
             started.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
     now = time.monotonic()
     sizes, spoke, ends, silence = [0] * len(places), [now] * len(places), [0.0] * len(places), 0.0
     while not all(ends) and time.monotonic() < now + 300:
         time.sleep(0.05)
+        if hosts is not None and not hosts.unplugged and all("began" in log.read_text() for log in logs):
+            time.sleep(4)  # until the lifelines have connected
+            hosts.unplug(unplug)
         for index, process in enumerate(started):
             size, alive = logs[index].stat().st_size, process.poll() is None
             if size != sizes[index] or (not alive and not ends[index]):
@@ -63,6 +74,48 @@ def run(out: Path, fault: str, *places: tuple[int, int], timeout: int = 60) -> E
     between = max(ends) - min(ends)
     print(f"{fault}, {places}: {between:.1f} s between the ends, {silence:.1f} s of silence")
     return Ended([process.returncode for process in started], [log.read_text() for log in logs], silence, between)
+
+
+class Hosts:
+    """Two hosts on one machine, each with a network, a name and a /dev/shm of its own. Needs root and iproute2."""
+
+    address = "10.77.0.1"  # of the first one
+
+    def __init__(self, folder: Path):
+        self.unplugged, self._names = False, folder / "hosts"
+        self._names.write_text("127.0.0.1 localhost\n10.77.0.1 host0\n10.77.0.2 host1\n")
+
+    def __enter__(self) -> Hosts:
+        _ip("link add bridge77 type bridge")
+        _ip("link set bridge77 up")
+        for number in (0, 1):
+            _ip(f"netns add host{number}")
+            _ip(f"link add veth77{number} type veth peer name eth0 netns host{number}")
+            _ip(f"link set veth77{number} master bridge77 up")
+            _ip(f"-n host{number} addr add 10.77.0.{number + 1}/24 dev eth0")
+            for device in ("lo", "eth0"):
+                _ip(f"-n host{number} link set {device} up")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in (0, 1):
+            _ip(f"link del veth77{number}")
+            _ip(f"netns del host{number}")
+        _ip("link del bridge77")
+
+    def prefix(self, number: int) -> list[str]:
+        """The beginning of a command that runs on a host."""
+        own = f"hostname host{number}; mount -t tmpfs tmpfs /dev/shm; mount --bind {self._names} /etc/hosts"
+        enter = ["ip", "netns", "exec", f"host{number}", "unshare", "-m", "-u"]
+        return [*enter, "sh", "-c", f'{own}; exec "$@"', "sh"]
+
+    def unplug(self, number: int) -> None:
+        _ip(f"-n host{number} link set eth0 down")
+        self.unplugged = True
+
+
+def _ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True)
 
 
 def assert_ended(found: Ended, *sentences: str, codes: tuple[int, ...]) -> None:
@@ -117,7 +170,7 @@ def test_numbers_that_do_not_fit_together_are_named_in_all_processes(tmp_path):
 
 def test_a_process_that_died_is_named(tmp_path):
     killed = -signal.SIGKILL
-    sentence = "Process 1 of 2 has died (see its own log), so this process, number 0, cannot continue. " + RESUME
+    sentence = f"Process 1 of 2 {LOST}, so this process, number 0, cannot continue. {RESUME}"
     found = run(tmp_path, "kill 1", (2, 0), (2, 1))
     assert_ended(found, f"RuntimeError: {sentence}", "", codes=(1, killed))
     assert "Gloo AllGather failed" in found.texts[0], found.texts[0]
@@ -125,7 +178,7 @@ def test_a_process_that_died_is_named(tmp_path):
     assert_ended(found, f"trl_jax: {sentence}", "", codes=(1, killed))
 
     found = run(tmp_path, "kill 0", (2, 0), (2, 1))
-    sentence = "Process 0 of 2 has died (see its own log), so this process, number 1, cannot continue. " + RESUME
+    sentence = f"Process 0 of 2 {LOST}, so this process, number 1, cannot continue. {RESUME}"
     assert_ended(found, "", sentence, codes=(killed, 1))
 
 
@@ -149,6 +202,16 @@ def test_arguments_that_name_no_run_are_refused(address, count, number, error, m
     monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: pytest.fail("joined a run"))
     with pytest.raises(ValueError, match=error):
         processes.join(address, count, number, 1)
+
+
+@pytest.mark.skipif(not os.environ.get("HOSTS"), reason="runs under HOSTS=1, as root on Linux")
+@pytest.mark.parametrize("unplug", [0, 1])
+def test_a_host_whose_network_fails_is_named_by_the_other(unplug, tmp_path):
+    """No connection is closed: packets are lost."""
+    with Hosts(tmp_path) as hosts:
+        found = run(tmp_path, "unplugged", (2, 0), (2, 1), hosts=hosts, unplug=unplug)
+    sentences = [f"Process {1 - number} of 2 {LOST}" for number in (0, 1)]
+    assert_ended(found, *sentences, codes=(1, 1))
 
 
 def test_other_errors_are_not_explained():

@@ -11,6 +11,7 @@ from compat_tests import tiny
 from compat_tests.effort import only_thorough
 from compat_tests.mesh.launching import launch, launch_both
 from compat_tests.mesh.rank import ROWS, go_on, rows_of
+from compat_tests.mesh.test_faults import LOST
 from compat_tests.parity import golden
 from compat_tests.parity.marks import assert_same_curve, assert_same_weights, steps_of
 from compat_tests.parity.reference import Run, read_weights
@@ -59,7 +60,7 @@ def test_row19_another_number_of_processes_and_row47_a_kill_in_the_middle_of_a_s
     two = CONFIG | TWO | SAVING | {"resume": str(tmp_path / "one" / "checkpoint-3"), "dies": 5}  # written by one
     codes, texts = zip(*launch("ours", folder, tmp_path, config=[two] * 2), strict=True)
     assert codes == (-9, 1), texts[1][-3000:]
-    assert "Process 0 of 2 has died (see its own log), so this process, number 1" in texts[1], texts[1][-3000:]
+    assert f"Process 0 of 2 {LOST}, so this process, number 1" in texts[1], texts[1][-3000:]
     left = tmp_path / "ours"
     assert sorted(path.name for path in left.glob("*checkpoint*")) == [".checkpoint-5.unfinished", "checkpoint-4"]
     assert (left / ".checkpoint-5.unfinished" / "model.safetensors").is_file()
@@ -76,7 +77,7 @@ def test_row47_a_process_that_has_gone_is_named(folder, tmp_path):
     endless = CONFIG | TWO | {"max_steps": 100_000, "heartbeat": 5}
     results = launch("ours", folder, tmp_path, config=[endless] * 2, killed=1)
     code, text = results[0]
-    assert code == 1 and "RuntimeError: Process 1 of 2 has died (see its own log), so this process, number 0" in text
+    assert code == 1 and f"RuntimeError: Process 1 of 2 {LOST}, so this process, number 0" in text
     assert "restart all processes with resume_from_checkpoint=True" in text
 
 

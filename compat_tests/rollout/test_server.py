@@ -565,12 +565,12 @@ def test_a_server_that_is_restarted_gets_the_weights(moment, serve, make):
 @pytest.mark.parametrize(
     "limits,seconds,argument",
     [
-        (Limits(240.0), 60, "vllm_server_restart_timeout"),
+        (Limits(240.0), 45, "vllm_server_restart_timeout"),
         (Limits(5.0), 5, "vllm_server_timeout"),
         (Limits(5.0, restart=300.0), 300, "vllm_server_restart_timeout"),
     ],
 )
-def test_a_server_that_answered_before_is_waited_for_60_s_by_default(limits, seconds, argument):
+def test_a_server_that_answered_before_is_waited_for_45_s_by_default(limits, seconds, argument):
     transport = Vllm(["http://127.0.0.1:9"], Requirements("model", 100, 16, True), limits).transport
     assert transport._patience("http://127.0.0.1:9") == (limits.answer, "vllm_server_timeout")
     transport._reached.add("http://127.0.0.1:9")

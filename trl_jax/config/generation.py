@@ -260,7 +260,7 @@ class OnlineArguments(LanguageModelArguments):
     vllm_server_restart_timeout: float | None = arg(
         None,
         help="Seconds to wait for a server that stops answering during training, before the run ends. Raise it if "
-        "servers are restarted automatically and take longer to start. If unset, 60, or vllm_server_timeout if that "
+        "servers are restarted automatically and take longer to start. If unset, 45, or vllm_server_timeout if that "
         "is less.",
         rule=above(0, math.inf, optional=True),
         kw_only=True,

@@ -179,8 +179,8 @@ class Watch:
 
     def _loss(self) -> str:
         return (
-            f"Process {self.lost} of {self.count} has died (see its own log), so this process, number {self.number}, "
-            f"cannot continue. {_RESUME}"
+            f"Process {self.lost} of {self.count} has died or cannot be reached (see its own log), so this process, "
+            f"number {self.number}, cannot continue. {_RESUME}"
         )
 
     def _look(self) -> None:
@@ -288,8 +288,9 @@ class _Lifelines:
 
     Only three messages are sent: the number of a process that connects ("hello"), the number of one that died ("lost"),
     which the first process passes on, and "bye" from a process that exits normally. The kernel closes the connections
-    of a process that dies; those to a host that is down fail within 20 seconds. Connecting requires the coordination
-    service, which knows the port and a secret.
+    of a process that dies; those to a host that is down fail within 12 seconds, before JAX aborts this process because
+    heartbeats are missing (15 to 30 seconds). Connecting requires the coordination service, which knows the port and a
+    secret.
     """
 
     def __init__(self, state: Any, client: Any):
@@ -356,7 +357,7 @@ class _Lifelines:
         connection.settimeout(5)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
-            for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+            for option, value in ((socket.TCP_KEEPIDLE, 4), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4)):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._peers[connection] = b"", number
         self._selector.register(connection, selectors.EVENT_READ)

@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 256  # requests in flight per server; the server queues those that it cannot run yet
 _SPEAKS_AFTER, _SPEAKS_EVERY = 5.0, 30.0  # seconds: until an unreachable server is logged, and between two logs
-_ANSWERS_WITHIN = 10.0  # seconds: the connect timeout, and the longest interval and timeout of health checks
+_ANSWERS_WITHIN = 5.0  # seconds: the connect timeout, and the longest interval and timeout of health checks
 _BUSY = (502, 503, 504)
 _RETRY_AFTER = 0.5  # seconds
-_LOST = 60.0  # seconds that a server which answered before is waited for, by default
+_LOST = 45.0  # seconds to wait for a server that answered before, by default: with a checkpoint, the run ends in 60 s
 _REPEATS = 3  # minimum number of times that a completion request is sent again after its timeout
 
 Progress = Callable[[int, int], None]
@@ -73,7 +73,7 @@ class Limits:
     """Timeouts in seconds, and the maximum number of concurrent completions.
 
     answer: how long requests to a server that has not answered yet are retried.
-    restart: how long requests to a server that answered before are retried; None means 60 s, or `answer` if that is
+    restart: how long requests to a server that answered before are retried; None means 45 s, or `answer` if that is
         less.
     alive: how long health checks may fail during generation; None means `answer` or `restart`, as for requests.
     request: timeout of one completion request, which is then sent again for up to `answer` seconds, at least three
@@ -467,6 +467,7 @@ class Transport:
         """
         failed, late = None, 0
         while True:
+            began = time.monotonic()
             try:
                 reply = await asyncio.wait_for(client.request(method, url + path, json=body), within)
                 if reply.status_code not in _BUSY:
@@ -478,17 +479,16 @@ class Transport:
             except TimeoutError:
                 problem, late = f"no completions within request_timeout={within:g} s", late + 1
                 if late <= _REPEATS or late * within <= self.limits.answer:
-                    failed = None  # it was reachable
+                    began, failed = time.monotonic(), None  # it was reachable
                 else:
                     raise ServerSilent(
                         f"The {self.name} server at {url} did not answer for {late * within:g} s (request_timeout; "
                         f"{problem}, {late} times). Raise request_timeout, or lower max_completion_length or "
                         "max_inflight_tasks."
                     ) from None
-            now = time.monotonic()
-            failed = now if failed is None else failed
+            now, failed = time.monotonic(), began if failed is None else failed
             timeout, argument = self._patience(url)
-            if now - failed > timeout:
+            if now - failed > timeout - _RETRY_AFTER:
                 raise self._silent(url, problem, timeout, argument)
             if now - failed > _SPEAKS_AFTER and now - self._spoke.get(url, -math.inf) > _SPEAKS_EVERY:
                 left, self._spoke[url] = timeout - (now - failed), now
@@ -537,7 +537,7 @@ class Transport:
         """
         seen = dict.fromkeys(self.urls, time.monotonic())
         shortest = alive or min(self._patience(url)[0] for url in self.urls)
-        every = min(_ANSWERS_WITHIN, max(shortest / 4, 0.05))
+        every = min(_ANSWERS_WITHIN, max(shortest / 10, 0.05))
         while True:
             await asyncio.sleep(every)
             for url in self.urls:
@@ -546,7 +546,7 @@ class Transport:
                     seen[url] = time.monotonic()
                 except httpx2.TransportError as error:
                     timeout, argument = (alive, "heartbeat_stale_after_s") if alive else self._patience(url)
-                    if time.monotonic() - seen[url] > timeout:
+                    if time.monotonic() - seen[url] > timeout - every:
                         raise self._silent(url, type(error).__name__, timeout, argument) from error
 
     def run(self, ask: Callable[[httpx2.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
