@@ -59,6 +59,23 @@ def test_models_and_peft_are_imported_when_they_are_wanted(tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
+PEFT_FIRST = """
+import peft, sys
+assert "trl_jax.cli.transformers_patches" in sys.modules
+from transformers import trainer_utils
+model = type("Wrapped", (peft.PeftModel,), {"__init__": lambda self: None})()
+assert trainer_utils._is_peft_model(model) and not trainer_utils._is_peft_model("a string")
+"""
+
+
+def test_a_script_may_import_peft_before_transformers(tmp_path):
+    pytest.importorskip("peft")
+    (tmp_path / "script.py").write_text(PEFT_FIRST)
+    command = [sys.executable, "-m", "trl_jax", "script.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
 REFUSED = """
 import sys
 from trl_jax.cli import transformers_patches

@@ -104,7 +104,9 @@ def import_without_models() -> None:
     utils = import_module("transformers.utils")
     if not {_ACTIVATIONS, *_SHARDED} & sys.modules.keys() and utils.is_torch_distributed_available():
         _import_activations()
-    if "transformers.trainer_utils" not in sys.modules and "peft" not in sys.modules and utils.is_peft_available():
+    imports_peft = "transformers.trainer_utils" not in sys.modules and utils.is_peft_available()
+    # PEFT imports transformers, so it may have been imported in part.
+    if imports_peft and "PeftModel" not in vars(sys.modules.get("peft", utils)):
         _import_trainer_utils(utils)
     trackers = "transformers.integrations.integration_utils"
     if not {trackers, "transformers.modeling_utils"} & sys.modules.keys() and utils.is_torch_available():
