@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 
 import trl_jax
 from compat_tests.effort import only_thorough, thorough
@@ -256,6 +256,46 @@ def test_functions_get_columns_and_the_state(make):
     assert given["prompts"] == [row["prompt"] for row in rows] and given["answer"] == [row["answer"] for row in rows]
     assert given["step"] == 0 and given["others"] == ["log_extra", "log_metric"]
     assert logs["rewards/look/mean"] == logs["completions/mean_length"]
+
+
+class Curriculum(TrainerCallback):
+    """Counts steps for a reward function, as a curriculum does."""
+
+    def __init__(self):
+        self.begun, self.rewarded, self.modes = [], [], []
+
+    def on_step_begin(self, args, state, control, model, **others):
+        self.begun.append(state.global_step)
+        self.modes.append(model.training)
+
+    def reward(self, completions, **columns):
+        self.rewarded.append(self.begun[-1] if self.begun else None)
+        return [1.0 * len(text) for text in completions]
+
+
+def test_a_step_begins_before_it_generates(make):
+    curriculum = Curriculum()
+    config = {"max_steps": 3, "num_iterations": 2, "logging_steps": 1}
+    make(curriculum.reward, config=config, callbacks=[curriculum]).train()
+    assert curriculum.begun == [0, 1, 2] and curriculum.rewarded == [0, 2]
+
+
+class EvaluatesTwice(GRPOTrainer):
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        self.log({"eval_noted": 1.0})
+        return metrics
+
+
+def test_a_log_after_an_evaluation_leaves_the_metrics_of_training(make):
+    curriculum = Curriculum()
+    config = {"max_steps": 3, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make(kind=EvaluatesTwice, config=config, eval_dataset=table(2), callbacks=[curriculum])
+    trainer.train()
+    noted, logged = (next(log for log in trainer.state.log_history if key in log) for key in ("eval_noted", "loss"))
+    assert noted.keys() == {"eval_noted", "epoch", "step"}
+    assert logged["reward"] is not None
+    assert curriculum.modes == [True, True, False]  # as in TRL, until the step begins
 
 
 def test_a_rollout_func_writes_in_the_generators_place(make):

@@ -290,3 +290,9 @@ def test_a_changed_reference_only_warns_in_an_evaluation(causal, tmp_path, caplo
     assert "ref_model: its " in caplog.text and "was changed after the trainer was made" in caplog.text
     with pytest.raises(ValueError, match="ref_model: its .* was changed after the trainer was made"):
         made.train()
+
+
+def test_the_model_of_a_trainer_has_the_tokenizer_of_its_torch_model(folder, tmp_path):
+    first = make(trl_jax, classifier(folder), tmp_path / "first")
+    second = make(trl_jax, first.model, tmp_path / "second")
+    assert second.processing_class("Tell me")["input_ids"] == first.processing_class("Tell me")["input_ids"]

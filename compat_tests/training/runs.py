@@ -111,6 +111,7 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, empty_
         batches=_Batches(rows, args.gradient_accumulation_steps, empty_from),
         num_epochs=run.num_epochs,
         micro_batches_per_epoch=run.micro_batches_per_epoch,
+        begin_step=lambda: events.fire("on_step_begin"),
         advance=lambda batch: {
             "loss": np.float32(events.state.global_step),
             "grad_norm": np.float32(1.0),

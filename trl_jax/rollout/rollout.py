@@ -69,6 +69,7 @@ class RolloutSteps:
     num_steps_of_run: returns the number of steps in the run; nothing is generated ahead for later steps.
     at_iterates: a context in which the policy has the parameters at which the next gradient is taken, as in TRL. With a
         schedule-free optimizer, these differ from the averaged parameters that evaluation uses.
+    begin_step: called before a step generates: callbacks may change what rewards depend on.
     """
 
     rollout: Rollout
@@ -91,6 +92,7 @@ class RolloutSteps:
     num_steps_of_run: Callable[[], int] = lambda: 0
     seeds: TorchGenerator | None = None
     at_iterates: Callable[[], AbstractContextManager] = nullcontext
+    begin_step: Callable[[], None] = lambda: None
     recoverable: ClassVar[tuple[type[Exception], ...]] = (ServerError,)  # a later run can go on from the last step
     _next: Begun | None = None
     _begun_at: float = 0.0
@@ -126,6 +128,7 @@ class RolloutSteps:
 
     def __iter__(self) -> Iterator[Any]:
         while self.sampler.has_next:
+            self.begin_step()
             yield self._step()
 
     def _step(self) -> Any:

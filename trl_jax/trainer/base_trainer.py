@@ -545,7 +545,8 @@ class BaseTrainer(abc.ABC):
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
         self._follow_torch_models()
-        with together("evaluation"), self._evaluating():
+        self.model.eval()  # until the next step begins, as in TRL
+        with together("evaluation"):
             batches = self.get_eval_dataloader(dataset)
             metrics, measured = self.parts.evaluator.evaluate(batches, prefix, self._metric_hooks())
             self._log(metrics, measured, before=f"{prefix}_")
@@ -555,14 +556,6 @@ class BaseTrainer(abc.ABC):
             self._setup.events.fire("on_evaluate", metrics)
         return metrics
 
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """A context in which `model.training` is False, for user-defined methods that read it."""
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(self._setup.progress.in_train)
 
     def _metric_hooks(self) -> MetricHooks:
         return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics)
@@ -582,7 +575,8 @@ class BaseTrainer(abc.ABC):
         self._settle_task()
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
         loader = self.get_test_dataloader(prepared)
-        with together("prediction"), self._evaluating():
+        self.model.eval()
+        with together("prediction"):
             return self.parts.evaluator.predict(loader, metric_key_prefix, self._metric_hooks())
 
     def prediction_step(

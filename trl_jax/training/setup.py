@@ -91,7 +91,10 @@ def tokenizer_of(
                 "tokenizer would be. Pass processing_class=AutoTokenizer.from_pretrained(...)."
             )
         return load_tokenizer(torch_model.config._name_or_path, torch_model.config, **options)
-    return load_tokenizer(model.tokenizer_folder(checkpoint), checkpoint.config, **options)
+    folder = model.tokenizer_folder(checkpoint)
+    if isinstance(checkpoint, PreTrainedModel) and not folder.exists():  # made of a torch model, in a temporary folder
+        folder, _ = checkpoint_folder(checkpoint.name_or_path)
+    return load_tokenizer(folder, checkpoint.config, **options)
 
 
 def image_encoder(

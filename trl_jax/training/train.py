@@ -216,8 +216,8 @@ class Training:
                 self._publisher.finish(args, setup.events)
                 if setup.rollout is not None:
                     setup.rollout.finish()
-            if setup.rollout is not None and loop.progress.evaluated_last:
-                setup.model.eval()  # as in TRL, whose last log therefore leaves out what was collected in training
+            # As in TRL, whose last log therefore leaves out what was collected in training.
+            setup.model.train(not loop.progress.evaluated_last)
             metrics = self._closing_metrics(train_loss, unreported, start, length.max_steps, first)
             with setup.progress.interrupts.waiting():
                 params = self._best_params()
@@ -284,6 +284,14 @@ class Training:
             sharded = setup.sharding_plan is not None
             return explain(setup.model.params, setup.frozen, train_step.loss, batch, sharded=sharded)
 
+        def begin_step() -> None:
+            setup.events.fire("on_step_begin")
+            setup.model.train()  # an evaluation leaves it in evaluation mode, as in TRL
+
+        def report(logs: dict[str, float], since: list[dict[str, np.ndarray]]) -> None:
+            setup.model.train()
+            self._hooks.log(logs, self._measured(since), *began)
+
         loop = Loop(
             events=setup.events,
             batches=Prefetched(steps, place, lambda: loop.leave_if_asked())
@@ -292,9 +300,10 @@ class Training:
             # If batch sizes differ from those before the resume, max_steps may only be reached in a later epoch.
             num_epochs=length.num_epochs + (progress.epoch if args.max_steps > 0 else 0),
             micro_batches_per_epoch=length.micro_batches_per_epoch,
+            begin_step=begin_step if setup.rollout is None else lambda: None,
             advance=advance,
             learning_rate=checkpointer.lr_scheduler,
-            report=lambda logs, since: self._hooks.log(logs, self._measured(since), *began),
+            report=report,
             evaluate=self._evaluate,
             observe=lambda metrics: checkpointer.lr_scheduler.after_evaluation(metrics, args.metric_for_best_model),
             save=self._hooks.save_checkpoint,
@@ -305,6 +314,8 @@ class Training:
             random_streams=setup.random_streams,
             random_before=random_before,
         )
+        if setup.rollout is not None:
+            setup.rollout.begin_step = begin_step
         setup.progress.in_train = True
         setup.model.train()
         self._copied, reading = None, contextlib.nullcontext()
@@ -408,6 +419,7 @@ class Loop:
         micro_batches_per_epoch: for fractional epochs.
         random_streams: random generators of online training.
         random_before: the random state before it was restored from a checkpoint; None if none was restored.
+        begin_step: fires on_step_begin. Online training does so itself, before it generates the batch.
         advance: batch -> metrics of one optimizer step, still on the device.
         learning_rate: number of finished steps -> learning rate of the next step, for the log.
         report: (logs, metrics of the steps since the last report, as NumPy) -> None.
@@ -425,6 +437,7 @@ class Loop:
     batches: Batches
     num_epochs: int
     micro_batches_per_epoch: int
+    begin_step: Callable[[], None]
     advance: Callable[[Any], Metrics]
     learning_rate: Callable[[int], float]
     report: Callable[[dict[str, float], list[dict[str, np.ndarray]]], None]
@@ -551,7 +564,7 @@ class Loop:
     def _step(self, batch: Any) -> None:
         """One optimizer step. The host runs at most one step ahead of the device."""
         events, progress = self.events, self.progress
-        events.fire("on_step_begin")
+        self.begin_step()
         progress.learning_rate = self.learning_rate(events.state.global_step)
         self._between_steps = False
         reached(f"training step {events.state.global_step + 1}")
