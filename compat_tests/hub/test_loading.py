@@ -270,6 +270,21 @@ def test_what_a_tokenizer_returns_can_be_handed_over(checkpoint):
     np.testing.assert_array_equal(model(**encoded).logits, model(ids, mask).logits)
 
 
+def test_a_script_in_torch_computes_logits_and_a_loss(checkpoint):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = checkpoint("llama", head="causal")
+    ids = torch.as_tensor(variants.rows()[0]).long()
+    labels = torch.where(torch.arange(ids.shape[1]) < 3, -100, ids)
+    with torch.no_grad():
+        wanted = transformers.AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids, labels=labels)
+    found = AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids, labels=labels)
+    assert found[0] is found.loss and found["logits"] is found.logits
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.logits.argmax(-1), wanted.logits.argmax(-1))
+    with pytest.raises(ValueError, match="labels must be the ids that a language model predicts"):
+        AutoModelForCausalLM.from_pretrained(folder)(ids, labels=labels[:1])
+
+
 def test_scores_are_computed_in_float32_wherever_they_are(checkpoint, monkeypatch):
     """On the CPU all precisions are equal, so the test looks at the setting under which the program is traced."""
     pytest.importorskip("torch")

@@ -351,3 +351,28 @@ def test_numbers_that_trl_jax_logs_itself_are_not_appended_to(checkpoint, tmp_pa
     trainer = Appending(str(checkpoint(**FACTS)), args, train_dataset=table(8))
     with pytest.raises(ValueError, match=r"appended to _metrics\[mode\]\['margin'\] outside of its loss"):
         trainer.train()
+
+
+class Probes(TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        if state.global_step == 1:
+            self.trainer.log({"probe": 1.0})
+
+
+def test_a_log_between_two_logs_leaves_their_metrics(checkpoint, tmp_path):
+    """TRL adds the metrics of the steps since the last log to it, so that the next log has them of one step only."""
+    folder, found = str(checkpoint(**CAUSAL)), []
+
+    def make(package, out):
+        args = package.SFTConfig(str(out), **CONFIG | {"logging_steps": 2, "gradient_accumulation_steps": 1})
+        probes = Probes()
+        rows = Dataset.from_list(text_rows(8))
+        probes.trainer = package.SFTTrainer(folder, args=args, train_dataset=rows, callbacks=[probes])
+        return probes.trainer
+
+    for trainer in both(make, tmp_path):
+        probe, log = trainer.state.log_history[:2]
+        found.append((probe.get("entropy"), log["entropy"], log["loss"]))
+    (first, second, loss), ours = found
+    assert ours[0] is None and ours[1] == pytest.approx((first + second) / 2, abs=1e-3)
+    assert ours[2] == pytest.approx(loss, abs=1e-4)

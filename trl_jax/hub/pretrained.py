@@ -20,10 +20,11 @@ from flax import nnx
 from trl_jax.core.files import write_whole
 from trl_jax.core.outputs import reads_of_rows
 from trl_jax.core.secrets import shown
-from trl_jax.data.batch import last_real_token, padded_length
+from trl_jax.data.batch import IGNORED, last_real_token, padded_length
 from trl_jax.hub.backend import SAVED_DTYPES, Backend, frozen_size, trainable_masks
 from trl_jax.hub.checkpoint import Source, resized_table, tables_of_tokens
 from trl_jax.hub.generate import GenerationApi
+from trl_jax.hub.generation_inputs import is_torch
 from trl_jax.hub.peft import merged
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import AdapterConfig
@@ -123,6 +124,32 @@ class ScoreOutput(NamedTuple):
 
     def __getitem__(self, key: str | int) -> jax.Array:
         return self.logits if key == "logits" else tuple.__getitem__(self, key)
+
+
+class LossOutput(NamedTuple):
+    """The output of a language model that is called with `labels`: `loss`, then `logits` as in `ScoreOutput`."""
+
+    loss: jax.Array
+    logits: jax.Array
+
+    def __getitem__(self, key: str | int) -> jax.Array:
+        return getattr(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+
+
+def _with_loss(logits: jax.Array, labels: Any) -> LossOutput:
+    """The mean loss of the tokens whose label is not -100."""
+    labels = np.asarray(labels)
+    if logits.shape[-1] == 1 or labels.shape[0] != logits.shape[0] or labels.shape[1] > logits.shape[1]:
+        raise ValueError(
+            f"labels must be the ids that a language model predicts, as input_ids, got {list(labels.shape)} for logits "
+            f"{list(logits.shape)}."
+        )
+    virtual = logits.shape[1] - labels.shape[1]
+    targets = np.pad(labels, ((0, 0), (virtual, 0)), constant_values=IGNORED)[:, 1:]
+    log_probs = jax.nn.log_softmax(logits[:, :-1])
+    of_targets = jnp.take_along_axis(log_probs, np.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    counts = targets != IGNORED
+    return LossOutput(-jnp.sum(of_targets * counts) / counts.sum(), logits)
 
 
 def score_rows(
@@ -602,20 +629,29 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         self.writes = True
 
     def __call__(
-        self, input_ids: Any, attention_mask: Any | None = None, *, token_type_ids: Any | None = None
-    ) -> ScoreOutput:
-        """Compute scores or logits of token ids.
+        self,
+        input_ids: Any,
+        attention_mask: Any | None = None,
+        *,
+        token_type_ids: Any | None = None,
+        labels: Any | None = None,
+    ) -> ScoreOutput | LossOutput:
+        """Compute scores or logits of token ids: JAX arrays, or torch tensors if `input_ids` is one.
 
         Args:
             input_ids: int `[rows, T]`, padded with `config.pad_token_id` on either side.
             attention_mask: `[rows, T]`, 0 for tokens to mask out; None masks nothing.
             token_type_ids: all zeros, as tokenizers return them for single texts. Decoders ignore it.
+            labels: int `[rows, T]`, the token ids, -100 for those without a loss; adds `loss` to the output of a
+                language model.
 
         Raises:
             ValueError: rows are empty or too long, there are several rows but no `pad_token_id`, an id is outside the
-                vocabulary, or token_type_ids are not 0.
+                vocabulary, token_type_ids are not 0, or labels have another shape.
         """
-        return self._called(input_ids, attention_mask, token_type_ids)
+        outputs = self._called(input_ids, attention_mask, token_type_ids)
+        outputs = outputs if labels is None else _with_loss(outputs.logits, labels)
+        return type(outputs)(*as_tensors([np.asarray(value) for value in outputs])) if is_torch(input_ids) else outputs
 
     def _called(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> ScoreOutput:
         pad = self.config.get_text_config().pad_token_id

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -555,7 +554,6 @@ class BaseTrainer(abc.ABC):
                 metrics["epoch"] = self.state.epoch
             self._setup.events.fire("on_evaluate", metrics)
         return metrics
-
 
     def _metric_hooks(self) -> MetricHooks:
         return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics)
