@@ -296,3 +296,15 @@ def test_the_model_of_a_trainer_has_the_tokenizer_of_its_torch_model(folder, tmp
     first = make(trl_jax, classifier(folder), tmp_path / "first")
     second = make(trl_jax, first.model, tmp_path / "second")
     assert second.processing_class("Tell me")["input_ids"] == first.processing_class("Tell me")["input_ids"]
+
+
+def test_hooks_that_are_set_after_the_trainer_is_made_are_refused(folder, tmp_path, caplog):
+    model = classifier(folder)
+    trainer = make(trl_jax, model, tmp_path, processing_class=words(folder))
+    hook = model.score.weight.register_hook(lambda gradient: 0 * gradient)
+    with pytest.raises(ValueError, match=r"the gradient of score\.weight has a hook"):
+        trainer.train()
+    hook.remove()
+    model.score.register_forward_hook(lambda module, given, outputs: 0 * outputs)
+    trainer.evaluate(table(2))
+    assert "score has a hook set by the script" in caplog.text

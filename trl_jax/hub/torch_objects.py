@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -571,17 +572,29 @@ def check_unaltered(model: Any, base: Any, *, plain: bool, dropout: bool = True)
         plain: whether its modules are transformers' own: no adapter and no quantized weights.
         dropout: whether dropout must match the config, too.
     """
-    found = [*_functions(model), *_gradient_hooks(model), *_tied(base)]
+    check_functions(model)
+    found = [*_tied(base)]
     if base is not model:
         found += _adapter_layers(model, dropout)
     if plain:
         found += _modules(base, dropout)
     if found:
-        raise ValueError(
-            f"model is a {type(base).__qualname__} that was modified after it was created: {found[0]}. JAX would "
-            "ignore this, because it only uses the model's config and weights. Set it in the config that the model or "
-            "its adapter is made with, or undo it."
-        )
+        raise _altered(base, found[0])
+
+
+def check_functions(model: Any) -> None:
+    """Raise ValueError for a model with hooks, or another `forward`, of a script."""
+    found = next(chain(_functions(model), _gradient_hooks(model)), None)
+    if found is not None:
+        raise _altered(model.get_base_model() if is_adapted(model) else model, found)
+
+
+def _altered(base: Any, change: str) -> ValueError:
+    return ValueError(
+        f"model is a {type(base).__qualname__} that was modified after it was created: {change}. JAX would ignore "
+        "this, because it only uses the model's config and weights. Set it in the config that the model or its adapter "
+        "is made with, or undo it."
+    )
 
 
 def _functions(model: Any) -> Iterator[str]:

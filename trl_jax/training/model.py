@@ -26,6 +26,7 @@ from trl_jax.hub.torch_objects import (
     TorchOriginal,
     as_checkpoint,
     check_adapter_flags,
+    check_functions,
     frozen_names,
     is_adapted,
     is_torch_model,
@@ -191,8 +192,14 @@ def take_over(
         trains: whether the model is about to be trained. If not, changes that cannot be applied only cause a warning.
 
     Raises:
-        ValueError: the model has an adapter, or other parameters than before.
+        ValueError: the model has an adapter, other parameters than before, or hooks.
     """
+    try:
+        check_functions(torch_model)
+    except ValueError as error:
+        if trains:
+            raise
+        logger.warning("%s", error)
     if (dtype := original.changed_dtype()) is not None:
         try:
             model.to(dtype)
