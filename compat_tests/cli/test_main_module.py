@@ -374,3 +374,10 @@ def test_tokenizers_have_their_former_methods():
     assert tokenizer.encode_plus("bread", "soup", **padded).data == tokenizer("bread", "soup", **padded).data
     texts = ["bread", "soup and bread"]
     assert tokenizer.batch_encode_plus(texts, padding=True).data == tokenizer(texts, padding=True).data
+
+
+def test_a_function_of_trl_that_a_script_replaces_is_named(caplog):
+    module = FrontModule("trl.trainer.grpo_trainer")
+    assert module.GRPOTrainer.__module__.startswith("trl_jax") and "replaced" not in caplog.text
+    module.nanstd = max
+    assert "The script replaced trl.trainer.grpo_trainer.nanstd" in caplog.text and module.nanstd is max

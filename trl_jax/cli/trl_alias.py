@@ -183,8 +183,17 @@ class FrontModule(ModuleType):
         value = _NOWHERE if theirs else self._ours(name)
         if value is _NOWHERE:
             value = self._theirs(name)
-        setattr(self, name, value)
+        vars(self)[name] = value
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if not name.startswith("__") and not isinstance(value, ModuleType):  # which imports set
+            logger.warning(
+                "The script replaced %s.%s. This has no effect on the trainers of trl_jax, which do not call TRL's "
+                "functions. To change what a trainer computes, override its methods in a subclass.",
+                self.__name__, name,
+            )  # fmt: skip
 
     def _ours(self, name: str) -> Any:
         if (inner := f"{self.__name__}.{name}") in MODULES:
