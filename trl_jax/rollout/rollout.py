@@ -99,8 +99,7 @@ class RolloutSteps:
 
     def begin(self) -> None:
         """Discard the state of an earlier run, whose completions came from another policy."""
-        self.buffer, self.num_micro_batches, self.num_steps, self.epoch = None, 0, 0, -1
-        self._next = None
+        self.buffer, self._next, self.num_micro_batches, self.num_steps, self.epoch = None, None, 0, 0, -1
         if self.make_sampler is not None:
             self.sampler = self.make_sampler()
         self.sampler.begin()
@@ -241,8 +240,7 @@ class RolloutSteps:
         states = [stream.state() for stream in self.streams]
         arrays["streams"] = np.stack([state.key for state in states])
         seeds = None if self.seeds is None else self.seeds.state()
-        if seeds is not None:
-            arrays["seeds"] = seeds.key
+        arrays |= {} if seeds is None else {"seeds": seeds.key}
         if self.rollout.table is not None:
             arrays["table"] = self.rollout.table.state()
         arrays |= _prefixed("sampler", self.sampler.state())

@@ -200,6 +200,7 @@ class Training:
         begin_state(setup.events, setup.train_batch_size)
         if setup.rollout is not None:
             setup.rollout.begin()
+            setup.rollout.begin_step = self._begin_step
         random_before, progress = None, LoopProgress()
         if found is not None:
             random_before = None if found.model_only else RandomState(setup.random_streams)
@@ -284,14 +285,6 @@ class Training:
             sharded = setup.sharding_plan is not None
             return explain(setup.model.params, setup.frozen, train_step.loss, batch, sharded=sharded)
 
-        def begin_step() -> None:
-            setup.events.fire("on_step_begin")
-            setup.model.train()  # an evaluation leaves it in evaluation mode, as in TRL
-
-        def report(logs: dict[str, float], since: list[dict[str, np.ndarray]]) -> None:
-            setup.model.train()
-            self._hooks.log(logs, self._measured(since), *began)
-
         loop = Loop(
             events=setup.events,
             batches=Prefetched(steps, place, lambda: loop.leave_if_asked())
@@ -300,10 +293,10 @@ class Training:
             # If batch sizes differ from those before the resume, max_steps may only be reached in a later epoch.
             num_epochs=length.num_epochs + (progress.epoch if args.max_steps > 0 else 0),
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            begin_step=begin_step if setup.rollout is None else lambda: None,
+            begin_step=self._begin_step if setup.rollout is None else lambda: None,
             advance=advance,
             learning_rate=checkpointer.lr_scheduler,
-            report=report,
+            report=lambda logs, since: self._report(logs, since, began),
             evaluate=self._evaluate,
             observe=lambda metrics: checkpointer.lr_scheduler.after_evaluation(metrics, args.metric_for_best_model),
             save=self._hooks.save_checkpoint,
@@ -314,8 +307,6 @@ class Training:
             random_streams=setup.random_streams,
             random_before=random_before,
         )
-        if setup.rollout is not None:
-            setup.rollout.begin_step = begin_step
         setup.progress.in_train = True
         setup.model.train()
         self._copied, reading = None, contextlib.nullcontext()
@@ -333,6 +324,14 @@ class Training:
                 return loop, *loop.run()
         finally:
             setup.progress.in_train = False
+
+    def _begin_step(self) -> None:
+        self._setup.events.fire("on_step_begin")
+        self._setup.model.train()  # an evaluation leaves it in evaluation mode, as in TRL
+
+    def _report(self, logs: dict[str, float], since: list[dict[str, np.ndarray]], began: tuple) -> None:
+        self._setup.model.train()
+        self._hooks.log(logs, self._measured(since), *began)
 
     def _memory(self) -> str:
         setup = self._setup
