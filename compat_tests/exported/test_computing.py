@@ -257,3 +257,10 @@ def test_the_number_of_parameters_is_transformers(bloom, model):
         == json.loads((bloom / "config.json").read_text())["vocab_size"]
         == len(read_weights(bloom)["transformer.word_embeddings.weight"])
     )
+
+
+def test_parameters_are_in_torchs_order_after_training(bloom, model):
+    """JAX sorts the keys of dicts that it returns."""
+    trained = model.with_params(dict(sorted(model.params.items())))
+    wanted = [name for name, _ in configs.reference(bloom).named_parameters()]
+    assert [name for name, _ in trained.named_parameters()] == wanted

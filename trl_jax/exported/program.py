@@ -275,7 +275,7 @@ class ExportedBackend(Backend):
         )
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        return ((name, np.asarray(array)) for name, array in params.items())
+        return ((name, np.asarray(params[name])) for name in self.tensors if name in params)
 
 
 def load_exported(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -103,11 +104,38 @@ def torch_tensor_map(config: NativeConfig) -> list[TensorEntry]:
         inside = [
             TensorEntry(path, one.name, _of_all(rows), one.first) for one in module.inside for path, rows in one.parts
         ]
-        fused, found = {entry.path for entry in inside}, found + inside
+        fused = {entry.path: entry for entry in inside}
         for entry in module.tensor_map:
-            if entry.path not in fused:
-                found.append(replace(entry, tensor=f"{module.name}.{entry.tensor.rpartition('.')[2]}"))
+            own = replace(entry, tensor=f"{module.name}.{entry.tensor.rpartition('.')[2]}")
+            found.append(fused.get(entry.path, own))
     return found
+
+
+def parameter_names(config: NativeConfig) -> list[str]:
+    """The names of all parameters and buffers, in the order of torch's `named_parameters`."""
+    shapes = config.abstract[1]
+    entries = torch_tensor_map(config)
+    return torch_order(name for entry in entries for name, _ in entry.tensors(shapes[entry.path].shape))
+
+
+def torch_order(names: Iterable[str]) -> list[str]:
+    """Sort names as torch does, which lists a module's own parameters, and then its children's. Parameters and children
+    are in the order in which they first occur; layers are in the order of their numbers."""
+    root: dict[str, Any] = {}
+    for name in names:
+        *owners, parameter = name.split(".")
+        module = root
+        for owner in owners:
+            module = module.setdefault(owner, {})
+        module[parameter] = None
+
+    def walk(module: dict[str, Any], prefix: str) -> Iterator[str]:
+        yield from (prefix + name for name, children in module.items() if children is None)
+        inner = [name for name, children in module.items() if children is not None]
+        for name in sorted(inner, key=int) if all(map(str.isdecimal, inner)) else inner:
+            yield from walk(module[name], f"{prefix}{name}.")
+
+    return list(walk(root, ""))
 
 
 def _of_all(rows: TensorSlice | None) -> TensorSlice | None:

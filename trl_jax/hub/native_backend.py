@@ -18,7 +18,7 @@ from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import SAVED_DTYPES, Backend, Locations
 from trl_jax.hub.checkpoint import ShardingRule, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
-from trl_jax.hub.modules import torch_tensor_map
+from trl_jax.hub.modules import parameter_names, torch_tensor_map
 from trl_jax.hub.tensor_map import TensorEntry
 from trl_jax.models.adapters import module_at
 from trl_jax.models.decoder import narrowest_window
@@ -121,7 +121,7 @@ class NativeBackend(Backend):
             if entry.path in params:  # quantized weights have no array with this name
                 for name, index in entry.tensors(params[entry.path].shape):
                     locations.setdefault(name, []).append((entry.path, index))
-        return locations
+        return {name: locations[name] for name in self._names if name in locations}
 
     def size_of(self, path: str, array: jax.Array) -> int:
         weight, _, leaf = path.rpartition(".")
@@ -229,13 +229,19 @@ class NativeBackend(Backend):
     def _in_torch(self) -> list[TensorEntry]:
         return torch_tensor_map(self.source.config)
 
+    @cached_property
+    def _names(self) -> list[str]:
+        """The names of all parameters and buffers in torch's order."""
+        return parameter_names(self.source.config)
+
     def named(
         self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
     ) -> Iterator[tuple[str, np.ndarray]]:
         arrays = self.weights(arrays) if self.formats else arrays
-        for tensor, entries in entries_of(arrays, self._in_torch).items():
-            if wanted is None or tensor in wanted:
-                yield tensor, read_tensor(arrays, entries)
+        entries = entries_of(arrays, self._in_torch)
+        for name in self._names:
+            if wanted is None or name in wanted:
+                yield name, read_tensor(arrays, entries[name])
 
 
 def _of(array: jax.Array | jax.ShapeDtypeStruct, do: Callable) -> jax.Array | jax.ShapeDtypeStruct:

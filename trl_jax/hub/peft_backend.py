@@ -19,7 +19,7 @@ from trl_jax.core.files import as_dtype
 from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import Backend, Locations
 from trl_jax.hub.checkpoint import IndexedEntry, ShardingRule, read_tensor, shard_array
-from trl_jax.hub.modules import of_vision, torch_tensor_map
+from trl_jax.hub.modules import of_vision, parameter_names, torch_order, torch_tensor_map
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_adapters import (
     PREFIX,
@@ -49,6 +49,7 @@ class AdaptedBackend(Backend):
     """
 
     log_level, undecayed, saves_in_background, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
+    prefix = PREFIX  # of the base model's modules in PEFT
 
     def __init__(self, base: NativeBackend, config: AdapterConfig, shapes: dict[str, Any]):
         self.base, self.config, self.shapes = base, config, shapes
@@ -72,26 +73,37 @@ class AdaptedBackend(Backend):
     def locations(self, params: dict[str, jax.Array]) -> Locations:
         """The names are PEFT's; only trained parameters have locations."""
         del params
-        return {name: [] for name in (*self._frozen_tensors, *self.trained_names)} | self.trained_locations()
+        return {name: [] for name in self._names} | self.trained_locations()
 
     def named(
         self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the base model's parameters and then the trained ones, under PEFT's names. The original weights of
-        fully trained modules are not kept, so they are left out."""
+        """Yield all parameters under PEFT's names and in its order. The original weights of fully trained modules are
+        not kept, so they are left out."""
 
         @lru_cache(maxsize=8)  # all experts of a layer share its arrays
         def of_layer(path: str, *layer: int) -> jax.Array:
             at = slice(layer[0], layer[0] + 1) if layer else ()
             return self.base.weight({name: array[at] for name, array in self._stored(arrays, path)}, path)
 
-        for name, entries in self._frozen_tensors.items():
+        some = wanted is None or not self.trained_names.keys().isdisjoint(wanted)
+        trained = dict(self.trained(arrays)) if some else {}
+        for name in self._names:
             if wanted is not None and name not in wanted:
                 continue
+            if name in self.trained_names:
+                yield name, trained[name]
+                continue
+            entries = self._frozen_tensors[name]
             layers = {entry.path: of_layer(entry.path, *index[:1]) for entry, index in entries}
             yield name, read_tensor(layers, [(entry, (0, *index[1:]) if index else ()) for entry, index in entries])
-        if wanted is None or not self.trained_names.isdisjoint(wanted):
-            yield from (one for one in self.trained(arrays) if wanted is None or one[0] in wanted)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """PEFT's names of all parameters in torch's order. PEFT registers a module before what it adds to it."""
+        base = [self.prefix + name for name in parameter_names(self.base.source.config)]
+        known = self._frozen_tensors | self.trained_names
+        return [name for name in torch_order((*base, *known)) if name in known]
 
     def _stored(self, arrays: dict[str, Any], path: str) -> list[tuple[str, Any]]:
         """The array at a path, or the arrays that represent it if it is quantized or stored as raw bits."""
@@ -104,8 +116,8 @@ class AdaptedBackend(Backend):
 
     @property
     @abc.abstractmethod
-    def trained_names(self) -> frozenset[str]:
-        """PEFT's names of the trained parameters."""
+    def trained_names(self) -> dict[str, None]:
+        """PEFT's names of the trained parameters, in its order within each module."""
 
     @abc.abstractmethod
     def trained_locations(self) -> Locations:
@@ -195,8 +207,8 @@ class LoraBackend(AdaptedBackend):
         self._sizes = {leaf(one.adapter.name, kind): size for one in plan.modules for kind, size in one.sizes().items()}
 
     @cached_property
-    def trained_names(self) -> frozenset[str]:
-        return frozenset(self._peft_name_of(name) for name in (*self.dtypes, *self.plan.carried))
+    def trained_names(self) -> dict[str, None]:
+        return dict.fromkeys(self._peft_name_of(name) for name in (*self.dtypes, *self.plan.carried))
 
     def trained_locations(self) -> Locations:
         plan, full = self.plan, self.plan.full

@@ -100,6 +100,8 @@ class VirtualBackend(AdaptedBackend):
         are.
     """
 
+    prefix = "base_model."
+
     def __init__(
         self,
         base: NativeBackend,
@@ -137,8 +139,8 @@ class VirtualBackend(AdaptedBackend):
             save_file(arrays, folder / ENCODER, metadata={"format": "pt"})
 
     @property
-    def trained_names(self) -> frozenset[str]:
-        return frozenset(map(_peft_name, self.shapes))
+    def trained_names(self) -> dict[str, None]:
+        return dict.fromkeys(map(_peft_name, self.shapes))
 
     def trained_locations(self) -> Locations:
         return {_peft_name(path): [(path, ())] for path in self.shapes}
@@ -147,7 +149,7 @@ class VirtualBackend(AdaptedBackend):
         return ((_peft_name(path), np.asarray(arrays[path], np.float32)) for path in self.shapes)
 
     def peft_name(self, module: str, parameter: str) -> str | None:
-        return f"base_model.{module}.{parameter}"
+        return f"{self.prefix}{module}.{parameter}"
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         arrays = {path.removeprefix(PREFIX): jnp.asarray(params[path], jnp.float32) for path in self.shapes}

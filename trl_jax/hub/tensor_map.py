@@ -188,8 +188,8 @@ def concatenated(module: str, sizes: dict[str, int], *, transposed: bool = False
 
 
 # Our module (or parameter) -> its name on disk, optionally with our slice of that tensor and the number of the first
-# layer. Apart from norms, entries are in the order in which transformers creates the modules, because adapters are
-# initialized in that order.
+# layer. Entries are in the order in which transformers registers the modules: adapters are initialized in that order,
+# and `named_parameters` lists it. A module's own parameters always precede its children's.
 Names = dict[str, str | tuple[str, TensorSlice] | tuple[str, int] | tuple[str, TensorSlice, int]]
 
 
@@ -214,11 +214,11 @@ def _of_run(names: Names, run: Any) -> Names:
     return found
 
 
-def ordered(names: Names, *modules: str, before: str) -> Names:
-    """The same names, with some of our modules moved in front of module `before`."""
+def ordered(names: Names, *modules: str, before: str | None = None) -> Names:
+    """The same names, with some of our modules moved in front of module `before`, or to the end."""
     moved = {module: names[module] for module in modules}
     rest = {module: name for module, name in names.items() if module not in moved}
-    at = list(rest).index(before)
+    at = len(rest) if before is None else list(rest).index(before)
     return dict([*list(rest.items())[:at], *moved.items(), *list(rest.items())[at:]])
 
 

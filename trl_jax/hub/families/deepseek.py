@@ -78,7 +78,7 @@ def read_kinds(config: ConfigReader, num_layers: int) -> tuple[LayerKind, ...]:
 
 
 def names(arch: Arch) -> Names:
-    return in_runs(arch.runs, lambda kind: _latent_names(arch) | mlp_names(arch, kind))
+    return in_runs(arch.runs, lambda kind: llama.norms_last(_latent_names(arch) | mlp_names(arch, kind)))
 
 
 def mlp_names(arch: Arch, kind: LayerKind, *, router_first: bool = False) -> Names:

@@ -59,7 +59,8 @@ def names_moe(arch: Arch) -> Names:
 
     def of_kind(kind: LayerKind) -> Names:
         found = own | deepseek.mlp_names(arch, kind, router_first=True)
-        return found | ({"decoder.layers.mlp.correction_bias": corrections} if kind.experts else {})
+        found |= {"decoder.layers.mlp.correction_bias": corrections} if kind.experts else {}
+        return llama.norms_last(found)
 
     return in_runs(arch.runs, of_kind)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_types, read_ropes, read_window, windows_of
 from trl_jax.hub.families import Family, llama
-from trl_jax.hub.tensor_map import Names
+from trl_jax.hub.tensor_map import Names, ordered
 from trl_jax.models.arch import Arch
 from trl_jax.nn.layers import ACTIVATIONS
 
@@ -55,11 +55,12 @@ def _shared(config: ConfigReader) -> Arch:
 
 def names_v2(arch: Arch) -> Names:
     layer = "model.layers.{}."
-    return llama.names(arch) | {
+    found = llama.names(arch) | {
         "decoder.layers.attention_out_norm": layer + "post_attention_layernorm",
         "decoder.layers.mlp_norm": layer + "pre_feedforward_layernorm",
         "decoder.layers.mlp_out_norm": layer + "post_feedforward_layernorm",
     }
+    return ordered(found, "decoder.layers.attention_out_norm", before="decoder.layers.mlp_norm")
 
 
 def arch_v3(config: ConfigReader) -> Arch:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from trl_jax.hub.config_reader import FULL, SLIDING, ConfigReader, read_layer_types, read_ropes, read_window, windows_of
 from trl_jax.hub.families import Family, gemma, llama
-from trl_jax.hub.tensor_map import ExpertRows, Names, in_runs
+from trl_jax.hub.tensor_map import ExpertRows, Names, in_runs, ordered
 from trl_jax.models.arch import Arch, Experts, Heads, LayerEmbedding, LayerKind
 from trl_jax.nn.layers import ACTIVATIONS
 
@@ -117,7 +117,8 @@ def _kinds(config: ConfigReader, base: Arch, types: list[str], heads: dict[str, 
 def names(arch: Arch) -> Names:
     own = gemma.names_v2(arch) | _of_layer_embeddings()
     own |= {} if arch.experts is None else _of_experts(arch.experts.size)
-    return in_runs(arch.runs, lambda kind: own)
+    norms = ("decoder.layers.attention.q_norm", "decoder.layers.attention.k_norm")
+    return in_runs(arch.runs, lambda kind: ordered(own, *norms, before="decoder.layers.attention.k"))
 
 
 def _of_layer_embeddings() -> Names:
@@ -143,8 +144,8 @@ def _of_experts(size: int) -> Names:
         ours + "moe.up": (layer + "experts.gate_up_proj", ExpertRows(size, size, 2 * size)),
         ours + "moe.down": layer + "experts.down_proj",
         ours + "mlp_norm": layer + "post_feedforward_layernorm_1",
-        ours + "norm": layer + "pre_feedforward_layernorm_2",
         ours + "out_norm": layer + "post_feedforward_layernorm_2",
+        ours + "norm": layer + "pre_feedforward_layernorm_2",
     }
 
 

@@ -54,7 +54,7 @@ def arch_v4_moe(config: ConfigReader) -> Arch:
 
 def names_v4_moe(arch: Arch) -> Names:
     own = {name: place for name, place in llama.names(arch).items() if not name.startswith("decoder.layers.mlp.")}
-    return in_runs(arch.runs, lambda kind: own | deepseek.mlp_names(arch, kind))
+    return in_runs(arch.runs, lambda kind: llama.norms_last(own | deepseek.mlp_names(arch, kind)))
 
 
 FAMILIES = (

@@ -42,9 +42,9 @@ def names(arch: Arch) -> Names:
     return {
         "decoder.embed": "gpt_neox.embed_in",
         "decoder.layers.attention_norm": layer + "input_layernorm",
+        "decoder.layers.mlp_norm": layer + "post_attention_layernorm",
         **persimmon.per_head(layer + "attention.query_key_value", arch.num_heads),
         "decoder.layers.attention.o": layer + "attention.dense",
-        "decoder.layers.mlp_norm": layer + "post_attention_layernorm",
         "decoder.layers.mlp.up": layer + "mlp.dense_h_to_4h",
         "decoder.layers.mlp.down": layer + "mlp.dense_4h_to_h",
         "decoder.norm": "gpt_neox.final_layer_norm",

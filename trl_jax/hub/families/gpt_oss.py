@@ -53,6 +53,7 @@ def names(arch: Arch) -> Names:
         mlp + "down": (experts + "down_proj", ExpertColumns()),
         mlp + "down_bias": (experts + "down_proj_bias", ExpertColumns()),
     }
+    found = ordered(found, mlp + "gate_bias", mlp + "up_bias", before=mlp + "down")
     return ordered(found, mlp + "router", before=mlp + "gate")
 
 

@@ -47,8 +47,8 @@ def _read_experts(config: ConfigReader, base: Arch) -> Experts:
 
 
 def names_moe(arch: Arch) -> Names:
-    found = llama.names(arch) | _experts_names(arch.experts)
-    return ordered(found, "decoder.layers.mlp.router", before="decoder.layers.mlp.gate")
+    experts = _experts_names(arch.experts)
+    return ordered(llama.names(arch) | experts, *experts)
 
 
 def _experts_names(experts: Experts) -> Names:

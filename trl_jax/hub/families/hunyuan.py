@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from trl_jax.hub.config_reader import ConfigReader
 from trl_jax.hub.families import Family, llama, qwen
-from trl_jax.hub.tensor_map import Names
+from trl_jax.hub.tensor_map import Names, ordered
 from trl_jax.models.arch import Arch, Experts
 
 
@@ -71,7 +71,7 @@ def names_moe(arch: Arch) -> Names:
     mlp.pop(ours + "shared_gate")
     mlp[ours + "router"] = theirs + "gate.wg"
     mlp |= {f"{ours}shared.{name}": f"{theirs}shared_mlp.{name}_proj" for name in ("gate", "up", "down")}
-    return names(arch) | mlp
+    return ordered(names(arch) | mlp, ours + "router", before=ours + "gate")
 
 
 FAMILIES = (

@@ -65,7 +65,7 @@ def _mlp_size(config: ConfigReader) -> int:
 
 
 def names(arch: Arch) -> Names:
-    return in_runs(arch.runs, lambda kind: _mixer_names(arch, kind) | _mlp_names(kind))
+    return in_runs(arch.runs, lambda kind: llama.norms_last(_mixer_names(arch, kind) | _mlp_names(kind)))
 
 
 def _mixer_names(arch: Arch, kind: LayerKind) -> Names:
@@ -74,9 +74,9 @@ def _mixer_names(arch: Arch, kind: LayerKind) -> Names:
     if kind.mixer == "convolution":
         size = arch.hidden_size
         of_mixer = {
-            **concatenated(layer + "conv.in_proj", {ours + part: size for part in ("in_gate", "out_gate", "value")}),
             ours + "weight": layer + "conv.conv.weight",
             ours + "bias": layer + "conv.conv.bias",
+            **concatenated(layer + "conv.in_proj", {ours + part: size for part in ("in_gate", "out_gate", "value")}),
             ours + "o": layer + "conv.out_proj",
         }
     else:
@@ -121,9 +121,9 @@ def _mlp_names(kind: LayerKind) -> Names:
     if not kind.experts:
         return {ours + name: theirs + place for name, place in matrices.items()}
     return {
-        ours + "router": theirs + "gate",
         ours + "correction_bias": theirs + "expert_bias",
         **{ours + name: f"{theirs}experts.{{}}.{place}.weight" for name, place in matrices.items()},
+        ours + "router": theirs + "gate",
     }
 
 

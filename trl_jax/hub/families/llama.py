@@ -23,7 +23,7 @@ from trl_jax.hub.config_reader import (
     windows_of,
 )
 from trl_jax.hub.families import Family
-from trl_jax.hub.tensor_map import Names
+from trl_jax.hub.tensor_map import Names, ordered
 from trl_jax.models.arch import Arch
 from trl_jax.nn.layers import ACTIVATIONS
 
@@ -85,19 +85,24 @@ def names(arch: Arch) -> Names:
     layer = "model.layers.{}."
     return {
         "decoder.embed": "model.embed_tokens",
-        "decoder.layers.attention_norm": layer + "input_layernorm",
         "decoder.layers.attention.q": layer + "self_attn.q_proj",
         "decoder.layers.attention.k": layer + "self_attn.k_proj",
         "decoder.layers.attention.v": layer + "self_attn.v_proj",
         "decoder.layers.attention.o": layer + "self_attn.o_proj",
         "decoder.layers.attention.q_norm": layer + "self_attn.q_norm",
         "decoder.layers.attention.k_norm": layer + "self_attn.k_norm",
-        "decoder.layers.mlp_norm": layer + "post_attention_layernorm",
         "decoder.layers.mlp.gate": layer + "mlp.gate_proj",
         "decoder.layers.mlp.up": layer + "mlp.up_proj",
         "decoder.layers.mlp.down": layer + "mlp.down_proj",
+        "decoder.layers.attention_norm": layer + "input_layernorm",
+        "decoder.layers.mlp_norm": layer + "post_attention_layernorm",
         "decoder.norm": "model.norm",
     }
+
+
+def norms_last(names: Names) -> Names:
+    """The same names, with a layer's norms after its attention and MLP."""
+    return ordered(names, "decoder.layers.attention_norm", "decoder.layers.mlp_norm")
 
 
 def arch_arcee(config: ConfigReader) -> Arch:

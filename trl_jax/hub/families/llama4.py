@@ -82,7 +82,8 @@ def names(arch: Arch) -> Names:
     ours, theirs = "decoder.layers.mlp.", "model.layers.{}.feed_forward."
     rest = {name: place for name, place in llama.names(arch).items() if not name.startswith(ours)}
     dense = {f"{ours}{part}": f"{theirs}{part}_proj" for part in ("gate", "up", "down")}
-    return in_runs(arch.runs, lambda kind: rest | (_of_experts(ours, theirs, arch) if kind.experts else dense))
+    experts = _of_experts(ours, theirs, arch)
+    return in_runs(arch.runs, lambda kind: llama.norms_last(rest | (experts if kind.experts else dense)))
 
 
 def _of_experts(ours: str, theirs: str, arch: Arch) -> Names:

@@ -58,13 +58,13 @@ def names(arch: Arch) -> Names:
         "decoder.position_embed": "model.decoder.embed_positions",
         "decoder.project_out": "model.decoder.project_out",
         "decoder.project_in": "model.decoder.project_in",
-        "decoder.layers.attention_norm": layer + "self_attn_layer_norm",
+        "decoder.norm": "model.decoder.final_layer_norm",
         **{f"decoder.layers.attention.{name}": f"{layer}self_attn.{name}_proj" for name in "kvq"},
         "decoder.layers.attention.o": layer + "self_attn.out_proj",
-        "decoder.layers.mlp_norm": layer + "final_layer_norm",
+        "decoder.layers.attention_norm": layer + "self_attn_layer_norm",
         "decoder.layers.mlp.up": layer + "fc1",
         "decoder.layers.mlp.down": layer + "fc2",
-        "decoder.norm": "model.decoder.final_layer_norm",
+        "decoder.layers.mlp_norm": layer + "final_layer_norm",
     }
 
 

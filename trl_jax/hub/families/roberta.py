@@ -28,7 +28,7 @@ def arch(config: ConfigReader) -> EncoderArch:
 
 def names(arch: EncoderArch) -> Names:
     names = bert.body("roberta.") | {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"}
-    return ordered(names, "encoder.type_embed", before="encoder.position_embed")
+    return ordered(names, "encoder.type_embed", "encoder.embed_norm", before="encoder.position_embed")
 
 
 def _names_head_first(arch: EncoderArch) -> Names:

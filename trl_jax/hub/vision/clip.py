@@ -9,7 +9,7 @@ import numpy as np
 
 from trl_jax.data.images import ImagePatches, spans_of
 from trl_jax.hub.config_reader import ConfigReader
-from trl_jax.hub.tensor_map import Kernel, Names
+from trl_jax.hub.tensor_map import Kernel, Names, ordered
 from trl_jax.hub.vision import VisionFamily
 from trl_jax.models.arch import Arch, Connector, VisionArch
 from trl_jax.nn.layers import ACTIVATIONS
@@ -92,7 +92,7 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
 
 
 def tower_names(arch: VisionArch, prefix: str) -> Names:
-    """The names of a CLIP or SigLIP tower on disk, under this prefix."""
+    """The names of a CLIP tower on disk, under this prefix."""
     layer = f"{prefix}encoder.layers.{{}}."
     return {
         "vision.tower.class_embed": f"{prefix}embeddings.class_embedding",
@@ -100,20 +100,27 @@ def tower_names(arch: VisionArch, prefix: str) -> Names:
         "vision.tower.patches.bias": f"{prefix}embeddings.patch_embedding.bias",
         "vision.tower.position_embed": f"{prefix}embeddings.position_embedding",
         "vision.tower.pre_norm": f"{prefix}pre_layrnorm",
-        "vision.tower.layers.attention_norm": layer + "layer_norm1",
         "vision.tower.layers.attention.k": layer + "self_attn.k_proj",
         "vision.tower.layers.attention.v": layer + "self_attn.v_proj",
         "vision.tower.layers.attention.q": layer + "self_attn.q_proj",
         "vision.tower.layers.attention.o": layer + "self_attn.out_proj",
-        "vision.tower.layers.mlp_norm": layer + "layer_norm2",
+        "vision.tower.layers.attention_norm": layer + "layer_norm1",
         "vision.tower.layers.mlp.up": layer + "mlp.fc1",
         "vision.tower.layers.mlp.down": layer + "mlp.fc2",
+        "vision.tower.layers.mlp_norm": layer + "layer_norm2",
         "vision.tower.post_norm": f"{prefix}post_layernorm",
     }
 
 
+def siglip_names(arch: VisionArch, prefix: str) -> Names:
+    """The same for a SigLIP tower, which registers its norms first."""
+    ours = "vision.tower.layers."
+    found = ordered(tower_names(arch, prefix), ours + "attention_norm", before=ours + "attention.k")
+    return ordered(found, ours + "mlp_norm", before=ours + "mlp.up")
+
+
 def names(arch: VisionArch) -> Names:
-    return tower_names(arch, "vision_tower.") | {
+    return (tower_names if arch.class_token else siglip_names)(arch, "vision_tower.") | {
         "vision.connector.up": "multi_modal_projector.linear_1",
         "vision.connector.down": "multi_modal_projector.linear_2",
     }

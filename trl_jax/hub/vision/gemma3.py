@@ -67,7 +67,7 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
 
 def _names(arch: VisionArch) -> Names:
     size = arch.connector.out_size
-    return clip.tower_names(arch, "vision_tower.") | {
+    return clip.siglip_names(arch, "vision_tower.") | {
         "vision.connector.down.weight": (
             "multi_modal_projector.mm_input_projection_weight", Rows(0, size, size, transposed=True)
         ),

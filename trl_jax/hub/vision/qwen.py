@@ -91,9 +91,9 @@ def tower_names(arch: VisionArch, mlp: dict[str, str]) -> Names:
         "vision.tower.patches.bias": "model.visual.patch_embed.proj.bias",
         "vision.tower.position_embed": "model.visual.pos_embed",
         "vision.tower.layers.attention_norm": layer + "norm1",
+        "vision.tower.layers.mlp_norm": layer + "norm2",
         **{f"vision.tower.layers.attention.{ours}": name for ours, name in fused.items()},
         "vision.tower.layers.attention.o": layer + "attn.proj",
-        "vision.tower.layers.mlp_norm": layer + "norm2",
         **{f"vision.tower.layers.mlp.{ours}": f"{layer}mlp.{name}" for ours, name in mlp.items()},
     }
 
