@@ -540,6 +540,7 @@ def make_adapter_plan(
     order = tuple((layer, number[module]) for _, module, layer in (*targets, *parameters))
     adapted = {name for name, _, _ in targets} | {_owner(name) for name, _, _ in parameters}
     rows = token_tables(lora, modules)
+    _check_positions(config.family.model_type, [module for _, module, _ in targets] + [table for table, _ in rows])
     trained = _full_training(lora, modules, adapted, full, rows)
     unties = config.is_tied and _unties(targets, full)
     saved, copies = _saved_tables(lora, targets), {}
@@ -549,6 +550,21 @@ def make_adapter_plan(
         saved, copies = _resized_tables(modules, adapted, whole, some, tied=tied, head=not (tied and saved))
         saved = {name: path for name, path in saved.items() if name not in trained.tensors}
     return AdapterPlan(lora, adapters, order, trained, saved, copies, note, unties)
+
+
+# Tables that transformers calls with the attention mask and that compute positions from it themselves.
+_CALLED_WITH_MASK = {"opt": "model.decoder.embed_positions"}
+
+
+def _check_positions(model_type: str, adapted: list[Module]) -> None:
+    """Raise ValueError for an adapter of a position table that PEFT would look up by the attention mask."""
+    table = _CALLED_WITH_MASK.get(model_type)
+    if any(module.name == table for module in adapted):
+        raise ValueError(
+            f"LoraConfig: {table} cannot have an adapter or trainable_token_indices: the module is called with the "
+            "attention mask, and PEFT looks up its values, 0 and 1, in place of positions, so that all positions would "
+            "share a row. Leave it out of target_modules, or train it fully with modules_to_save=['embed_positions']."
+        )
 
 
 def _unties(targets: Targets, full: Targets) -> bool:

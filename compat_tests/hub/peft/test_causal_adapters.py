@@ -208,3 +208,24 @@ def test_a_frozen_head_keeps_its_sixteen_bits_and_gets_no_gradient(tie, bases, t
 def test_rows_that_cannot_train_are_refused(facts, text, bases):
     with pytest.raises(ValueError, match=text):
         find_checkpoint(str(bases[False]), head="lm").load_adapted(LoraConfig(r=2, **(QUERY | facts)), 0)
+
+
+@pytest.mark.parametrize("name", ["target_modules", "trainable_token_indices"])
+def test_positions_that_peft_would_look_up_by_the_mask_are_refused(name, tmp_path):
+    """transformers calls opt's embed_positions with the attention mask, so that PEFT adapts rows 0 and 1 of it."""
+    folder = causal.build(tmp_path, "opt", tie=True, num_hidden_layers=1)
+    theirs = peft.get_peft_model(
+        causal.reference(folder), peft.LoraConfig(r=2, target_modules=["embed_positions"], init_lora_weights=False)
+    )
+    table = theirs.get_submodule("base_model.model.model.decoder.embed_positions")
+    mask, positions = torch.ones(1, 4, dtype=torch.int64), torch.arange(4)[None]
+    with torch.no_grad():
+        added = table(mask, 0, position_ids=positions) - table.base_layer(mask, 0, positions)
+    assert torch.allclose(added, added[:, :1].expand_as(added), atol=1e-6)  # equal at all positions
+    asked = {"target_modules": ["embed_positions"]}
+    asked = asked if name == "target_modules" else QUERY | {name: {"embed_positions": [2]}}
+    with pytest.raises(ValueError, match="embed_positions cannot have an adapter or trainable_token_indices"):
+        find_checkpoint(str(folder), head="lm").load_adapted(LoraConfig(r=2, **asked), 0)
+    find_checkpoint(str(folder), head="lm").load_adapted(
+        LoraConfig(r=2, modules_to_save=["embed_positions"], **QUERY), 0
+    )
