@@ -44,7 +44,7 @@ from trl.trainer.utils import is_peft_available as ours
 from trl_jax import LoraConfig as Ours
 
 assert LoraConfig is peft.LoraConfig is Ours and SFTTrainer.__module__.startswith("trl_jax")
-assert peft.AutoPeftModelForCausalLM and peft.PromptTuningConfig
+assert peft.AutoPeftModelForCausalLM and peft.PromptTuningConfig and not isinstance("model", peft.PeftModel)
 assert TaskType.CAUSAL_LM == "CAUSAL_LM" and prepare_model_for_kbit_training("model", use_gradient_checkpointing=1)
 assert not any((ours(), is_peft_available(), is_accelerate_available(), is_bitsandbytes_available()))
 assert BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16").load_in_4bit

@@ -90,6 +90,9 @@ ADAPTERS = {
     "bias": ("qwen2", {"bias": "lora_only", "lora_bias": True, "modules_to_save": ["lm_head", "norm"]}),
     "dora": ("phi3", ALL | {"use_dora": True}),
     "table": ("gpt2", {"target_modules": ["c_attn", "c_proj", "wte"]}),
+    "head": ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+    "saved": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "saved_head": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     "tokens": ("llama", {"target_modules": ["v_proj", "down_proj"], "trainable_token_indices": [3, 5]}),
     "experts": (
         "mixtral",
@@ -99,11 +102,12 @@ ADAPTERS = {
 }  # fmt: skip
 
 
-@usual("none", "bias", "table", "tokens")
+@usual("none-tied", "bias-tied", "table-untied", "tokens-tied", "head-tied")
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("case", ADAPTERS)
-def test_models_of_trainers(case, tmp_path):
+def test_models_of_trainers(case, tie, tmp_path):
     family, lora = ADAPTERS[case]
-    folder = tiny_model(tmp_path / "model", family, head="causal", num_hidden_layers=2)
+    folder = tiny_model(tmp_path / "model", family, head="causal", num_hidden_layers=2, tie=tie)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     config = None if lora is None else peft.LoraConfig(r=3, task_type="CAUSAL_LM", **lora)
     theirs = theirs if lora is None else peft.get_peft_model(theirs, config)
@@ -116,4 +120,9 @@ def test_models_of_trainers(case, tmp_path):
     assert [one.shape for one in model.parameters()] == [
         tuple(one.shape) for name, one in theirs.named_parameters() if ".original_module." not in name
     ]
-    assert [name for name in model.state_dict() if name in dict(wanted)] == [name for name, _ in wanted]
+    assert list(model.state_dict()) == [name for name, _ in wanted]
+    assert model.num_parameters() == theirs.num_parameters()
+    assert model.num_parameters(exclude_embeddings=True) == theirs.num_parameters(exclude_embeddings=True)
+    assert model.num_parameters(only_trainable=True) == theirs.num_parameters(only_trainable=True)
+    if lora is not None:
+        assert model.get_nb_trainable_parameters() == theirs.get_nb_trainable_parameters()

@@ -396,6 +396,7 @@ _STAND_INS = {
     "peft": (
         "LoraConfig", "TaskType", "PromptTuningConfig", "PromptTuningInit", "PromptEncoderConfig", "PrefixTuningConfig",
         "PromptEncoderReparameterizationType", "AutoPeftModelForCausalLM", "AutoPeftModelForSequenceClassification",
+        "PeftModel",
         "prepare_model_for_kbit_training",
     ),
 }  # fmt: skip
@@ -449,7 +450,7 @@ class _StandIn(ModuleType):
                 return _Rank
             if name == "prepare_model_for_kbit_training":
                 return lambda model, *args, **options: model  # a trainer prepares the model by itself
-            where = "trl_jax.hub.auto" if name.startswith("Auto") else "trl_jax.hub.peft_config"
+            where = "trl_jax.hub.auto" if "PeftModel" in name else "trl_jax.hub.peft_config"
             return getattr(importlib.import_module(where), name)
         raise ImportError(f"{self.__name__} is not installed, and {name} is not in trl_jax. {ADVICE[self.__name__]}")
 

@@ -259,6 +259,14 @@ class ExportedBackend(Backend):
     def undecayed(self) -> frozenset[str]:
         return self._model.undecayed
 
+    @property
+    def token_table(self) -> str:
+        return self._model.token_table
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        return {name: first for name, first in self._model.names().items() if name != first}
+
     def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
         del config  # transformers writes its own
         whole = {name: np.asarray(params[name]) for name in self.tensors}
@@ -357,13 +365,19 @@ class TorchModel:
                 torch_bridge.empty(parameter, self.dtypes[name])
             state = self._module.state_dict(keep_vars=True)
             whole = {name: torch_bridge.as_dtype(params[name], dtype) for name, dtype in self.dtypes.items()}
-            state |= {name: whole[first] for name, first in self._names().items()}  # a tied parameter is written once
+            state |= {name: whole[first] for name, first in self.names().items()}  # a tied parameter is written once
             self._module.save_pretrained(folder, state_dict=state)
         finally:
             for parameter in parameters.values():
                 torch_bridge.empty(parameter, "float32")
 
-    def _names(self) -> dict[str, str]:
+    @property
+    def token_table(self) -> str:
+        """The name of the token embedding's weight."""
+        table = self._module.get_input_embeddings().weight
+        return next(name for name, parameter in self._module.named_parameters() if parameter is table)
+
+    def names(self) -> dict[str, str]:
         """Every name of a parameter -> its name in `named_parameters`; a tied parameter has several names."""
         first = {id(parameter): name for name, parameter in self._module.named_parameters()}
         every = self._module.named_parameters(remove_duplicate=False)
@@ -395,7 +409,7 @@ class TorchModel:
         )
         exported = torch_bridge.export(self._module, rows, length, dtype, training, self.head)
         fits = domain(exported)
-        made.append((fits, translated(exported, kind, self._names())))
+        made.append((fits, translated(exported, kind, self.names())))
         count = len(exported.graph.nodes)
         if count > _MANY and not fits(rows, length + 1):
             logger.warning(

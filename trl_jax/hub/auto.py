@@ -89,6 +89,51 @@ class AutoPeftModelForSequenceClassification:
         return _adapted(AutoModelForSequenceClassification.from_pretrained(pretrained_model_name_or_path, **kwargs))
 
 
+class _IfAdapted(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return type(instance) is PreTrainedModel and isinstance(instance.backend, AdaptedBackend)
+
+
+class PeftModel(metaclass=_IfAdapted):
+    """PEFT's class of the same name for scripts under `python -m trl_jax` if peft is not installed. Models with an
+    adapter are instances of it."""
+
+    @staticmethod
+    @api_boundary
+    def from_pretrained(
+        model: PreTrainedModel,
+        model_id: str | Path,
+        adapter_name: str = "default",
+        is_trainable: bool = False,
+        **kwargs: Any,
+    ) -> PreTrainedModel:
+        """Load an adapter from a folder or repository onto a loaded model, which is not changed.
+
+        Args:
+            adapter_name, is_trainable: as in `AutoPeftModelForCausalLM.from_pretrained`.
+            **kwargs: how to download the adapter: `revision`, `token` and the like.
+
+        Raises:
+            TypeError: `model` is not a model that trl_jax loaded.
+            FileNotFoundError, ValueError: there is no adapter, or it does not fit the model.
+        """
+        _check_name(adapter_name)
+        if type(model) is not PreTrainedModel:
+            raise TypeError(
+                f"PeftModel.from_pretrained: model is a {type(model).__name__}. Without peft, adapters are only loaded "
+                "onto models of trl_jax.AutoModelForCausalLM and its other classes. Load the adapter's folder with "
+                "AutoPeftModelForCausalLM, or install peft."
+            )
+        fetch, _, unknown = checked_arguments(dict(kwargs), None)
+        if unknown:
+            raise unknown_arguments_error(unknown, " when a model is loaded, not its adapter")
+        folder, repository = checkpoint_folder(model_id, **fetch)
+        lora = read_adapter_config(folder)
+        if repository is not None:
+            repository.fetch_adapter()
+        return with_adapter(model, lora, 0, folder)
+
+
 def _check_name(adapter_name: str) -> None:
     if adapter_name != "default":
         raise ValueError(

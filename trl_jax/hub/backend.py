@@ -33,6 +33,9 @@ class Backend(abc.ABC):
         vocab_size: token ids are below this number.
         max_positions: longest supported text in tokens; None if there is no limit.
         embeddings: paths of the token and position embeddings.
+        token_table: name in PyTorch of the token embedding's weight.
+        tied: another name in PyTorch of a parameter -> its first name, by which it is listed.
+        originals: sizes of arrays, by path, that PEFT counts in addition: those whose copies an adapter trains.
         tensors: path of a parameter -> one of its names on disk.
         dtypes: tensor on disk -> dtype that it is saved in.
         undecayed: paths of parameters without weight decay that cannot be recognized by their names.
@@ -78,6 +81,9 @@ class Backend(abc.ABC):
     can_resize: bool
     batch_invariant: bool
     saves_in_background: bool
+    token_table: str
+    tied: Mapping[str, str] = {}
+    originals: Mapping[str, int] = {}
     buffers: frozenset[str] = frozenset()
     decays_by_name: frozenset[str] = frozenset()
     takes_stripes: bool = False

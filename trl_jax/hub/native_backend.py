@@ -18,7 +18,7 @@ from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import SAVED_DTYPES, Backend, Locations
 from trl_jax.hub.checkpoint import ShardingRule, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
-from trl_jax.hub.modules import parameter_names, torch_tensor_map
+from trl_jax.hub.modules import current_name, parameter_names, torch_tensor_map
 from trl_jax.hub.tensor_map import TensorEntry
 from trl_jax.models.adapters import module_at
 from trl_jax.models.decoder import narrowest_window
@@ -230,6 +230,20 @@ class NativeBackend(Backend):
         return torch_tensor_map(self.source.config)
 
     @cached_property
+    def token_table(self) -> str:
+        return next(entry.tensor for entry in self._in_torch if entry.path.split(".")[1:] == ["embed", "weight"])
+
+    @cached_property
+    def tied(self) -> Mapping[str, str]:
+        return {f"{self.language_head}.weight": self.token_table} if self.source.config.is_tied else {}
+
+    @property
+    def language_head(self) -> str:
+        """The name in PyTorch of the language model head."""
+        family = self.source.config.family
+        return current_name(family.lm_head.names[0][1], family)
+
+    @cached_property
     def _names(self) -> list[str]:
         """The names of all parameters and buffers in torch's order."""
         return parameter_names(self.source.config)
@@ -237,11 +251,13 @@ class NativeBackend(Backend):
     def named(
         self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
     ) -> Iterator[tuple[str, np.ndarray]]:
-        arrays = self.weights(arrays) if self.formats else arrays
-        entries = entries_of(arrays, self._in_torch)
-        for name in self._names:
-            if wanted is None or name in wanted:
-                yield name, read_tensor(arrays, entries[name])
+        entries = entries_of(self.source.config.abstract[1], self._in_torch)
+        names = [name for name in self._names if wanted is None or name in wanted]
+        if self.formats:
+            paths = {entry.path for name in names for entry, _ in entries[name]}
+            arrays = {path: self.weight(arrays, path) for path in paths}
+        for name in names:
+            yield name, read_tensor(arrays, entries[name])
 
 
 def _of(array: jax.Array | jax.ShapeDtypeStruct, do: Callable) -> jax.Array | jax.ShapeDtypeStruct:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -50,6 +51,7 @@ class AdaptedBackend(Backend):
 
     log_level, undecayed, saves_in_background, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
     prefix = PREFIX  # of the base model's modules in PEFT
+    copies_table = False  # whether the head is a frozen copy of the embedding, which is a single parameter in PEFT
 
     def __init__(self, base: NativeBackend, config: AdapterConfig, shapes: dict[str, Any]):
         self.base, self.config, self.shapes = base, config, shapes
@@ -140,9 +142,23 @@ class AdaptedBackend(Backend):
             for tensor, index in entry.tensors(shapes[entry.path].shape):
                 module, _, parameter = tensor.rpartition(".")
                 name = self.peft_name(module, parameter)
-                if name is not None and entry.path not in self.base.buffers:
+                tied = entry.path == _HEAD and self.copies_table
+                if name is not None and entry.path not in self.base.buffers and not tied:
                     tensors.setdefault(name, []).append((entry, index))
         return tensors
+
+    @property
+    def token_table(self) -> str:
+        return self.prefix + self.base.token_table
+
+    @cached_property
+    def tied(self) -> Mapping[str, str]:
+        """An adapter on the embedding leaves the head's weight as it is, so both share the original table."""
+        start = self.token_table.removesuffix("weight")
+        tables = [name for name in self._frozen_tensors if name.startswith(start)]
+        heads = [self.prefix + name for name in self.base.tied]
+        heads += [self.peft_name(self.base.language_head, "weight")] if self.copies_table else []
+        return {head: table for head in heads for table in tables}
 
     def size_of(self, path: str, array: jax.Array) -> int:
         return self.base.size_of(path, array)
@@ -202,13 +218,30 @@ class LoraBackend(AdaptedBackend):
         self.drops_out = base.drops_out or plan.config.lora_dropout > 0
         self.graph = _graph_of(base, plan)
         self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}
-        self.dtypes = dict.fromkeys(expected_shapes(plan, shapes), "float32")
+        self._trained_shapes = expected_shapes(plan, shapes)
+        self.dtypes = dict.fromkeys(self._trained_shapes, "float32")
         self._wrapped = _wrapped(plan)
         self._sizes = {leaf(one.adapter.name, kind): size for one in plan.modules for kind, size in one.sizes().items()}
 
     @cached_property
     def trained_names(self) -> dict[str, None]:
         return dict.fromkeys(self._peft_name_of(name) for name in (*self.dtypes, *self.plan.carried))
+
+    @property
+    def copies_table(self) -> bool:
+        tables = (path for path, layers in self.plan.full.layers.items() if layers is None)
+        return self.plan.unties and not any(path.endswith(".embed.weight") for path in tables)
+
+    @property
+    def originals(self) -> Mapping[str, int]:
+        """Counts a table once if PEFT ties it and we do not (`plan.unties`)."""
+        found: dict[str, int] = {}
+        for name, [(entry, _), *_] in self.plan.full.tensors.items():
+            if not name.endswith(TENSOR) and self._saved_module(name) != name:
+                found[entry.path] = found.get(entry.path, 0) + math.prod(self._trained_shapes[name])
+        if self.plan.unties:
+            found[_HEAD] = found.get(_HEAD, 0) - math.prod(self.base.source.config.abstract[1][_HEAD].shape)
+        return found
 
     def trained_locations(self) -> Locations:
         plan, full = self.plan, self.plan.full
@@ -305,6 +338,7 @@ class LoraBackend(AdaptedBackend):
         return ((name, np.ascontiguousarray(tensors[name])) for name in sorted(tensors))
 
 
+_HEAD = "lm_head.weight"  # our path
 _ADAPTER = re.compile(r"(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|tokens_delta)(?=\.|$)")
 
 

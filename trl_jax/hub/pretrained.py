@@ -305,6 +305,9 @@ class Parameter(np.ndarray):
     def numel(self) -> int:
         return self.size
 
+    def dim(self) -> int:
+        return self.ndim
+
     def numpy(self) -> np.ndarray:
         return np.asarray(self)
 
@@ -354,12 +357,9 @@ class Submodule:
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield each parameter, with names relative to this module."""
-        start = f"{self._name}."
-        return (
-            (name.removeprefix(start), values)
-            for name, values in self._model.named_parameters()
-            if name.startswith(start)
-        )
+        inside = {name: ours for ours, name in self._model.names_in(self._name).items()}
+        wanted = inside.keys() - self._model._buffers()
+        return ((inside[name], values) for name, values in self._model._named(wanted))
 
     def parameters(self) -> Iterator[Parameter]:
         return (values for _, values in self.named_parameters())
@@ -369,7 +369,7 @@ class Submodule:
         return self
 
     def _names(self) -> list[str]:
-        return [name for name in self._model.names() if name.startswith(f"{self._name}.")]
+        return list(self._model.names_in(self._name).values())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -386,14 +386,29 @@ class Submodule:
         return True  # even if it contains no numbered modules
 
     def __len__(self) -> int:
-        begin = len(self._name) + 1
-        numbers = {name[begin:].partition(".")[0] for name in self._names()}
+        numbers = {name.partition(".")[0] for name in self._model.names_in(self._name)}
         return len([number for number in numbers if number.isdigit()])
 
 
-_OUTPUT_EMBEDDINGS = re.compile(
-    r"(lm_head|embed_out)((\.token_adapter)?\.base_layer|\.modules_to_save\.default)?\.weight$"
-)
+class EmbeddingModule(Submodule):
+    """The token embedding or the language model head, possibly with PEFT's modules around it."""
+
+    @property
+    def weight(self) -> Parameter:
+        """The table `[vocabulary, hidden]`."""
+        return self._model.get_parameter(next(name for name in self._names() if _TABLE.search(name)))
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.weight.shape[1]
+
+
+_TABLE = re.compile(r"^(?!.*\.lora_).*\.weight$")
+_OUTPUT_EMBEDDINGS = re.compile(r"(?P<module>(^|.*\.)(lm_head|embed_out))\.(?!.*lora_).*weight$")
 
 
 class TransformersModelApi:
@@ -454,14 +469,35 @@ class TransformersModelApi:
         if self.backend.can_freeze:
             self.frozen_names = self.frozen_names - set(names) if trainable else self.frozen_names | set(names)
 
+    def names_in(self, module: str) -> dict[str, str]:
+        """The names of parameters and buffers relative to a module -> their full names. A tied parameter is also in its
+        second module."""
+        start = f"{module}."
+        names = {name.removeprefix(start): name for name in self.names() if name.startswith(start)}
+        tied = {other: name for other, name in self.backend.tied.items() if other.startswith(start)}
+        return names | {other.removeprefix(start): name for other, name in tied.items() if name not in names.values()}
+
     def submodule(self, name: str) -> Any:
         """The parameter or buffer with this name, or the module whose parameters' names start with it. Raises
         AttributeError if none exists."""
-        if name in (names := self.names()):
+        name = self.backend.tied.get(name, name)
+        if name in self.names():
             return next(values for _, values in self._named([name]))
-        if not any(other.startswith(f"{name}.") for other in names):
+        if not self.names_in(name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return Submodule(self, name)
+
+    def get_submodule(self, target: str) -> Any:
+        """The module with this name; "" is the model itself. Raises AttributeError if there is none."""
+        found = self.submodule(target) if target else self
+        if isinstance(found, Parameter):
+            raise AttributeError(f"{target!r} is not a module but a parameter")
+        return found
+
+    @property
+    def base_model(self) -> Any:
+        """The model without its head; with an adapter, PEFT's module that contains the whole model."""
+        return self.submodule(self.backend.token_table.partition(".")[0])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "backend" not in vars(self) or "params" not in vars(self):
@@ -473,7 +509,7 @@ class TransformersModelApi:
 
     def get_parameter(self, name: str) -> Parameter:
         """The parameter with this name. Raises KeyError if there is none."""
-        for _, parameter in self._named([name]):
+        for _, parameter in self._named([self.backend.tied.get(name, name)]):
             return parameter
         raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ...")
 
@@ -482,17 +518,23 @@ class TransformersModelApi:
         return dict(self._named())
 
     def get_input_embeddings(self) -> Any:
-        """An object with the `weight` and `num_embeddings` of the token embedding."""
-        path = min(self.backend.embeddings)
-        return _Embedding(_snapshot(self.backend.weight(self.arrays, path)))
+        """The token embedding, with its `weight`, `num_embeddings` and `embedding_dim`."""
+        return EmbeddingModule(self, self.backend.token_table.removesuffix(".weight"))
 
     def get_output_embeddings(self) -> Any:
-        """An object with the `weight` `[vocabulary, hidden]` of the language model head, which is the embedding's if
-        they are tied; None for a score head."""
+        """The language model head, with its `weight` `[vocabulary, hidden]`, which is the embedding's if they are tied;
+        None for a score head.
+
+        Raises:
+            AttributeError: the head of an exported model has another name than usual.
+        """
         if self.backend.head != "lm":
             return None
-        names = [name for name in self.names() if _OUTPUT_EMBEDDINGS.search(name)]
-        return _Embedding(self.get_parameter(names[0])) if names else self.get_input_embeddings()
+        found = (_OUTPUT_EMBEDDINGS.match(name) for name in (*self.names(), *self.backend.tied))
+        head = next((match["module"] for match in found if match), None)
+        if head is None:
+            raise AttributeError(f"{self.name_or_path} has no lm_head or embed_out; get its parameters by name.")
+        return EmbeddingModule(self, head)
 
     @property
     def dtype(self) -> Any:
@@ -522,7 +564,7 @@ class TransformersModelApi:
         """Does nothing: gradients reach adapters without it."""
 
     def print_trainable_parameters(self) -> None:
-        train, count = self.num_parameters(only_trainable=True), self.num_parameters()
+        train, count = self.get_nb_trainable_parameters()
         print(f"trainable params: {train:,} || all params: {count:,} || trainable%: {100 * train / count:.4f}")
 
     def add_model_tags(self, tags: str | list[str]) -> None:
@@ -583,13 +625,10 @@ def _dtype_name(value: Any) -> str | None:
     return np.dtype(value).name if isinstance(value, np.dtype | type) else None
 
 
-class _Embedding:
-    def __init__(self, weight: Parameter):
-        self.weight, (self.num_embeddings, self.embedding_dim) = weight, weight.shape
-
-
 # PreTrainedModel
 
+
+_PEFT_CLASSES = {"CAUSAL_LM": "PeftModelForCausalLM", "SEQ_CLS": "PeftModelForSequenceClassification"}
 
 # Arguments of transformers' save_pretrained that are accepted with these values. Shards always follow the checkpoint.
 _WITHOUT_EFFECT = {
@@ -687,6 +726,23 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
             raise AttributeError(f"{type(self).__name__} has no adapter and thus no peft_config")
         return {"default": self.backend.config}
 
+    @property
+    def active_adapters(self) -> list[str]:
+        """The names in `peft_config`. Raises AttributeError if there is no adapter."""
+        return list(self.peft_config)
+
+    @property
+    def active_adapter(self) -> str:
+        return self.active_adapters[0]
+
+    @property
+    def __class__(self) -> type:
+        """PEFT's class if the model has an adapter and peft is imported, so that `isinstance(model, PeftModel)` tells a
+        script what it tells it in TRL."""
+        adapted = isinstance(vars(self).get("backend"), AdaptedBackend)
+        name = _PEFT_CLASSES.get(self.backend.config.task_type, "PeftModel") if adapted else ""
+        return vars(sys.modules["peft"]).get(name, type(self)) if "peft" in sys.modules else type(self)
+
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Number of parameters including the head, or of trained ones only."""
         counted = {
@@ -697,7 +753,13 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         }
         masks = {path: mask for path, mask in self.trainable_masks.items() if path in counted} if only_trainable else {}
         sizes = (self.backend.size_of(path, array) for path, array in counted.items())
-        return sum(sizes) - frozen_size(masks, counted)
+        kept = () if only_trainable else self.backend.originals.items()
+        copies = sum(size for path, size in kept if not (exclude_embeddings and path in self.backend.embeddings))
+        return sum(sizes) - frozen_size(masks, counted) + copies
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """Number of trained parameters and of all parameters, as PEFT counts them."""
+        return self.num_parameters(only_trainable=True), self.num_parameters()
 
     @property
     def trainable_masks(self) -> dict[str, np.ndarray]:

@@ -40,8 +40,9 @@ ADAPTER_FOLDER = "adapter"
 
 
 def is_torch_model(value: Any) -> bool:
-    """Whether `value` is a torch module, without importing torch."""
-    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module)
+    """Whether `value` is a torch module, without importing torch. `isinstance` also holds for our models with adapters,
+    which have PEFT's `__class__`."""
+    return "torch" in sys.modules and issubclass(type(value), sys.modules["torch"].nn.Module)
 
 
 @contextmanager

@@ -1,0 +1,140 @@
+"""What scripts do with a model's modules and adapters has the same effect as on transformers' and PEFT's models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+import trl_jax
+from compat_tests.parity.reference import BASE
+from compat_tests.tiny import text_rows, tiny_model
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+
+def freeze(parameters):
+    for parameter in parameters:
+        parameter.requires_grad = False
+
+
+def only_norm(model):
+    model.requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+
+
+def every_second(model):
+    freeze(parameter for number, (_, parameter) in enumerate(model.named_parameters()) if number % 2)
+
+
+FREEZES = {
+    "head": lambda model: model.lm_head.requires_grad_(False),
+    "heads parameters": lambda model: freeze(model.lm_head.parameters()),
+    "heads weight": lambda model: model.lm_head.weight.requires_grad_(False),
+    "heads weight by name": lambda model: model.get_parameter("lm_head.weight").requires_grad_(False),
+    "output embeddings": lambda model: model.get_output_embeddings().requires_grad_(False),
+    "input embeddings": lambda model: model.get_input_embeddings().requires_grad_(False),
+    "parameters of the embedding": lambda model: freeze(model.get_input_embeddings().parameters()),
+    "weight of the embedding": lambda model: model.get_input_embeddings().weight.requires_grad_(False),
+    "base model": lambda model: model.base_model.requires_grad_(False),
+    "last layers": lambda model: [layer.requires_grad_(False) for layer in model.model.layers[-2:]],
+    "a submodule": lambda model: model.get_submodule("model.layers.1.mlp").requires_grad_(False),
+    "attention": lambda model: freeze(model.model.layers[0].self_attn.parameters()),
+    "all but a norm": only_norm,
+    "the first": lambda model: freeze(list(model.parameters())[:7]),
+    "the last": lambda model: freeze(list(model.parameters())[-4:]),
+    "every second": every_second,
+    "vectors": lambda model: freeze(parameter for parameter in model.parameters() if parameter.dim() == 1),
+    "by name": lambda model: freeze(one for name, one in model.named_parameters() if "bias" in name or "1.mlp" in name),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    def made(tie):
+        folder = tmp_path_factory.mktemp("model")
+        return tiny_model(folder, "llama", head="causal", num_hidden_layers=3, tie=tie, attention_bias=True)
+
+    return {tie: made(tie) for tie in (True, False)}
+
+
+def flags(model):
+    return [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_freezing_by_module_and_position(tie, folders):
+    for how, script in FREEZES.items():
+        kinds = trl_jax.AutoModelForCausalLM, transformers.AutoModelForCausalLM
+        ours, theirs = (kind.from_pretrained(folders[tie]) for kind in kinds)
+        for model in (ours, theirs):
+            script(model)
+        assert flags(ours) == flags(theirs), how
+        assert not all(flag for _, flag in flags(ours)), how
+        assert ours.num_parameters(only_trainable=True) == theirs.num_parameters(only_trainable=True), how
+
+
+def test_modules_are_found_by_name(folders):
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
+    assert model.get_submodule("") is model
+    assert [name for name, _ in model.lm_head.named_parameters()] == ["weight"]
+    assert np.array_equal(model.lm_head.weight, model.get_input_embeddings().weight)
+    with pytest.raises(AttributeError, match="is not a module but a parameter"):
+        model.get_submodule("model.norm.weight")
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        model.get_submodule("nothing")
+    classifier = trl_jax.AutoModelForSequenceClassification.from_pretrained(folders[True])
+    with pytest.raises(AttributeError, match="lm_head"):
+        classifier.lm_head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", None])
+def test_a_model_with_an_adapter_is_a_peft_model(task, folders, tmp_path):
+    rows = Dataset.from_list(text_rows(4))
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task)
+    args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 1})
+    trainer = trl_jax.SFTTrainer(str(folders[True]), args, train_dataset=rows, peft_config=lora)
+    trainer.train()
+    model, theirs = (
+        trainer.model,
+        peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folders[True]), lora),
+    )
+    for kind in (peft.PeftModel, peft.PeftModelForCausalLM, transformers.PreTrainedModel, torch.nn.Module):
+        assert isinstance(model, kind) == isinstance(theirs, kind)
+        assert not isinstance(model.merge_and_unload(), kind)
+    assert isinstance(model, trl_jax.PreTrainedModel) and isinstance(
+        trainer.accelerator.unwrap_model(model), peft.PeftModel
+    )
+    assert model.active_adapters == theirs.active_adapters and model.active_adapter == theirs.active_adapter
+    model.save_pretrained(tmp_path / "saved")
+    loaded = peft.PeftModel.from_pretrained(theirs.get_base_model(), tmp_path / "saved")
+    trained = {name: values for name, values in model.named_parameters() if "lora_" in name}
+    assert trained.keys() == {name for name, _ in loaded.named_parameters() if "lora_" in name}
+    for name, values in trained.items():
+        np.testing.assert_array_equal(values, loaded.get_parameter(name).detach().numpy())
+    again = trl_jax.SFTTrainer(model, args, train_dataset=rows, processing_class=trainer.processing_class)
+    again.train()
+    assert isinstance(again.model, peft.PeftModel) and not hasattr(model.get_base_model(), "peft_config")
+
+
+def test_without_peft_its_class_is_ours(folders, tmp_path):
+    from trl_jax.hub.auto import PeftModel, find_checkpoint
+
+    lora = trl_jax.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    made = find_checkpoint(str(folders[True]), head="lm").load_adapted(lora, 3)
+    made.save_pretrained(tmp_path / "adapter")
+    base = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    assert isinstance(made, PeftModel) and isinstance(loaded, PeftModel)
+    assert not isinstance(base, PeftModel) and not isinstance(loaded.merge_and_unload(), PeftModel)
+    ids = np.array([[5, 9, 11, 7]])
+    np.testing.assert_allclose(loaded(ids).logits, made(ids).logits, atol=1e-5)
+    assert np.abs(base(ids).logits - made(ids).logits).max() > 1e-3
+    with pytest.raises(
+        TypeError, match="model is a str. Without peft, adapters are only loaded onto models of trl_jax"
+    ):
+        PeftModel.from_pretrained(str(folders[True]), tmp_path / "adapter")
+    with pytest.raises(TypeError, match="does not accept device_mesh"):
+        PeftModel.from_pretrained(base, tmp_path / "adapter", device_mesh=1)
