@@ -162,7 +162,10 @@ def test_decay_skips_what_transformers_skips(checkpoint, model_type):
     from transformers import AutoModelForSequenceClassification, Trainer
 
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint(model_type))
-    wanted = set(Trainer.get_decay_parameter_names(None, model))
+    wanted = Trainer.get_decay_parameter_names(None, model)
+    ours = find_checkpoint(str(checkpoint(model_type))).load(0)
+    assert decay_names(ours.backend, ours.params) == wanted
+    wanted = set(wanted)
     names = {name for name, _ in model.named_parameters()}
     assert {name for name in names if decays(name)} == wanted
     assert wanted and names - wanted

@@ -333,10 +333,10 @@ def optimizer_with_decay(
 
 
 def decay_names(backend: Backend, params: dict[str, jax.Array]) -> list[str]:
-    """The names of the parameters to which transformers applies weight decay."""
+    """The names of the parameters to which transformers applies weight decay, in torch's order."""
     decayed = _decayed(backend)
-    found = (name for path, names in _names(backend, params).items() if decayed[path] for name in names)
-    return list(dict.fromkeys(found))  # one parameter may be spread over several arrays
+    found = {name for path, names in _names(backend, params).items() if decayed[path] for name in names}
+    return [name for name in backend.locations(params) if name in found]
 
 
 def _optimizer(
