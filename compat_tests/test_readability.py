@@ -15,11 +15,12 @@ PACKAGE = Path(trl_jax.__file__).parent
 
 def test_a_run_enters_few_files():
     most = {"dpo": 100, "grpo": 110}
-    command = [sys.executable, "-m", "compat_tests.trace_run", *most]
+    command = [sys.executable, "-m", "compat_tests.trace_run", *most, "--list"]
     ran = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
     lines = [line.partition(": ") for line in ran.stdout.splitlines()]
     found = {name: int(counts.split()[0]) for name, _, counts in lines if name in most}
     assert found.keys() == most.keys() and all(found[name] <= most[name] for name in most), ran.stdout
+    assert " training/train.py" in ran.stdout and " legacy/" not in ran.stdout and " exported/" not in ran.stdout
 
 
 def test_the_package_has_few_files_of_a_readable_size():

@@ -272,19 +272,12 @@ class Training:
             if setup.encoder is not None and "images" not in told:
                 tell_images(told, batch, share_tower=train_step.reference_shares_tower())
 
-        new_optimizer, rates = (
-            partial(self._new_optimizer, changed),
-            partial(checkpointer.lr_scheduler.take_next, GROUPS),
-        )
+        new_optimizer = partial(self._new_optimizer, changed)
+        rates = partial(checkpointer.lr_scheduler.take_next, GROUPS)
         advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, new_optimizer, rates)
         # A user-defined `log` may not accept the second argument.
         began = () if args.include_num_input_tokens_seen == "no" else (time.time(),)
         patience = 1 if "underflow_overflow" in str(args.debug) else PATIENCE
-
-        def explained(batch: Any) -> str:
-            sharded = setup.sharding_plan is not None
-            return explain(setup.model.params, setup.frozen, train_step.loss, batch, sharded=sharded)
-
         loop = Loop(
             events=setup.events,
             batches=Prefetched(steps, place, lambda: loop.leave_if_asked())
@@ -300,7 +293,7 @@ class Training:
             evaluate=self._evaluate,
             observe=lambda metrics: checkpointer.lr_scheduler.after_evaluation(metrics, args.metric_for_best_model),
             save=self._hooks.save_checkpoint,
-            nonfinite_guard=NonFiniteGuard(setup.state.global_step + 1, explained, patience),
+            nonfinite_guard=NonFiniteGuard(setup.state.global_step + 1, self._explained, patience),
             interrupts=setup.progress.interrupts,
             recoverable=() if setup.rollout is None else setup.rollout.recoverable,
             progress=progress,
@@ -324,6 +317,11 @@ class Training:
                 return loop, *loop.run()
         finally:
             setup.progress.in_train = False
+
+    def _explained(self, batch: Any) -> str:
+        """Why the loss or the gradients of a step's batch are not finite."""
+        setup, sharded = self._setup, self._setup.sharding_plan is not None
+        return explain(setup.model.params, setup.frozen, self._train_step.loss, batch, sharded=sharded)
 
     def _begin_step(self) -> None:
         self._setup.events.fire("on_step_begin")
