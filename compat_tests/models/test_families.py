@@ -158,6 +158,12 @@ def test_keys_that_transformers_reads(key, unread):
     assert is_unread(CONFIG_MAPPING["gpt2"], key) == unread
 
 
+def test_attributes_of_modules_are_not_keys_of_configs():
+    """`embed_dim` is an attribute of SigLIP's modules, and a key in the configs of TRL's tiny gemma3."""
+    tower = CONFIG_MAPPING["siglip_vision_model"]
+    assert is_unread(tower, "embed_dim") and not is_unread(tower, "vision_use_head")
+
+
 @pytest.mark.parametrize("family", usually(UNLIKE.__contains__, sorted(set(VARIANTS) - BODY_ONLY)))
 def test_an_untouched_checkpoint_is_written_to_the_byte(family, built, tmp_path):
     """Also in bfloat16, where any arithmetic on a weight would show."""

@@ -488,4 +488,9 @@ def is_unread(config_class: Any, key: str) -> bool:
 def _code(config_class: Any) -> str:
     folder = Path(inspect.getfile(config_class)).parent
     files = [*folder.glob("*.py"), *(folder.parent.parent / name for name in _SHARED)]
-    return "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    texts = {file.name: file.read_text(encoding="utf-8") for file in files if file.is_file()}
+    # In a model's own code, an attribute of self is not one of the config.
+    return "\n".join(
+        text if name.startswith("configuration") or name in _SHARED else re.sub(r"\bself\.", "self ", text)
+        for name, text in texts.items()
+    )

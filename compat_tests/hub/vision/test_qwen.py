@@ -98,6 +98,21 @@ def test_pictures_of_the_processor_give_the_logits_of_transformers(name, tmp_pat
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize("sections", [[2, 2], [1, 1, 1, 1]])
+def test_any_number_of_sections_is_read_as_in_transformers(sections, tmp_path):
+    """TRL's tiny models have two."""
+    case = CASES["qwen2_5_vl"]
+    text = case.values["text_config"] | {
+        "num_hidden_layers": 1, "rope_parameters": {"rope_theta": 1e4, "mrope_section": sections},
+    }  # fmt: skip
+    case, model, _, native, params, backend = built(replace(case, values=case.values | {"text_config": text}), tmp_path)
+    rows = texts(case)
+    theirs = np.concatenate(of_transformers(case, model, rows))
+    tokens, positions, reads, images = padded(native, case, model, rows)
+    ours = merge(backend.graph, params)(tokens, positions, reads, images=jax.tree.map(jnp.asarray, images))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 # Files
 
 
@@ -137,6 +152,7 @@ def test_names_of_older_and_newer_files_are_read_and_kept(name, tower, text, tmp
         ("qwen3_vl", "vision_config", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'axial'"),
         ("qwen3_vl", "text_config", {"rope_parameters": {"mrope_section": [2, 2]}}, "mrope_section"),
         ("qwen2_vl", "text_config", {"rope_parameters": {"mrope_section": [1, 1, 1]}}, "sum to half"),
+        ("qwen2_vl", "text_config", {"rope_parameters": {"mrope_section": 4}}, "a list of whole numbers, got 4"),
     ],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused_by_name(name, section, values, message, tmp_path):
@@ -149,3 +165,22 @@ def test_keys_of_published_configs_that_nothing_reads_are_logged(tmp_path, caplo
     write_config(tmp_path, "qwen2_vl", vision_config={"in_chans": 3, "spatial_patch_size": 14})
     assert read_native_config(tmp_path, "lm").with_images().arch.vision.kernel == (3, 2, 4, 4)
     assert "ignoring in_chans, spatial_patch_size, which neither" in caplog.text
+
+
+def test_values_of_the_text_outside_text_config_are_not_read(tmp_path, caplog):
+    """transformers 4.52 to 4.57 wrote them twice; transformers 5 reads only those in text_config."""
+    from transformers import AutoConfig
+
+    write_config(tmp_path, "qwen2_5_vl")
+    arch = read_native_config(tmp_path, "lm").with_images().arch
+    raw = json.loads((tmp_path / "config.json").read_text())
+    copies = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    (tmp_path / "config.json").write_text(json.dumps(raw | copies))
+    assert read_native_config(tmp_path, "lm").with_images().arch == arch and not caplog.text
+    other = {"rms_norm_eps": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    (tmp_path / "config.json").write_text(json.dumps(raw | copies | other))
+    theirs = AutoConfig.from_pretrained(tmp_path).text_config
+    assert theirs.rms_norm_eps == raw["text_config"]["rms_norm_eps"]
+    assert theirs.rope_parameters["rope_type"] == "default"
+    assert read_native_config(tmp_path, "lm").with_images().arch == arch
+    assert "ignoring rms_norm_eps=0.5, rope_scaling={" in caplog.text and "outside text_config" in caplog.text

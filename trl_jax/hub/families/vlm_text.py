@@ -5,10 +5,12 @@ The weights of vision and audio towers are kept and saved unchanged. `hub.vision
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trl_jax.core.text import brief, listed
 from trl_jax.hub.config_reader import ConfigReader, config_object
 from trl_jax.hub.families import (
     Family,
@@ -29,6 +31,8 @@ from trl_jax.hub.families import (
 from trl_jax.hub.heads import lm_head
 from trl_jax.hub.tensor_map import Names
 from trl_jax.models.arch import Arch
+
+logger = logging.getLogger(__name__)
 
 Texts = Mapping[str, Callable[[ConfigReader], Arch]]  # by model_type
 # Unused by texts, which have the same position on all axes; "type" is the old name of rope_type.
@@ -69,14 +73,27 @@ def _arch(config: ConfigReader, texts: Texts) -> Arch:
     if text["model_type"] not in texts:
         supported = " or ".join(map(repr, texts))
         raise config.wrong("model_type of text_config", text["model_type"], f"{supported} for this model_type")
-    if "text_config" not in config.raw:
-        for key in (*text, "rope_scaling", "rope_theta"):
-            config.value(key)
+    of_text = {*text, "rope_scaling", "rope_theta"}
+    for key in of_text:
+        config.value(key)
+    if "text_config" in config.raw:
+        _warn_of_copies(config, of_text - whole.__dataclass_fields__.keys(), text)
     rope = text.get("rope_parameters") or {}
     text["rope_parameters"] = {key: value for key, value in rope.items() if key not in _PASSED_OVER}
     found = read_section(text, f"{config.source}: text_config", text["model_type"], texts[text["model_type"]])
     std = config.number("initializer_range", 0.02)  # for the head
     return replace(found, tied_embeddings=whole.tie_word_embeddings, initializer_range=std)
+
+
+def _warn_of_copies(config: ConfigReader, keys: set[str], text: Mapping[str, Any]) -> None:
+    """transformers before 5 also wrote the text's values outside text_config, where nothing reads them."""
+    values = dict(text) | config.raw["text_config"]
+    other = [key for key in sorted(keys & config.raw.keys()) if config.raw[key] != values.get(key)]
+    if other:
+        logger.warning(
+            "%s: ignoring %s outside text_config, as transformers does. Set them in text_config to use them.",
+            config.source, listed([f"{key}={brief(config.raw[key])}" for key in other]),
+        )  # fmt: skip
 
 
 def _with_prefix(prefix: str, names: Names) -> Names:

@@ -184,10 +184,12 @@ def with_axes(arch: Arch, axes: tuple[int, ...]) -> Arch:
 
 
 def read_sections(whole: Any, default: list[int]) -> list[int]:
-    """`mrope_section`: the numbers of channel pairs that rotate with the frame, the row and the column."""
+    """`mrope_section`: numbers of channel pairs that rotate with the frame, the row, the column, the frame, ..."""
     sections = whole.text_config.rope_parameters.get("mrope_section", default)
-    if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
-        raise ValueError(f"text_config.rope_parameters.mrope_section must be three whole numbers, got {sections}.")
+    if not isinstance(sections, list) or not all(type(n) is int and n >= 0 for n in sections):
+        raise ValueError(
+            f"text_config.rope_parameters.mrope_section must be a list of whole numbers, got {sections!r}."
+        )
     return sections
 
 
@@ -196,10 +198,10 @@ def _text(arch: Arch, whole: Any) -> Arch:
     sections = read_sections(whole, [16, 24, 24])
     if sum(sections) != arch.head_dim // 2:
         raise ValueError(
-            f"text_config.rope_parameters.mrope_section must be three numbers that sum to half of head_dim "
+            f"text_config.rope_parameters.mrope_section must be numbers that sum to half of head_dim "
             f"({arch.head_dim // 2}), got {sections}."
         )
-    return with_axes(arch, tuple(axis for axis, count in enumerate(sections) for _ in range(count)))
+    return with_axes(arch, tuple(number % 3 for number, count in enumerate(sections) for _ in range(count)))
 
 
 _COMMON = {"pixels": PIXELS, "text": _text, "positions": grid_positions, "prefixes": (("model.visual.", "visual."),)}

@@ -89,9 +89,11 @@ def interpolated(places: np.ndarray, size: tuple[int, int], side: int) -> tuple[
 def _text(arch: Arch, whole: Any, *, default: list[int]) -> Arch:
     """The sections are interleaved: channel pairs rotate with frame, row, column, frame, ... until the sections of row
     and column are used up. All other pairs rotate with the frame."""
-    axes = [0] * ((arch.rotary_dim + 1) // 2)
-    for axis, count in enumerate(read_sections(whole, default)):
-        for pair in range(axis, min(3 * count, len(axes)), 3):
+    sections, axes = read_sections(whole, default), [0] * ((arch.rotary_dim + 1) // 2)
+    if len(sections) < 3:
+        raise ValueError(f"text_config.rope_parameters.mrope_section must be three whole numbers, got {sections}.")
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[pair] = axis
     return with_axes(arch, tuple(axes))
 
