@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 import trl_jax
-from compat_tests.trainer.vision_models import completions, logged, messages, pairs, tiny_llava, trainer, unpaired
+from compat_tests.hub.vision import processors
+from compat_tests.trainer.vision_models import (
+    TEMPLATE,
+    completions,
+    logged,
+    messages,
+    pairs,
+    tiny_llava,
+    trainer,
+    unpaired,
+)
 
 COLLATORS = {
     "SFT": ("sft", "DataCollatorForVisionLanguageModeling", completions),
@@ -103,7 +113,44 @@ def test_what_is_refused(llava, processor, tmp_path):
     with pytest.raises(ValueError, match="calculate_kl=False, and loss_type='kto' needs calculate_kl=True"):
         own = collator("KTO")(processor, calculate_kl=False)
         trainer(trl_jax, "KTO", llava, tmp_path, unpaired(), data_collator=own)
-    with pytest.raises(TypeError, match="makes no batches in trl_jax"):
-        collator("DPO")(processor)([])
+    with pytest.raises(NotImplementedError, match="Padding to a multiple of a value is not yet implemented"):
+        collator("DPO")(processor, pad_to_multiple_of=8)(list(pairs()))
     with pytest.raises(TypeError, match="wanted a processor with a tokenizer"):
         collator("DPO")(processor.tokenizer)
+
+
+OPTIONS = {
+    "SFT": [
+        (messages, {"pad_to_multiple_of": 16}),
+        (messages, {"assistant_only_loss": True}),
+        (completions, {"completion_only_loss": True, "max_length": 30}),
+    ],
+    "DPO": [(pairs, {}), (pairs, {"max_length": 26})],
+    "KTO": [(unpaired, {}), (unpaired, {"calculate_kl": False})],
+}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava_next", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    ("kind", "rows", "options"), [(kind, *case) for kind, cases in OPTIONS.items() for case in cases]
+)
+def test_its_batches_are_trls(kind, rows, options, name, monkeypatch):
+    pytest.importorskip("trl")
+    template = TEMPLATE.replace("<image>", processors.placeholder(name))
+    processor = processors.built_processor(name, monkeypatch, chat_template=template)
+    processor.tokenizer.chat_template = template
+    if "assistant_only_loss" in options:
+        marked = template.replace("{{ part['text'] }}", "{% generation %}{{ part['text'] }}{% endgeneration %}")
+        options = options | {"chat_template": marked}
+    examples = list(rows(4))
+    ours, theirs = (
+        collator(kind, package)(processor, **options)([dict(row) for row in examples]) for package in ("trl_jax", "trl")
+    )
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        prefix = "KL_" * key.startswith("KL_")
+        padding = theirs[f"{prefix}attention_mask"] == 0
+        blank = key.removeprefix("KL_") == "input_ids"  # TRL pads with one of two tokens
+        wanted, found = (batch[key].masked_fill(padding, 0) if blank else batch[key] for batch in (theirs, ours))
+        assert found.dtype == wanted.dtype, key
+        np.testing.assert_array_equal(found, wanted, key)

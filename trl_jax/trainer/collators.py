@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trl_jax.data.batch import IGNORED
+from trl_jax.data.chat_templates import prepare_multimodal_messages
 from trl_jax.hub import torch_bridge
 
 # TRL's collators of prompts with completions, for scripts that build their own batches.
@@ -203,18 +204,23 @@ class DataCollatorForLanguageModeling:
         return as_kind(None, [_positions(lengths) for lengths in batch_seq_lengths])
 
 
-# TRL's collators for rows with images. Only their options are used.
+# TRL's collators for rows with images, for trainers and for scripts that build their own batches
+
+
+_OF_TOKENS = ("input_ids", "token_type_ids", "mm_token_type_ids")  # what processors return for each token
 
 
 class VisionCollator:
     """The base of TRL's collators for rows with images. Passed as `data_collator`, its options replace those of the
-    trainer's arguments. The trainer builds its batches itself, so calling a collator raises TypeError.
+    trainer's arguments; the trainer builds its batches itself. Called, a collator returns what the processor returns
+    for the images, with `input_ids` and `attention_mask` `[B, T]` and, if the processor has them, `token_type_ids` and
+    `mm_token_type_ids`.
 
     Attributes:
         processor: the model's transformers processor.
         max_length: maximum number of tokens of a text; the end is truncated. None: no truncation.
         pad_to_multiple_of: rows are padded to a multiple of this many tokens.
-        return_tensors: accepted as in TRL; has no effect.
+        return_tensors: "pt" for torch tensors, "np" for NumPy arrays; None: "pt" if torch is installed.
     """
 
     processor: Any
@@ -230,16 +236,64 @@ class VisionCollator:
                 "AutoProcessor.from_pretrained."
             )
 
-    def __call__(self, examples: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
-        raise TypeError(
-            f"{type(self).__qualname__} makes no batches in trl_jax: pass it to the trainer as data_collator, or call "
-            "the processor."
-        )
+    def __call__(self, examples: list[dict[str, Any]], return_tensors: str | None = None) -> Any:
+        from transformers import BatchFeature
+
+        rows = [row | {"images": [row["image"]]} if "image" in row else row for row in examples]
+        return BatchFeature(as_kind(return_tensors or self.return_tensors, self._batch(rows)))
+
+    def _batch(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _rendered(self, rows: list[dict[str, Any]], answers: tuple[str, ...]) -> dict[str, list[str]]:
+        """The texts of the prompts and of the columns `answers`."""
+        from trl_jax.data_utils import apply_chat_template, is_conversational
+
+        if self.pad_to_multiple_of is not None:
+            raise NotImplementedError(
+                "Padding to a multiple of a value is not yet implemented for vision-language modeling and "
+                "prompt-completion data."
+            )
+        columns = ("prompt", *answers)
+        if is_conversational(rows[0]):
+            talks = [
+                row
+                | {"prompt": prepare_multimodal_messages(row["prompt"], row["images"])}
+                | {name: prepare_multimodal_messages(row[name]) for name in answers}
+                for row in rows
+            ]
+            rows = [apply_chat_template(talk, self.processor) for talk in talks]
+        return {name: [row[name] for row in rows] for name in columns}
+
+    def _encoded(self, texts: list[str], images: list[list] | None = None) -> tuple[dict, dict]:
+        """What the processor returns for each token, as rows without padding, and what it returns for the images."""
+        shown = {} if images is None or not any(images) else {"images": images}  # processors refuse no images at all
+        encoded = self.processor(text=texts, padding=True, return_tensors="np", add_special_tokens=False, **shown)
+        kept = encoded.pop("attention_mask") == 1
+        rows = {
+            name: [row[mask] for row, mask in zip(encoded.pop(name), kept, strict=True)]
+            for name in _OF_TOKENS
+            if name in encoded
+        }
+        return rows, dict(encoded)
+
+    def _concatenated(self, prompts: dict[str, list], answers: dict[str, list]) -> dict[str, np.ndarray]:
+        """Prompts and answers of `_encoded` as padded rows; the mask marks the tokens of answers."""
+        part, count = slice(self.max_length), len(answers["input_ids"])
+        pad = self.processor.tokenizer.pad_token_id
+        pairs = list(zip(prompts["input_ids"], answers["input_ids"], strict=True))
+        batch = _joined(pairs, part, self.processor.tokenizer.eos_token_id if pad is None else pad, None)
+        for name in prompts.keys() - {"input_ids"}:
+            # As in TRL, tokens of answers have no type of their own in mm_token_type_ids.
+            types = answers[name] if name == "token_type_ids" else [np.zeros_like(ids) for ids in answers["input_ids"]]
+            rows = [np.concatenate([prompts[name][row], types[row]])[part] for row in range(count)]
+            batch[name] = padded(rows, 0, None)
+        return batch
 
 
 @dataclass
 class DataCollatorForVisionLanguageModeling(VisionCollator):
-    """The options with which SFTTrainer reads rows with images.
+    """TRL's collator of SFTTrainer for rows with images. Its batches also have `labels`, which are -100 at padding.
 
     Args:
         processor, max_length, pad_to_multiple_of, return_tensors: as in `VisionCollator`.
@@ -258,20 +312,67 @@ class DataCollatorForVisionLanguageModeling(VisionCollator):
     chat_template: str | None = None
     return_tensors: str | None = None
 
+    def _batch(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.assistant_only_loss and "messages" not in rows[0]:
+            raise ValueError(
+                "The `assistant_only_loss` argument is only supported for conversational language modeling datasets."
+            )
+        if "messages" in rows[0] or self.dataset_text_field in rows[0]:
+            if self.completion_only_loss:
+                raise ValueError("The `completion_only_loss` argument is not supported for language modeling datasets.")
+            batch = self._whole(rows)
+            excluded = batch.pop("assistant_masks") == 0 if self.assistant_only_loss else False
+        elif "prompt" in rows[0] and "completion" in rows[0]:
+            texts = self._rendered(rows, ("completion",))
+            prompts, images = self._encoded(texts["prompt"], [row["images"] for row in rows])
+            batch = images | self._concatenated(prompts, self._encoded(texts["completion"])[0])
+            answers = batch.pop("completion_mask")
+            excluded = answers == 0 if self.completion_only_loss else False
+        else:
+            raise KeyError(f"Unexpected input keys in examples: {list(rows[0].keys())}.")
+        batch["labels"] = np.where((batch["attention_mask"] == 0) | excluded, IGNORED, batch["input_ids"])
+        return batch
+
+    def _whole(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """The batch of rows with `messages` or with texts, without labels."""
+        options = {
+            "padding": True, "padding_side": "right", "pad_to_multiple_of": self.pad_to_multiple_of,
+            "truncation": self.max_length is not None, "max_length": self.max_length, "add_special_tokens": False,
+        }  # fmt: skip
+        if "messages" in rows[0]:
+            encoded = self.processor.apply_chat_template(
+                [prepare_multimodal_messages(row["messages"], row["images"]) for row in rows],
+                chat_template=self.chat_template, tokenize=True, return_dict=True, return_tensors="np",
+                return_assistant_tokens_mask=self.assistant_only_loss, processor_kwargs=options,
+            )  # fmt: skip
+        else:
+            images = [row["images"] for row in rows]
+            shown = {"images": images} if any(images) else {}
+            texts = [row[self.dataset_text_field] for row in rows]
+            encoded = self.processor(text=texts, return_tensors="np", **options, **shown)
+        return dict(encoded)
+
 
 @dataclass
 class DataCollatorForVisionPreference(VisionCollator):
-    """The options with which DPOTrainer reads rows with images, as in `VisionCollator`."""
+    """TRL's collator of DPOTrainer for rows with images, with the arguments of `VisionCollator`. Its batches have the
+    chosen texts, then the rejected ones, each with the images of its prompt, and `completion_mask`."""
 
     processor: Any
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
     return_tensors: str | None = None
 
+    def _batch(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        texts = self._rendered(rows, ("chosen", "rejected"))
+        prompts, images = self._encoded(2 * texts["prompt"], 2 * [row["images"] for row in rows])
+        return images | self._concatenated(prompts, self._encoded(texts["chosen"] + texts["rejected"])[0])
+
 
 @dataclass
 class DataCollatorForVisionUnpairedPreference(VisionCollator):
-    """The options with which KTOTrainer reads rows with images.
+    """TRL's collator of KTOTrainer for rows with images. Its batches also have `completion_mask` and `label`, and, for
+    each prompt with the previous row's answer, `KL_input_ids` and so on.
 
     Args:
         processor, max_length, pad_to_multiple_of, return_tensors: as in `VisionCollator`.
@@ -284,6 +385,16 @@ class DataCollatorForVisionUnpairedPreference(VisionCollator):
     calculate_kl: bool = True
     pad_to_multiple_of: int | None = None
     return_tensors: str | None = None
+
+    def _batch(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        texts = self._rendered(rows, ("completion",))
+        prompts, images = self._encoded(texts["prompt"], [row["images"] for row in rows])
+        answers, _ = self._encoded(texts["completion"])
+        batch = images | self._concatenated(prompts, answers)
+        if self.calculate_kl:
+            others = {name: values[-1:] + values[:-1] for name, values in answers.items()}
+            batch |= {f"KL_{name}": values for name, values in self._concatenated(prompts, others).items()}
+        return batch | {"label": np.asarray([row["label"] for row in rows])}
 
 
 def check_kind(return_tensors: str | None) -> None:
