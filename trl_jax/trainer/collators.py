@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from trl_jax.data.batch import IGNORED
-from trl_jax.data.chat_templates import prepare_multimodal_messages
+from trl_jax.data.chat import opening
+from trl_jax.data.chat_templates import apply_chat_template, prepare_multimodal_messages
 from trl_jax.hub import torch_bridge
 
 # TRL's collators of prompts with completions, for scripts that build their own batches.
@@ -247,23 +250,23 @@ class VisionCollator:
 
     def _rendered(self, rows: list[dict[str, Any]], answers: tuple[str, ...]) -> dict[str, list[str]]:
         """The texts of the prompts and of the columns `answers`."""
-        from trl_jax.data_utils import apply_chat_template, is_conversational
-
         if self.pad_to_multiple_of is not None:
             raise NotImplementedError(
                 "Padding to a multiple of a value is not yet implemented for vision-language modeling and "
                 "prompt-completion data."
             )
         columns = ("prompt", *answers)
-        if is_conversational(rows[0]):
-            talks = [
-                row
-                | {"prompt": prepare_multimodal_messages(row["prompt"], row["images"])}
-                | {name: prepare_multimodal_messages(row[name]) for name in answers}
-                for row in rows
-            ]
-            rows = [apply_chat_template(talk, self.processor) for talk in talks]
+        if isinstance(rows[0]["prompt"], list):
+            rows = [self._continued(row, answers) for row in rows]
         return {name: [row[name] for row in rows] for name in columns}
+
+    def _continued(self, row: dict[str, Any], answers: tuple[str, ...]) -> dict[str, str]:
+        """The prompt's messages as text, and the text of each answer after them."""
+        prompt = prepare_multimodal_messages(row["prompt"], row["images"])
+        render = partial(apply_chat_template, self.processor, tokenize=False, **row.get("chat_template_kwargs", {}))
+        whole = {name: render(prompt + prepare_multimodal_messages(row[name])) for name in answers}
+        start = os.path.commonprefix([render(prompt, **opening(prompt)), *whole.values()])
+        return {"prompt": start} | {name: text[len(start) :] for name, text in whole.items()}
 
     def _encoded(self, texts: list[str], images: list[list] | None = None) -> tuple[dict, dict]:
         """What the processor returns for each token, as rows without padding, and what it returns for the images."""

@@ -176,7 +176,7 @@ def test_values_of_the_text_outside_text_config_are_not_read(tmp_path, caplog):
     raw = json.loads((tmp_path / "config.json").read_text())
     copies = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
     (tmp_path / "config.json").write_text(json.dumps(raw | copies))
-    assert read_native_config(tmp_path, "lm").with_images().arch == arch and not caplog.text
+    assert read_native_config(tmp_path, "lm").with_images().arch == arch and "outside" not in caplog.text
     other = {"rms_norm_eps": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     (tmp_path / "config.json").write_text(json.dumps(raw | copies | other))
     theirs = AutoConfig.from_pretrained(tmp_path).text_config
