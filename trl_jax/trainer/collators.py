@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -213,7 +214,7 @@ class DataCollatorForLanguageModeling:
 _OF_TOKENS = ("input_ids", "token_type_ids", "mm_token_type_ids")  # what processors return for each token
 
 
-class VisionCollator:
+class VisionCollator(abc.ABC):
     """The base of TRL's collators for rows with images. Passed as `data_collator`, its options replace those of the
     trainer's arguments; the trainer builds its batches itself. Called, a collator returns what the processor returns
     for the images, with `input_ids` and `attention_mask` `[B, T]` and, if the processor has them, `token_type_ids` and
@@ -245,8 +246,9 @@ class VisionCollator:
         rows = [row | {"images": [row["image"]]} if "image" in row else row for row in examples]
         return BatchFeature(as_kind(return_tensors or self.return_tensors, self._batch(rows)))
 
+    @abc.abstractmethod
     def _batch(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        raise NotImplementedError
+        """The batch of rows whose images are in `images`, as NumPy arrays."""
 
     def _rendered(self, rows: list[dict[str, Any]], answers: tuple[str, ...]) -> dict[str, list[str]]:
         """The texts of the prompts and of the columns `answers`."""

@@ -12,10 +12,29 @@ from compat_tests.hub.vision.models import CASES, IMAGE
 from compat_tests.hub.vision.processors import PROCESSORS
 from compat_tests.hub.vision.test_families import built
 from trl_jax.data.images import feature_index, join_images
+from trl_jax.hub.vision.processor import open_picture
 from trl_jax.models.model import merge
 
 torch = pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.mark.parametrize("kind", ["path", "string", "bytes", "undecoded"])
+def test_files_are_read_as_by_transformers_and_datasets(kind, tmp_path):
+    """Upright, as cameras note in the file; strings give RGB."""
+    from datasets import Image as Feature
+    from transformers.image_utils import load_image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 4), np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    data = {"bytes": (tmp_path / "a.png").read_bytes(), "path": None}
+    given = {"path": tmp_path / "a.png", "string": str(tmp_path / "a.png"), "bytes": data["bytes"], "undecoded": data}
+    wanted = load_image(given["string"]) if kind == "string" else Feature().decode_example(data)
+    found = open_picture(given[kind])
+    assert found.size == (4, 6) and found.mode == wanted.mode == ("RGB" if kind == "string" else "RGBA")
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
 @usual("gemma3", "gemma4", "llava_next")

@@ -151,8 +151,11 @@ def _overlapping(offsets: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndar
 
 
 def open_picture(value: Any) -> Any:
-    """A PIL image from a PIL image, a path, the bytes of a file, an array `[H, W, C]`, or what datasets' Image feature
-    returns without decoding (`{"bytes": ..., "path": ...}`).
+    """A PIL image from a PIL image, a path, a URL, a base64 string, the bytes of a file, an array `[H, W, C]`, or what
+    datasets' Image feature returns without decoding (`{"bytes": ..., "path": ...}`).
+
+    As in transformers and datasets, pictures that are read are turned upright by their EXIF orientation, and strings
+    give RGB pictures.
 
     Raises:
         ValueError: `value` cannot be read as a picture.
@@ -163,17 +166,22 @@ def open_picture(value: Any) -> Any:
         return value
     if isinstance(value, Mapping) and value.keys() <= {"bytes", "path"}:
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
+        value = Path(value) if isinstance(value, str) else value
     try:
         if isinstance(value, np.ndarray):
             return Image.fromarray(value)
-        if isinstance(value, bytes | str | Path):
-            picture = Image.open(io.BytesIO(value) if isinstance(value, bytes) else value)
-            picture.load()
-            return picture
+        if isinstance(value, str):
+            from transformers.image_utils import load_image
+
+            return load_image(value)
+        if isinstance(value, bytes | Path):
+            from PIL import ImageOps
+
+            return ImageOps.exif_transpose(Image.open(io.BytesIO(value) if isinstance(value, bytes) else value))
     except (OSError, ValueError, TypeError, SyntaxError) as error:  # Pillow's errors for damaged files
         raise ValueError(f"{brief(value)} cannot be read as a picture: {error}") from error
     raise ValueError(
-        f"{brief(value)} is no picture: pass a PIL image, a path, the bytes of a file or an array of pixels."
+        f"{brief(value)} is no picture: pass a PIL image, a path, a URL, the bytes of a file or an array of pixels."
     )
 
 
