@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -90,6 +93,74 @@ def test_modules_are_found_by_name(folders):
         classifier.lm_head.requires_grad_(False)
 
 
+IDENTITIES = {
+    "head by id": lambda model: set(map(id, model.lm_head.parameters())),
+    "weight of the head by id": lambda model: {id(model.lm_head.weight)},
+    "a layer by id": lambda model: [id(parameter) for parameter in model.model.layers[1].parameters()],
+    "embedding by id": lambda model: {id(model.get_input_embeddings().weight)},
+    "by name": lambda model: {id(model.get_parameter("model.norm.weight"))},
+}
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_a_parameter_is_one_object(tie, folders):
+    kinds = trl_jax.AutoModelForCausalLM, transformers.AutoModelForCausalLM
+    ours, theirs = (kind.from_pretrained(folders[tie]) for kind in kinds)
+    for how, some in IDENTITIES.items():
+        found, wanted = (
+            [name for name, parameter in model.named_parameters() if id(parameter) in some(model)]
+            for model in (ours, theirs)
+        )
+        assert found == wanted and wanted, how
+    for model in (ours, theirs):
+        weights = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        assert (weights[0] is weights[1]) == (weights[1] is model.model.embed_tokens.weight) == tie
+        assert weights[1] is model.lm_head.weight is model.get_submodule("lm_head").weight
+        groups = {parameter: parameter.dim() for parameter in model.parameters()}
+        assert all(groups[parameter] == parameter.dim() for parameter in model.lm_head.parameters())
+        assert len({*model.parameters(), *model.lm_head.parameters()}) == len(groups)
+        other = copy.deepcopy(model)
+        assert not {*other.parameters()} & {*model.parameters()} and other.lm_head.weight is other.lm_head.weight
+        norm, table = model.model.norm.weight, model.get_input_embeddings().weight
+        model.resize_token_embeddings(model.config.vocab_size + 8)
+        assert norm is model.model.norm.weight and table is model.get_input_embeddings().weight
+        assert tuple(table.shape) == (528, 64) and table.numel() == 528 * 64
+
+
+def test_a_parameter_has_the_current_values(folders, tmp_path):
+    """Also after training, as in torch: a script that wants the old ones clones them."""
+    args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 2})
+    trainer = trl_jax.SFTTrainer(str(folders[True]), args, train_dataset=Dataset.from_list(text_rows(8)))
+    norm = trainer.model.model.norm.weight
+    before, ids, seen = norm.clone(), [id(one) for one in trainer.model.parameters()], []
+
+    class Looks(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            seen.append(
+                (norm is model.model.norm.weight, norm.numpy().copy(), ids == list(map(id, model.parameters())))
+            )
+
+    trainer.add_callback(Looks())
+    trainer.train()
+    assert [(same, every) for same, _, every in seen] == [(True, True)] * 2
+    assert (before != norm).any() and (seen[0][1] != norm).any()
+    np.testing.assert_array_equal(seen[1][1], norm)
+    np.testing.assert_array_equal(norm, trainer.model.state_dict()["model.norm.weight"])
+    assert norm.requires_grad and id(norm) in ids
+
+
+def test_parameters_keep_neither_models_nor_values(folders):
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
+    values = [weakref.ref(parameter.detach()) for parameter in model.parameters()]
+    assert sum(one() is not None for one in values) == 1  # the last
+    norm, table, gone = model.model.norm.weight, model.lm_head.weight, weakref.ref(model)
+    wanted = norm.clone()
+    del model
+    assert gone() is None
+    np.testing.assert_array_equal(norm, wanted)
+    assert norm.requires_grad and table.shape == (520, 64) and (table[3:5] * 2 == 2 * np.asarray(table)[3:5]).all()
+
+
 @pytest.mark.parametrize("task", ["CAUSAL_LM", None])
 def test_a_model_with_an_adapter_is_a_peft_model(task, folders, tmp_path):
     rows = Dataset.from_list(text_rows(4))
@@ -103,7 +174,7 @@ def test_a_model_with_an_adapter_is_a_peft_model(task, folders, tmp_path):
     )
     for kind in (peft.PeftModel, peft.PeftModelForCausalLM, transformers.PreTrainedModel, torch.nn.Module):
         assert isinstance(model, kind) == isinstance(theirs, kind)
-        assert not isinstance(model.merge_and_unload(), kind)
+        assert isinstance(model.merge_and_unload(), kind) == isinstance(theirs.get_base_model(), kind)
     assert isinstance(model, trl_jax.PreTrainedModel) and isinstance(
         trainer.accelerator.unwrap_model(model), peft.PeftModel
     )
@@ -117,6 +188,21 @@ def test_a_model_with_an_adapter_is_a_peft_model(task, folders, tmp_path):
     again = trl_jax.SFTTrainer(model, args, train_dataset=rows, processing_class=trainer.processing_class)
     again.train()
     assert isinstance(again.model, peft.PeftModel) and not hasattr(model.get_base_model(), "peft_config")
+
+
+def test_a_model_is_a_transformers_model(folders, tmp_path):
+    args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 1})
+    trainer = trl_jax.SFTTrainer(str(folders[True]), args, train_dataset=Dataset.from_list(text_rows(4)))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders[True])
+    for kind in (transformers.PreTrainedModel, torch.nn.Module, peft.PeftModel, str):
+        assert isinstance(trainer.model, kind) == isinstance(theirs, kind)
+    assert isinstance(trainer.model, trl_jax.PreTrainedModel) and type(trainer.model) is trl_jax.PreTrainedModel
+    trainer.train()
+    again = trl_jax.SFTTrainer(
+        trainer.model, args, train_dataset=trainer.train_dataset, processing_class=trainer.processing_class
+    )
+    again.train()
+    assert again.model is trainer.model and type(copy.deepcopy(again.model)) is trl_jax.PreTrainedModel
 
 
 def test_without_peft_its_class_is_ours(folders, tmp_path):

@@ -176,7 +176,7 @@ def test_torchs_functions_take_parameters(folder, dtype):
     torch = pytest.importorskip("torch")
     model = trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
     parameter = model.get_parameter("score.weight")
-    held = parameter.clone().astype(dtype).view(type(parameter))
+    held = parameter.clone().astype(dtype).view(type(parameter.clone()))
     tensor = torch.from_numpy(parameter.numpy()).to(getattr(torch, dtype))
     assert torch.equal(held, tensor) and torch.equal(tensor, held.clone())
     assert not torch.equal(held, torch.zeros_like(input=held))

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -222,70 +223,31 @@ def compiled_scores(
 
 
 def _in_place(name: str) -> Callable:
-    def method(parameter: Parameter, other: Any) -> Parameter:
-        parameter._check_writable()
-        return vars(np.ndarray)[name](parameter, other)
+    def method(values: Snapshot, other: Any) -> Snapshot:
+        values._check_writable()
+        return vars(np.ndarray)[name](values, other)
 
     return method
 
 
-class Parameter(np.ndarray):
-    """A snapshot of a parameter's values, with some methods of a torch tensor.
+class _TensorApi:
+    """What parameters and their values have in common with torch tensors."""
 
-    `requires_grad` reads and sets whether `train()` updates the parameter in the model.
-    """
+    _name: str = ""  # of the parameter
 
-    _model: Any = None  # the model that owns it; None for copies and slices
-    _name: str = ""
-
-    @property
-    def requires_grad(self) -> bool:
-        return self._model is not None and self._model.is_trained(self._name)
-
-    @requires_grad.setter
-    def requires_grad(self, wanted: bool) -> None:
-        if self._model is None:
-            raise ValueError("requires_grad can only be set on a parameter itself, not on a copy or a slice of it.")
-        self._model.set_trainable(self._name, trainable=wanted)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Parameter:
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
         self.requires_grad = requires_grad
         return self
 
     @property
-    def grad(self) -> None:
-        """None, as in torch between steps.
-
-        Raises:
-            AttributeError: it is read in a hook where torch has gradients. Ours stay within the compiled step.
-        """
-        if self.requires_grad and self._model.at_gradients:
-            raise AttributeError(
-                f"{self._name} has no grad: gradients stay within the compiled step. grad_norm is logged; to change "
-                "gradients, return an optax transformation from create_optimizer."
-            )
-
-    def clone(self) -> Parameter:
-        return self.copy()
-
-    def detach(self) -> Parameter:
-        return self
-
-    def cpu(self) -> Parameter:
-        """A copy, into which a script may write."""
-        return self.copy()
-
-    float = cpu
-
-    @property
-    def data(self) -> Parameter:
+    def data(self) -> Snapshot:
         """The values, as torch's `parameter.data`. Setting equal values in another dtype is a no-op, because weights
         are float32 while they train.
 
         Raises:
             ValueError: other values are set.
         """
-        return self
+        return self.detach()
 
     @data.setter
     def data(self, values: Any) -> None:
@@ -295,7 +257,58 @@ class Parameter(np.ndarray):
                 "the weights before they are loaded."
             )
 
-    def to(self, *args: Any, **kwargs: Any) -> Parameter:
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let torch functions such as `torch.equal(parameter, other)` work by converting parameters to tensors.
+
+        Raises:
+            ValueError: the function would write into one.
+        """
+        kwargs = kwargs or {}
+        written = [*args, *kwargs.values()][:1] if re.search(r"[^_]_$", function.__name__) else []
+        for one in (*written, kwargs.get("out")):
+            if isinstance(one, _TensorApi):
+                one.detach()._check_writable()
+        return function(*as_tensors(_with_values(args)), **as_tensors(_with_values(kwargs)))
+
+
+def _with_values(arguments: Any) -> Any:
+    """Replace parameters by their values, also inside dicts, lists and tuples."""
+    if isinstance(arguments, dict):
+        return {name: _with_values(value) for name, value in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        return type(arguments)(map(_with_values, arguments))
+    return arguments.detach() if isinstance(arguments, Parameter) else arguments
+
+
+class Snapshot(_TensorApi, np.ndarray):
+    """The values of a parameter when they were read, or a copy of them, with some methods of a torch tensor."""
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        raise ValueError("requires_grad can only be set on a parameter itself, not on a copy or a slice of it.")
+
+    grad: None = None
+
+    def clone(self) -> Snapshot:
+        return self.copy()
+
+    def detach(self) -> Snapshot:
+        return self
+
+    def cpu(self) -> Snapshot:
+        """A copy, into which a script may write."""
+        return self.copy()
+
+    float = cpu
+
+    def to(self, *args: Any, **kwargs: Any) -> Snapshot:
         """A copy, into which a script may write. The dtype stays that of training, and JAX chooses the device."""
         return self.copy()
 
@@ -325,28 +338,111 @@ class Parameter(np.ndarray):
                 "not change. Change model.params, or the weights before they are loaded."
             )
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Let torch functions such as `torch.equal(parameter, other)` work by converting parameters to tensors.
+
+def _of_values(name: str) -> Callable:
+    return lambda parameter, *given: getattr(parameter.detach(), name)(*given)
+
+
+_SHAPES = ("shape", "dtype", "ndim", "size", "nbytes", "itemsize")
+
+
+class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin):
+    """A parameter of a model, with the methods of a NumPy array and some of a torch tensor.
+
+    A model has one object per parameter, so that scripts can compare parameters by `id` or `is`, as in torch. It reads
+    the model's current values when they are needed. `requires_grad` reads and sets whether `train()` updates it.
+    """
+
+    __hash__ = object.__hash__
+
+    def __init__(self, model: TransformersModelApi, name: str):
+        self._owner, self._name = weakref.ref(model), name  # weakly: a cycle would keep a deleted model's arrays
+        self._heir: Any = None  # a copy of the model after it was deleted
+        self._held: Snapshot | None = None
+        self._like: np.ndarray | None = None  # an array of its shape and dtype without memory
+
+    @property
+    def _model(self) -> Any:
+        return self._owner() or self._heir
+
+    def detach(self) -> Snapshot:
+        """The current values, read-only."""
+        return self._model._values_of(self._name) if self._held is None else self._held
+
+    def _keep(self, values: Snapshot, *, hold: bool) -> None:
+        self._like = np.broadcast_to(np.zeros((), values.dtype), values.shape)
+        self._held = values if hold else None
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._model.is_trained(self._name)
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self._model.set_trainable(self._name, trainable=wanted)
+
+    @property
+    def grad(self) -> None:
+        """None, as in torch between steps.
 
         Raises:
-            ValueError: the function would write into one.
+            AttributeError: it is read in a hook where torch has gradients. Ours stay within the compiled step.
         """
-        kwargs = kwargs or {}
-        written = [*args, *kwargs.values()][:1] if re.search(r"[^_]_$", function.__name__) else []
-        for one in (*written, kwargs.get("out")):
-            if isinstance(one, Parameter):
-                one._check_writable()
-        return function(*as_tensors(args), **as_tensors(kwargs))
+        if self.requires_grad and self._model.at_gradients:
+            raise AttributeError(
+                f"{self._name} has no grad: gradients stay within the compiled step. grad_norm is logged; to change "
+                "gradients, return an optax transformation from create_optimizer."
+            )
+
+    def numel(self) -> int:
+        return self.size
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "grad":  # whose getter raised: it does again
+            return object.__getattribute__(self, name)
+        return getattr(self._like if name in _SHAPES and self._like is not None else self.detach(), name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.detach(), dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple = (), **kwargs: Any) -> Any:
+        for one in out:
+            if isinstance(one, _TensorApi):
+                one.detach()._check_writable()
+        kwargs |= {"out": out} if out else {}
+        return getattr(ufunc, method)(*_with_values(inputs), **kwargs)
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.detach())
+
+    __getitem__, __setitem__, __len__, __iter__, __contains__, __bool__, __float__, __int__, __repr__, __format__ = map(
+        _of_values,
+        ("__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__bool__", "__float__", "__int__",
+         "__repr__", "__format__"),
+    )  # fmt: skip
+
+    def __reduce__(self) -> Any:
+        """Pickle and copy the values."""
+        return self.detach().__reduce__()
 
 
-def _snapshot(values: Any) -> Parameter:
-    """A read-only copy, because writing into it would not change the model."""
-    parameter = np.array(values).view(Parameter)
-    parameter.flags.writeable = False
-    return parameter
+class _LastRead(NamedTuple):
+    """The values of the parameter that was read last, so that a script that indexes it reads it from the device once.
+
+    Attributes:
+        arrays: weak references to the model's arrays, which training replaces.
+    """
+
+    arrays: list[weakref.ref]
+    values: Snapshot
+
+    def is_of(self, name: str, arrays: dict[str, Any]) -> bool:
+        pairs = zip(self.arrays, arrays.values(), strict=False)
+        same = len(self.arrays) == len(arrays) and all(kept() is array for kept, array in pairs)
+        return same and self.values._name == name
 
 
 class Submodule:
@@ -422,10 +518,13 @@ class TransformersModelApi:
     model_tags: list[str] | None = None
     was_merged: bool = False  # by `merge_and_unload`, after which PEFT leaves all parameters frozen
     accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
+    read: Callable[[jax.Array], Any] | None = None  # if several processes hold the arrays: a collective read of one
+    _parameters: dict[str, Parameter] | None = None
+    _last_read: _LastRead | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield each parameter with its name in transformers. The values are copies; to change the model, change
-        `params`.
+        """Yield each parameter with its name in transformers. Its values are the current ones, but cannot be written;
+        to change the model, change `params`.
 
         With an adapter, names are PEFT's: the base model's parameters come first, then the trained ones. Fully trained
         parameters appear only once, whereas PEFT also keeps the original.
@@ -434,10 +533,39 @@ class TransformersModelApi:
         return ((name, values) for name, values in self._named() if name not in buffers)
 
     def _named(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Parameter]]:
-        for name, values in self.backend.named(self._readable(self.arrays), wanted):
-            parameter = _snapshot(values)
-            parameter._model, parameter._name = self, name
+        if self._parameters is None:
+            self._parameters = {}
+        for name, values in self._snapshots(wanted):
+            if name not in self._parameters:
+                self._parameters[name] = Parameter(self, name)
+            parameter = self._parameters[name]
+            parameter._keep(values, hold=self.read is not None)  # later reads would be collective operations
             yield name, parameter
+
+    def _snapshots(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Snapshot]]:
+        arrays = self.arrays
+        references = [weakref.ref(array) for array in arrays.values()]
+        for name, values in self.backend.named(self._readable(arrays), wanted):
+            snapshot = np.array(values).view(Snapshot)
+            snapshot.flags.writeable, snapshot._name = False, name
+            self._last_read = _LastRead(references, snapshot)
+            yield name, snapshot
+
+    def _values_of(self, name: str) -> Snapshot:
+        if self._last_read is None or not self._last_read.is_of(name, self.arrays):
+            return next(values for _, values in self._snapshots([name]))
+        return self._last_read.values
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have parameters of their own."""
+        return {name: value for name, value in vars(self).items() if name not in ("_parameters", "_last_read")}
+
+    def __del__(self) -> None:
+        if self._parameters:  # a script may still hold one
+            heir = object.__new__(type(self))  # not copy.copy, which is gone when Python exits
+            vars(heir).update(self.__getstate__())
+            for parameter in self._parameters.values():
+                parameter._heir = heir
 
     def names(self) -> list[str]:
         """Names of all parameters, and of the buffers that are saved with them."""
@@ -513,9 +641,9 @@ class TransformersModelApi:
             return parameter
         raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ...")
 
-    def state_dict(self) -> dict[str, Parameter]:
-        """Every parameter and buffer by its name."""
-        return dict(self._named())
+    def state_dict(self) -> dict[str, Snapshot]:
+        """A copy of every parameter and buffer by its name."""
+        return dict(self._snapshots())
 
     def get_input_embeddings(self) -> Any:
         """The token embedding, with its `weight`, `num_embeddings` and `embedding_dim`."""
@@ -660,12 +788,9 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     ):
         self.params, self.backend, self.config = params, backend, config
         self.frozen = {} if frozen is None else frozen
-        self.folder, self.name_or_path = folder, name
-        self.graph = backend.graph
+        self.folder, self.name_or_path, self.graph = folder, name, backend.graph
         self.generation_config = read_generation_config(folder, config) if backend.head == "lm" else None
-        # If several processes hold the parameters: a collective read of one array, and whether this process writes.
-        self.read: Callable[[jax.Array], Any] | None = None
-        self.writes = True
+        self.writes = True  # this process does; see `read`
 
     def __call__(
         self,
@@ -737,11 +862,12 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     @property
     def __class__(self) -> type:
-        """PEFT's class if the model has an adapter and peft is imported, so that `isinstance(model, PeftModel)` tells a
+        """transformers' class, or PEFT's if the model has an adapter, once it is imported, so that `isinstance` tells a
         script what it tells it in TRL."""
         adapted = isinstance(vars(self).get("backend"), AdaptedBackend)
-        name = _PEFT_CLASSES.get(self.backend.config.task_type, "PeftModel") if adapted else ""
-        return vars(sys.modules["peft"]).get(name, type(self)) if "peft" in sys.modules else type(self)
+        name = _PEFT_CLASSES.get(self.backend.config.task_type, "PeftModel") if adapted else "PreTrainedModel"
+        module = sys.modules.get("peft" if adapted else "transformers.modeling_utils")
+        return type(self) if module is None else vars(module).get(name, type(self))
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Number of parameters including the head, or of trained ones only."""
@@ -780,6 +906,8 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
             self.graph, tables = self.backend.graph, tables_of_tokens(self.params)
             self.params = self.params | {path: resized_table(self.params[path], rows) for path in tables}
             self.config.get_text_config().vocab_size = rows
+            for parameter in (self._parameters or {}).values():
+                parameter._like = None
         return self.get_input_embeddings()
 
     def with_params(self, params: dict[str, Any]) -> PreTrainedModel:

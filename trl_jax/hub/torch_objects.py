@@ -40,8 +40,8 @@ ADAPTER_FOLDER = "adapter"
 
 
 def is_torch_model(value: Any) -> bool:
-    """Whether `value` is a torch module, without importing torch. `isinstance` also holds for our models with adapters,
-    which have PEFT's `__class__`."""
+    """Whether `value` is a torch module, without importing torch. `isinstance` also holds for our models, which have
+    transformers' or PEFT's `__class__`."""
     return "torch" in sys.modules and issubclass(type(value), sys.modules["torch"].nn.Module)
 
 

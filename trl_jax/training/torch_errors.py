@@ -249,7 +249,7 @@ def _of_script(file: str) -> bool:
 
 # A user-defined loss cannot read the model's parameters: they would be constants without a gradient.
 
-READ = "_named"  # every other access to the values goes through this
+READ = ("_snapshots", "_values_of")  # every other access to the values goes through these
 
 
 @contextlib.contextmanager
@@ -266,7 +266,7 @@ def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[N
             "receives: model(...), or, in GRPO and RLOO, self._get_per_token_logps_and_entropies(model, ...)."
         )
 
-    refused = {READ: asked, "_called": called}
+    refused = dict.fromkeys(READ, asked) | {"_called": called}
     vars(model).update(refused)
     try:
         yield
