@@ -174,8 +174,9 @@ def test_what_is_no_tokenizer_and_a_collator_in_one_line(make):
     with pytest.raises(TypeError, match="`processing_class` must be either a `PreTrainedTokenizerBase`"):
         make(trl, "SFT", rows, processing_class="x")
     words = make(trl_jax, "SFT", rows).processing_class
+    pairs = Dataset.from_list(rows_of("DPO", 4))
     with pytest.raises(ValueError, match=r"DataCollatorForSeq2Seq\(\.\.\.\) is not .*Leave it out") as told:
-        make(trl_jax, "SFT", rows, data_collator=DataCollatorForSeq2Seq(words))
+        make(trl_jax, "DPO", pairs, data_collator=DataCollatorForSeq2Seq(words))
     assert len(str(told.value)) < 250
 
 

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 import trl_jax
 from compat_tests.effort import only_thorough, thorough, usual, usually
 from compat_tests.parity.reference import BASE, read_weights
-from compat_tests.tiny import text_rows, tiny_tokenizer
+from compat_tests.tiny import text_rows, tiny_model, tiny_tokenizer
 from compat_tests.trainer.trainers import FACTS
 from trl_jax.trainer.collators import DataCollatorForLanguageModeling
 
@@ -375,3 +375,48 @@ def test_tokens_that_were_read_are_counted_as_in_trl_where_texts_lie_end_to_end(
         trainer.train()
         seen.append(trainer.state.num_input_tokens_seen)
     assert seen[0] == seen[1] > 40
+
+
+@pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 8}, {"padding": "max_length", "max_length": 64}])
+def test_transformers_collator_of_labels(options, tmp_path):
+    """It trains on the labels of the rows, as TRL's own collator does."""
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    folder = tiny_model(tmp_path / "model", "llama", head="causal", num_hidden_layers=1)
+    words, found = transformers.AutoTokenizer.from_pretrained(folder), []
+    ids = [[*range(5, 5 + n), 0, 7] for n in (3, 5, 8, 2, 9, 4, 6, 7)]  # 0 is also the pad token, and is predicted
+    rows = Dataset.from_dict({"input_ids": ids, "labels": [[-100, -100, *one[2:]] for one in ids]})
+    for package in (trl, trl_jax):
+        args = package.SFTConfig(str(tmp_path / package.__name__), **BASE | {"max_steps": 2, "use_cpu": True})
+        collator = transformers.DataCollatorForSeq2Seq(words, **options)
+        trainer = package.SFTTrainer(str(folder), args, collator, rows, processing_class=words)
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        norm = trainer.model.get_parameter("model.norm.weight").detach().cpu().numpy()
+        found.append((losses, norm))
+    np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-5)
+    np.testing.assert_allclose(found[1][1], found[0][1], atol=1e-5)
+
+
+def test_what_transformers_collators_would_change_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = tiny_model(tmp_path / "model", "llama", head="causal", num_hidden_layers=1)
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    rows, args = Dataset.from_dict({"text": ["bread soup"] * 4}), trl_jax.SFTConfig(str(tmp_path), **BASE)
+    left = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    unpadded = transformers.AutoTokenizer.from_pretrained(folder)
+    unpadded.pad_token = None
+    seq2seq, masked = transformers.DataCollatorForSeq2Seq, transformers.DataCollatorForLanguageModeling
+    guesses = masked(words, mlm=False)
+    guesses.mlm = True  # as with a tokenizer that has a mask token
+    for collator, told in (
+        (seq2seq(words, label_pad_token_id=0), "has label_pad_token_id=0, .* Set it to -100"),
+        (seq2seq(words, padding=False), "has padding=False"),
+        (seq2seq(words, return_tensors="np"), "has return_tensors='np'"),
+        (seq2seq(left), "has tokenizer.padding_side='left', .* Set it to 'right'"),
+        (seq2seq(unpadded), "the tokenizer does not have a padding token"),
+        (guesses, "A causal language model is not trained with mlm=True"),
+        (masked(words, mlm=False), "TRL 1.16 cannot pad rows of different lengths with it either"),
+        (type("Own", (seq2seq,), {})(words), "Own.* is not in this release"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            trl_jax.SFTTrainer(str(folder), args, collator, rows, processing_class=words)

@@ -366,7 +366,8 @@ def _of_collator(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
         return "works", None
     if isinstance(made, Defined):
         return "refused", OWN_COLLATOR
-    if isinstance(made, Imported) and package_of(made.path) in PACKAGES and short(made) in own:
+    homes = {"transformers"} if isinstance(made, Imported) and short(made) == "DataCollatorForSeq2Seq" else PACKAGES
+    if isinstance(made, Imported) and package_of(made.path) in homes and short(made) in own:
         return "works", None
     if isinstance(made, Imported):
         return "refused", f"{made.path} is not one of {', '.join(sorted(own)) or 'its collators'}. {OWN_COLLATOR}"

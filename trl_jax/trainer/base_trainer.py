@@ -116,7 +116,7 @@ class BaseTrainer(abc.ABC):
     _reader: ClassVar[type[ProcessorTokenizer] | None] = PartsTokenizer  # see `setup.TrainerSpec`
     _collator_class: ClassVar[type | None] = None  # only its pad_to_multiple_of is used; other classes are refused
     _vision_collator: ClassVar[type[VisionCollator] | None] = None  # for rows with images; its options are used
-    _older_collators: ClassVar[tuple[str, ...]] = ()  # collators of early TRL that are also accepted
+    _older_collators: ClassVar[tuple[str, ...]] = ()  # others that are accepted, by name
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # padding_side etc. of a tokenizer we load ourselves
     _old_arguments: ClassVar[Mapping[str, str]] = {}  # removed constructor arguments -> what to write today
     _data_collator: Any = None

@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.text import hide_frames
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS
+from trl_jax.data.batch import IGNORED
 from trl_jax.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -540,11 +541,6 @@ def check_places(trainer: str, order: Sequence[str], given: Mapping[str, Any]) -
                 )
 
 
-_INSTEAD_OF_COLLATOR = {
-    "DataCollatorForSeq2Seq": "Leave it out: prompts and answers are padded, and prompts left out of the labels.",
-}
-
-
 OWN_COLLATOR = (
     "trl_jax does not call user-defined collate functions. Leave data_collator out and train on the columns directly "
     "(`messages`, or `prompt` and `completion`, with `images` if there are any): the trainer applies the chat template "
@@ -552,24 +548,68 @@ OWN_COLLATOR = (
 )
 
 
+_LEGACY, _TRANSFORMERS = "trl_jax.legacy.collators", "transformers.data.data_collator"
+
+
 def is_older_collator(collator: Any, names: tuple[str, ...]) -> bool:
-    """Whether it is one of these collators of early TRL. By name, because only scripts that use one import them."""
+    """Whether it is one of these collators of early TRL, or transformers' DataCollatorForSeq2Seq if it is among them.
+    By name, because only scripts that use one import them."""
     kind = type(collator)
-    return kind.__module__ == "trl_jax.legacy.collators" and kind.__name__ in names
+    home = _TRANSFORMERS if kind.__name__ == "DataCollatorForSeq2Seq" else _LEGACY
+    return kind.__module__ == home and kind.__name__ in names
+
+
+def _check_seq2seq(collator: Any) -> None:
+    """Raise ValueError if transformers' DataCollatorForSeq2Seq would give other batches than TRL's own collator, apart
+    from padding on the right, or none."""
+    tokenizer = collator.tokenizer
+    wanted = (
+        ("label_pad_token_id", collator.label_pad_token_id, (IGNORED,)),
+        ("padding", collator.padding, (True, "longest", "max_length")),
+        ("return_tensors", collator.return_tensors, ("pt",)),
+        ("tokenizer.padding_side", tokenizer.padding_side, ("right",)),
+    )
+    for name, found, allowed in wanted:
+        if found not in allowed:
+            raise ValueError(
+                f"DataCollatorForSeq2Seq has {name}={found!r}, which is not in this release of trl_jax. Set it to "
+                f"{' or '.join(map(repr, allowed))}, or leave data_collator out."
+            )
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            "Asking to pad but the tokenizer does not have a padding token. Set tokenizer.pad_token, such as "
+            "tokenizer.pad_token = tokenizer.eos_token, or leave data_collator out."
+        )
+
+
+def _instead_of(collator: Any, known: tuple[type, ...]) -> str:
+    """What a script may pass instead of a collator that is refused."""
+    kind = type(collator)
+    own = f", or pass a {known[0].__name__}, whose pad_to_multiple_of is taken" if known else ""
+    usual = f"Leave it out{own}: rows are padded as TRL's own collator does."
+    if kind.__module__ != _TRANSFORMERS or kind.__name__ != "DataCollatorForLanguageModeling" or not known:
+        return usual
+    if collator.mlm:
+        return f"{usual} A causal language model is not trained with mlm=True."
+    return (
+        f"{usual} TRL 1.16 cannot pad rows of different lengths with it either, because it does not pad the labels "
+        "that SFTTrainer prepares. To leave tokens out of the loss, set their labels to -100 in a column 'labels'."
+    )
 
 
 def check_collator(collator: Any, known: tuple[type, ...], older: tuple[str, ...] = ()) -> None:
     """Raise ValueError for a collator whose class is neither in `known` nor one of early TRL that is named in `older`,
     because collators are never called."""
     if collator is None or type(collator) in known or is_older_collator(collator, older):
+        if type(collator).__module__ == _TRANSFORMERS:
+            _check_seq2seq(collator)
         return
     name = type(collator).__qualname__
     if isinstance(collator, FunctionType | MethodType | partial):
         raise ValueError(f"data_collator is a {name}. {OWN_COLLATOR}")
-    own = f", or pass a {known[0].__name__}, whose pad_to_multiple_of is taken" if known else ""
-    instead = _INSTEAD_OF_COLLATOR.get(name, f"Leave it out{own}: rows are padded as TRL's own collator does.")
     raise ValueError(
-        f"data_collator={type(collator).__module__}.{name}(...) is not in this release of trl_jax. {instead}"
+        f"data_collator={type(collator).__module__}.{name}(...) is not in this release of trl_jax. "
+        f"{_instead_of(collator, known)}"
     )
 
 

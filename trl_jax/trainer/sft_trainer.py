@@ -54,8 +54,9 @@ class SFTTrainer(BaseTrainer):
             of transformers, which receives the trained weights after `train()`. Weights are kept in float32 and saved
             in `args.model_init_kwargs["dtype"]` ("float32" by default).
         args: an SFTConfig; None means `SFTConfig("<model>-SFT")`.
-        data_collator: a DataCollatorForLanguageModeling; only its `pad_to_multiple_of` is used; for rows with
-            images a DataCollatorForVisionLanguageModeling, whose options replace those of `args`; or early TRL's
+        data_collator: a DataCollatorForLanguageModeling, or transformers' DataCollatorForSeq2Seq, which gives the same
+            batches: only its `pad_to_multiple_of` is used; for rows with images a
+            DataCollatorForVisionLanguageModeling, whose options replace those of `args`; or early TRL's
             DataCollatorForCompletionOnlyLM, which trains on the answers only.
         train_dataset: rows with `text`, `messages`, `prompt` and `completion`, or `input_ids`; a Dataset or an
             IterableDataset (with `max_steps`).
@@ -82,7 +83,7 @@ class SFTTrainer(BaseTrainer):
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
     _vision_collator = DataCollatorForVisionLanguageModeling
-    _older_collators = _ONLY_ANSWERS
+    _older_collators = (*_ONLY_ANSWERS, "DataCollatorForSeq2Seq")
     _label_smoothing = MirroredArg("label_smoothing_factor")
     _never_read = NEVER_READ | {
         "label_smoother": "Set label_smoothing_factor in SFTConfig.",
