@@ -292,7 +292,8 @@ def test_a_scripts_log_may_ask_whether_the_model_is_in_training(checkpoint, tmp_
                   eval_dataset=rows)  # fmt: skip
     assert trainer.model.training is False
     trainer.train()
-    assert seen == [(True, False), (False, True)] * 2 + [(True, False)] and trainer.model.training
+    # TRL's, too: the last evaluation leaves the model in evaluation mode.
+    assert seen == [(True, False), (False, True)] * 2 + [(False, False)] and not trainer.model.training
     trainer.evaluate()
     assert seen[-1] == (False, True)
 
