@@ -592,6 +592,22 @@ def test_a_server_that_answered_before_ends_the_run_sooner_than_one_that_starts(
     assert time.monotonic() - began < 20
 
 
+def test_a_request_that_ran_for_longer_than_the_timeout_is_sent_again(serve, folder):
+    """The server restarts after the request has run for twice the timeout."""
+    stub, posts = serve(), []
+
+    def drop(path):
+        posts.append(path)
+        if len(posts) == 1:
+            time.sleep(2)
+            raise ConnectionAbortedError
+
+    servers = Vllm([stub.url], Requirements(str(folder), 100, 16, True), Limits(240.0, restart=1.0))
+    servers.transport.each("GET", "/v1/models")
+    stub.before = drop
+    assert servers.transport.each("POST", "/resume") == [{"status": "resumed"}] and len(posts) == 2
+
+
 def test_a_server_that_is_down_is_named_within_the_timeout(serve, make):
     stub = serve()
     stub.stop()

@@ -473,20 +473,22 @@ class Transport:
                 if reply.status_code not in _BUSY:
                     self._reached.add(url)
                     return reply
-                problem = f"HTTP {reply.status_code}"
+                problem, lost = f"HTTP {reply.status_code}", time.monotonic()
             except httpx2.TransportError as error:
                 problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                # A connection that breaks may have been open for longer than the timeout.
+                lost = began if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) else time.monotonic()
             except TimeoutError:
                 problem, late = f"no completions within request_timeout={within:g} s", late + 1
                 if late <= _REPEATS or late * within <= self.limits.answer:
-                    began, failed = time.monotonic(), None  # it was reachable
-                else:
-                    raise ServerSilent(
-                        f"The {self.name} server at {url} did not answer for {late * within:g} s (request_timeout; "
-                        f"{problem}, {late} times). Raise request_timeout, or lower max_completion_length or "
-                        "max_inflight_tasks."
-                    ) from None
-            now, failed = time.monotonic(), began if failed is None else failed
+                    failed = None  # it was reachable
+                    continue
+                raise ServerSilent(
+                    f"The {self.name} server at {url} did not answer for {late * within:g} s (request_timeout; "
+                    f"{problem}, {late} times). Raise request_timeout, or lower max_completion_length or "
+                    "max_inflight_tasks."
+                ) from None
+            now, failed = time.monotonic(), lost if failed is None else failed
             timeout, argument = self._patience(url)
             if now - failed > timeout - _RETRY_AFTER:
                 raise self._silent(url, problem, timeout, argument)
