@@ -125,6 +125,19 @@ def test_what_is_changed_before_and_while_a_run_trains_counts_as_in_trl(kind, ma
     assert told == [f"After step 2, {words} {said}"]
 
 
+def test_a_loss_that_is_set_while_a_run_trains_counts(make, caplog):
+    def doubled(trainer):
+        loss = trainer.loss
+        trainer.loss = lambda *given, **options: (2 * loss(*given, **options)[0], loss(*given, **options)[1])
+
+    plain, changed = (make(trl_jax, "SFT", after, learning_rate=0.0) for after in (None, After(2, doubled)))
+    for trainer in (plain, changed):
+        trainer.train()
+    before, after = ([log["loss"] for log in one.state.log_history if "loss" in log] for one in (plain, changed))
+    assert after == pytest.approx([before[0], before[1], 2 * before[2], 2 * before[3]])
+    assert "After step 2, trainer.loss was changed: the step is compiled again" in caplog.text
+
+
 ANYWHERE = {"accelerator", "args", "model", "ref_model", "_metrics", "_total_train_tokens", "_tp_size"}
 OF_RUNS = ANYWHERE | {"get_tp_size", "_compute_kl_logps", "current_gradient_accumulation_steps"}
 READ_ONCE = {"precompute_ref_logps", "calculate_KL", "compute_loss_func"}  # read once, because they determine the rows

@@ -87,6 +87,7 @@ class StepParts(NamedTuple):
     loss: the task.
     frozen: names of the parameters that a script has frozen.
     values: numbers and strings set on the trainer, if the step contains a user-defined loss.
+    own_loss: the trainer's `loss` if a script defines it.
     """
 
     loss: Task
@@ -94,18 +95,20 @@ class StepParts(NamedTuple):
     frozen: frozenset[str]
     accumulation: int
     values: tuple[tuple[str, Any], ...] = ()
+    own_loss: Callable | None = None
 
     @classmethod
-    def now(cls, setup: Setup) -> StepParts:
+    def now(cls, setup: Setup, own_loss: Callable | None) -> StepParts:
         args, script_loss = setup.args, setup.script_loss
         values = () if script_loss is None else script_loss.values()
         frozen = frozenset(setup.model.frozen_names)
-        return cls(setup.task, args.max_grad_norm, frozen, args.gradient_accumulation_steps, values)
+        return cls(setup.task, args.max_grad_norm, frozen, args.gradient_accumulation_steps, values, own_loss)
 
     def changed_since(self, before: StepParts) -> str:
         """The differences, in words."""
         words = "the loss", "max_grad_norm", "what is frozen", "gradient_accumulation_steps"
-        words = *words, ", ".join(sorted({f"trainer.{name}" for name, _ in {*self.values} ^ {*before.values}}))
+        values = ", ".join(sorted({f"trainer.{name}" for name, _ in {*self.values} ^ {*before.values}}))
+        words = *words, values, "trainer.loss"
         return " and ".join(word for word, then, now in zip(words, before, self, strict=True) if then != now)
 
 
@@ -114,11 +117,18 @@ class RecompileCheck:
 
     settle: updates the run's task from attributes that a script has set.
     made_optimizer: creates an optimizer from the current arguments.
+    own_loss: returns the trainer's `loss` if a script defines it, else None.
     """
 
-    def __init__(self, setup: Setup, settle: Callable[[], None], made_optimizer: Callable[[], Optimizer]):
-        self._setup, self._settle, self._made_optimizer = setup, settle, made_optimizer
-        self._before = StepParts.now(setup)
+    def __init__(
+        self,
+        setup: Setup,
+        settle: Callable[[], None],
+        made_optimizer: Callable[[], Optimizer],
+        own_loss: Callable[[], Callable | None],
+    ):
+        self._setup, self._settle, self._made_optimizer, self._own_loss = setup, settle, made_optimizer, own_loss
+        self._before = StepParts.now(setup, own_loss())
 
     def __call__(self) -> Optimizer | None:
         """None if nothing has changed since the last step was compiled.
@@ -128,7 +138,7 @@ class RecompileCheck:
         """
         setup, before = self._setup, self._before
         self._settle()
-        found = self._before = StepParts.now(setup)
+        found = self._before = StepParts.now(setup, self._own_loss())
         if found == before:
             return None
         if found.accumulation != before.accumulation:

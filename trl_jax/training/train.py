@@ -264,7 +264,8 @@ class Training:
         steps = batches if setup.rollout is not None else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
         tell_layout(told, laid_out, reason_of_layout(setup), own_loss=bool(setup.own_loss))
-        step, changed = train_step.build(tx), RecompileCheck(setup, self._hooks.settle_task, self.made_optimizer)
+        step, hooks = train_step.build(tx), self._hooks
+        changed = RecompileCheck(setup, hooks.settle_task, self.made_optimizer, hooks.loss)
         place = None if "compute_loss" in setup.overridden else train_step.placed
 
         def tell(batch: Any) -> None:
