@@ -505,8 +505,9 @@ class Transport:
         return _LOST if restart is None else restart, "vllm_server_restart_timeout"
 
     def _silent(self, url: str, problem: str, timeout: float, argument: str) -> ServerSilent:
+        slow = f"If it was restarting, raise {argument}. " if argument == "vllm_server_restart_timeout" else ""
         return ServerSilent(
-            f"The {self.name} server at {url} did not answer for {timeout:g} s ({argument}; {problem}). "
+            f"The {self.name} server at {url} did not answer for {timeout:g} s ({argument}; {problem}). {slow}"
             f"Start it with: {self.command(url)}"
         )
 

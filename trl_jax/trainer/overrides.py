@@ -472,7 +472,7 @@ def refuse(**given: Any) -> None:
 
 
 def accepting_old_keywords(*moved: str, first: Callable | None = None) -> Callable[[Callable], Callable]:
-    """Make a trainer's `__init__` check its arguments, and accept those of earlier releases with a FutureWarning.
+    """Make a trainer's `__init__` check its arguments, and accept old ones with a FutureWarning.
 
     Args:
         moved: names, old or current, of arguments that have moved to the config.
