@@ -381,3 +381,5 @@ def test_a_function_of_trl_that_a_script_replaces_is_named(caplog):
     assert module.GRPOTrainer.__module__.startswith("trl_jax") and "replaced" not in caplog.text
     module.nanstd = max
     assert "The script replaced trl.trainer.grpo_trainer.nanstd" in caplog.text and module.nanstd is max
+    module.mark, module.nanstd = 1, max  # a new name, and the same value again
+    assert caplog.text.count("replaced") == 1 and module.mark == 1

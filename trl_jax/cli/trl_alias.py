@@ -187,8 +187,12 @@ class FrontModule(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            before = getattr(self, name)
+        except (AttributeError, ImportError):  # a new name, or one whose module is not installed
+            before = value
         super().__setattr__(name, value)
-        if not name.startswith("__") and not isinstance(value, ModuleType):  # which imports set
+        if before is not value and not name.startswith("__") and not isinstance(value, ModuleType):  # set by imports
             logger.warning(
                 "The script replaced %s.%s. This has no effect on the trainers of trl_jax, which do not call TRL's "
                 "functions. To change what a trainer computes, override its methods in a subclass.",

@@ -862,7 +862,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     @property
     def __class__(self) -> type:
-        """transformers' class, or PEFT's if the model has an adapter, once it is imported: `isinstance` answers as in TRL."""
+        """transformers' class, or PEFT's if the model has an adapter, once it is imported, for `isinstance`."""
         adapted = isinstance(vars(self).get("backend"), AdaptedBackend)
         name = _PEFT_CLASSES.get(self.backend.config.task_type, "PeftModel") if adapted else "PreTrainedModel"
         module = sys.modules.get("peft" if adapted else "transformers.modeling_utils")
