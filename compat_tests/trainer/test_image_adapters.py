@@ -114,6 +114,27 @@ def test_an_adapter_in_a_folder_trains_on(llava, tmp_path, caplog):
     assert all(torch.equal(old[name], new[name]) for name in old if "vision_tower.encoder.layers.2" in name)
 
 
+LEFT_OUT = {
+    "all-linear": {"target_modules": "all-linear", "exclude_modules": r"model\.vision_tower\..*"},
+    "pattern": {"target_modules": r"model\.(vision_tower|language_model)\..*(q_proj|v_proj)"},
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+@pytest.mark.parametrize("sees", usually(lambda sees: not sees, [False, True]))
+def test_initial_values_are_pefts_where_the_tower_is_chosen_by_its_full_name(case, sees, llava, tmp_path):
+    rows = completions(2) if sees else completions(2).remove_columns("image")
+    made = trainer(trl_jax, "SFT", llava, tmp_path / "ours", rows, LEFT_OUT[case])
+    theirs = trainer(trl, "SFT", llava, tmp_path / "trl", rows, LEFT_OUT[case])
+    wanted = {name: value for name, value in theirs.model.named_parameters() if "language_model" in name}
+    made.save_model(tmp_path / "saved")
+    found = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    drawn = [name for name in wanted if ".lora_A." in name]
+    assert drawn
+    for name in drawn:
+        assert torch.equal(found[name.replace(".default", "")], wanted[name].detach()), name
+
+
 TOWERS = {
     "names": {"r": 4, "target_modules": ["q_proj", "fc1", "linear_1"]},
     "all-linear": {"r": 4, "target_modules": "all-linear", "use_dora": True},

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.hub.modules import current_name
 from trl_jax.hub.native_backend import NativeBackend, untied
 from trl_jax.hub.peft_adapters import (
     PREFIX,
@@ -30,6 +31,7 @@ from trl_jax.hub.peft_backend import AdaptedBackend, LoraBackend
 from trl_jax.hub.peft_config import PISSA, AdapterConfig, LoraConfig, PromptLearningConfig
 from trl_jax.hub.prompt_tuning import virtual_backend, with_virtual
 from trl_jax.hub.tensor_map import TensorSlice
+from trl_jax.hub.vision import vision_families
 from trl_jax.mesh.mesh import fetched, owned
 from trl_jax.models.adapters import Adapter, Layers, leaf
 
@@ -70,10 +72,18 @@ def adapt(
         frozen = frozen | backend.restore_tables(folder, frozen)
         defaults = {} if plan.note is None else _head_tensors(plan, base, trained)
         return backend.load(folder, 0, defaults=defaults), backend, frozen
-    carried = partial(pass_over_towers, config, plan, base.source.carried, generator)
+    carried = {_name_in_peft(base, tensor): pieces for tensor, pieces in base.source.carried.items()}
+    carried = partial(pass_over_towers, config, plan, carried, generator)
     drawn = initial(plan, partial(base.weight, arrays | frozen), generator, factors, carried)
     params = {name: owned(array) for name, array in drawn.items()} | trained
     return params, backend, frozen
+
+
+def _name_in_peft(base: NativeBackend, tensor: str) -> str:
+    """The name in transformers' model of a tensor of a vision tower, which may have another name on disk."""
+    family = base.source.config.family
+    vision = vision_families().get(family.model_type)
+    return current_name(tensor, family) if vision is None else vision.module(tensor)
 
 
 def outline_adapted(

@@ -28,6 +28,7 @@ from trl_jax.hub.peft_targets import (
     Targets,
     fully_trained,
     is_all,
+    is_left_out,
     is_lm_head,
     is_selected,
     rank_and_alpha,
@@ -283,13 +284,14 @@ def pass_over_towers(
 
     Args:
         config: the config as passed by the user.
-        carried: tensors of the towers.
+        carried: tensors of the towers, by their names in transformers' model.
     """
     for tensor, pieces in carried.items():
         name = tensor.removesuffix(".weight")
         if name == tensor or len(pieces.shape) != 2 or _NO_MAP.search(name):
             continue
-        if is_all(config.target_modules) or is_selected(plan.config, name):
+        takes_all = is_all(config.target_modules) and not is_left_out(config, name)
+        if takes_all or is_selected(plan.config, name):
             outputs, inputs = pieces.shape
             module = Module(name, "linear", (), (), 1, 0, inputs, outputs)
             _draw(plan.config, module, rank_and_alpha(plan.config, name)[0], generator)

@@ -400,10 +400,15 @@ def module_names(places: Targets) -> list[str]:
     )
 
 
-def is_selected(config: LoraConfig, name: str) -> bool:
+def is_left_out(config: LoraConfig, name: str) -> bool:
+    """Whether `exclude_modules` or `modules_to_save` keeps a module from being adapted."""
     if config.exclude_modules and _matches(config.exclude_modules, name):
-        return False
-    if any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or []):
+        return True
+    return any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or [])
+
+
+def is_selected(config: LoraConfig, name: str) -> bool:
+    if is_left_out(config, name):
         return False
     wanted = config.target_modules
     if wanted is None or isinstance(wanted, str):
