@@ -468,6 +468,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     revision: str | None = None,
     sides: Mapping[str, str] | None = None,
+    with_processor: bool = False,
 ) -> Any:
     """Load a tokenizer from a folder or Hub repository. Remote code only runs if the user allows it.
 
@@ -477,6 +478,8 @@ def load_tokenizer(
         trust_remote_code: allow the code that `auto_map` in tokenizer_config.json names.
         revision: revision of the repository; None: the main branch.
         sides: `padding_side` and `truncation_side`; None keeps the tokenizer's own.
+        with_processor: the chat template in files of the folder's processor, if any, replaces the tokenizer's, as in
+            TRL, which loads the processor.
 
     Raises:
         ValueError: the tokenizer needs remote code and `trust_remote_code` is False, or its files are nested too
@@ -492,7 +495,21 @@ def load_tokenizer(
         found = AutoTokenizer.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
     except RecursionError as error:
         raise ValueError(f"{place}: a JSON file of the tokenizer is nested too deeply. Download it again.") from error
-    template = Path(place) / "chat_template.json"  # TRL loads the processor of vision-language models, which reads it
-    if template.is_file() and getattr(found, "chat_template", "") is None:  # mistral_common's tokenizers lack the field
-        found.chat_template = files.read(template)["chat_template"]
+    own = getattr(found, "chat_template", "")  # mistral_common's tokenizers lack the field
+    if own is None or (own and with_processor):
+        found.chat_template = _processor_template(Path(place)) or own
     return found
+
+
+def _processor_template(folder: Path) -> str | None:
+    """The chat template in files that only processors read; they prefer it to chat_template.jinja."""
+    config, older = folder / "processor_config.json", folder / "chat_template.json"
+    template = files.read(config).get("chat_template") if config.is_file() else None
+    if template is None and older.is_file():
+        template = files.read(older)["chat_template"]
+    return default_template(template)
+
+
+def default_template(template: str | Mapping[str, str] | None) -> str | None:
+    """The template that a processor uses of its `chat_template`, which may be several by name."""
+    return template.get("default") if isinstance(template, Mapping) else template

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.core import text
+from trl_jax.core import files, text
 from trl_jax.core.files import Pieces, as_dtype, write_whole
 from trl_jax.core.text import brief, listed
 from trl_jax.core.torch_random import TorchGenerator
@@ -679,10 +679,17 @@ _NAMES = ("preprocessor_config.json", "processor_config.json", "video_preprocess
 
 
 def keep_processor_files(before: Path, folder: Path) -> None:
-    """Copy the processor files of a checkpoint from the folder `before` to the one that it is saved to."""
+    """Copy the processor files of a checkpoint from the folder `before` to the one that it is saved to.
+
+    A chat template in them is left out: processors would prefer it to the one that is saved with the tokenizer.
+    """
     for name in _NAMES:
         if (before / name).is_file() and not (folder / name).exists():
-            shutil.copyfile(before / name, folder / name)
+            found = files.read(before / name)
+            if found.pop("chat_template", None) is None:
+                shutil.copyfile(before / name, folder / name)
+            else:
+                (folder / name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 # Sharded reading: each device's part is read on its own.

@@ -141,6 +141,7 @@ class LoadedModel:
         """Find a checkpoint; with `images`, the model gets its vision tower."""
         from trl_jax.data.chat import load_tokenizer
         from trl_jax.hub.auto import find_checkpoint, sharding_plan
+        from trl_jax.hub.vision.processor import has_processor
         from trl_jax.training.devices import keep_compilations
         from trl_jax.training.model import tokenizer_folder
 
@@ -148,8 +149,8 @@ class LoadedModel:
         plan = sharding_plan(mesh_shape)
         checkpoint = find_checkpoint(name, head=head, dtype=dtype, trust_remote_code=trust_remote_code)
         checkpoint = checkpoint.with_images() if images else checkpoint
-        folder = tokenizer_folder(checkpoint)
-        return cls(checkpoint, load_tokenizer(folder, checkpoint.config, trust_remote_code=trust_remote_code), plan)
+        options = {"trust_remote_code": trust_remote_code, "with_processor": has_processor(checkpoint.folder)}
+        return cls(checkpoint, load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, **options), plan)
 
     def load(self) -> PreTrainedModel:
         """The model; an adapter is merged into its weights."""

@@ -18,7 +18,6 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging as transformers_logging
 
 from trl_jax.config.base import BaseConfig
-from trl_jax.core import files
 from trl_jax.core.text import brief
 from trl_jax.core.torch_random import set_seed
 from trl_jax.data import chat
@@ -32,7 +31,13 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import resize
 from trl_jax.hub.torch_state import seed_if_imported
 from trl_jax.hub.vision import vision_families
-from trl_jax.hub.vision.processor import VisionProcessor, has_image_processor, load_image_processor, native_of
+from trl_jax.hub.vision.processor import (
+    VisionProcessor,
+    has_image_processor,
+    has_processor,
+    load_image_processor,
+    native_of,
+)
 from trl_jax.mesh.mesh import Fetched, ShardingPlan
 from trl_jax.mesh.processes import check_alike, is_first, several
 from trl_jax.tasks.task import Task
@@ -64,11 +69,14 @@ def tokenizer_of(
     torch_model: Any,
     args: BaseConfig,
     sides: Mapping[str, str] | None = None,
+    *,
+    with_processor: bool = False,
 ) -> Any:
     """The tokenizer passed as `processing_class` (directly or inside a processor), or the model's own.
 
     Args:
         sides: padding and truncation sides for the model's own tokenizer; None keeps its defaults.
+        with_processor: whether TRL loads the model's processor, whose chat template is then used.
 
     Raises:
         TypeError: `processing_class` is neither a tokenizer nor a processor.
@@ -83,7 +91,7 @@ def tokenizer_of(
         return _tokenizer_in(processing_class)
     if processing_class is not None:
         return processing_class
-    options = {"trust_remote_code": args.trust_remote_code, "sides": sides}
+    options = {"trust_remote_code": args.trust_remote_code, "sides": sides, "with_processor": with_processor}
     if torch_model is not None:
         if not torch_model.config._name_or_path:
             raise ValueError(
@@ -150,8 +158,8 @@ def _tokenizer_in(processor: Any) -> Any:
         "copied; save another processor with its save_pretrained.",
         kind,
     )  # fmt: skip
-    tokenizer, template = processor.tokenizer, vars(processor).get("chat_template")
-    if template is not None and tokenizer.chat_template is None:
+    tokenizer, template = processor.tokenizer, chat.default_template(vars(processor).get("chat_template"))
+    if template is not None and template != tokenizer.chat_template:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template
     return tokenizer
@@ -453,11 +461,14 @@ def _tokens(
 ) -> tuple[Tokens, list[int]]:
     """The tokenizer with its limits, and the ids of the tokens that were added with the chat template; an adapter
     trains these, too."""
-    tokenizer = tokenizer_of(given.tokenizer, checkpoint, given.torch_model, args, spec.tokenizer_sides)
+    processed = _has_processor(spec, checkpoint, given)
+    tokenizer = tokenizer_of(
+        given.tokenizer, checkpoint, given.torch_model, args, spec.tokenizer_sides, with_processor=processed
+    )
     vocab_size, new_tokens = settle_tokens(
         args, tokenizer, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=head
     )
-    reader = spec.reader if head == "lm" and _has_processor(spec, checkpoint, given) else None
+    reader = spec.reader if head == "lm" and processed else None
     most = positions_left(checkpoint.max_positions, given.adapter)
     return Tokens(tokenizer, vocab_size, most, reader=reader), new_tokens
 
@@ -470,8 +481,7 @@ def _has_processor(spec: TrainerSpec, checkpoint: Checkpoint | PreTrainedModel, 
     folder = checkpoint.folder
     if given.torch_model is not None:  # the checkpoint was read from a temporary folder that no longer exists
         folder, _ = checkpoint_folder(given.torch_model.config._name_or_path)
-    config = folder / "config.json"
-    return config.is_file() and "vision_config" in files.read(config) and has_image_processor(folder)
+    return has_processor(folder)
 
 
 def _prepared_for_evaluation(hooks: Hooks, dataset: Any, tokens: Tokens) -> Any:

@@ -227,11 +227,15 @@ def has_image_processor(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
 
 
+def has_processor(folder: Path) -> bool:
+    """Whether the folder has a vision-language model with a processor."""
+    config = folder / "config.json"
+    return config.is_file() and "vision_config" in files.read(config) and has_image_processor(folder)
+
+
 def prompt_tokenizer(tokenizer: Any, folder: Path) -> Any:
     """The tokenizer, as a `PartsTokenizer` if the folder has a vision-language model with a processor."""
-    config = folder / "config.json"
-    sees = config.is_file() and "vision_config" in files.read(config) and has_image_processor(folder)
-    return PartsTokenizer(tokenizer) if sees else tokenizer
+    return PartsTokenizer(tokenizer) if has_processor(folder) else tokenizer
 
 
 def load_image_processor(folder: Path) -> Any:
