@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import shutil
 import types
 
 import numpy as np
 import pytest
+import transformers
 from datasets import Dataset, IterableDataset
 
 import trl_jax
@@ -52,6 +55,45 @@ ONE_SHAPE = {"per_device_train_batch_size": 8}  # all rows in each step, so that
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
     return str(tiny_llava(tmp_path_factory.mktemp("llava")))
+
+
+OTHER_TEMPLATE = vision_models.TEMPLATE.replace("{{ eos_token }}", "bread")
+
+
+@pytest.mark.parametrize("place", ["processor", "chat_template.json", "processor_config.json"])
+@pytest.mark.parametrize("rows", ["images", "texts"])
+def test_the_processors_chat_template_is_used(place, rows, llava, tmp_path):
+    """Also where the tokenizer has another."""
+    trl = pytest.importorskip("trl")
+    folder, given = str(shutil.copytree(llava, tmp_path / "model")), {}
+    if place == "processor":
+        given["processing_class"] = transformers.AutoProcessor.from_pretrained(folder)
+        given["processing_class"].chat_template = OTHER_TEMPLATE
+    else:
+        file = tmp_path / "model" / place
+        found = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(found | {"chat_template": OTHER_TEMPLATE}))
+    table = messages(2) if rows == "images" else messages(2).remove_columns("images")
+    theirs = logged(trainer(trl, "SFT", folder, tmp_path / "trl", table, max_steps=1, **given))
+    made = trainer(trl_jax, "SFT", folder, tmp_path / "ours", table, max_steps=1, **given)
+    ours = logged(made)
+    assert ours[0]["num_tokens"] == theirs[0]["num_tokens"] > {"images": 62, "texts": 46}[rows]
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=1e-5)
+    made.save_model(tmp_path / "saved")
+    assert transformers.AutoProcessor.from_pretrained(tmp_path / "saved").chat_template == OTHER_TEMPLATE
+    if given:
+        assert given["processing_class"].tokenizer.chat_template == vision_models.TEMPLATE
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_options_of_the_chat_template_reach_it_as_in_trl(keeps, llava, tmp_path):
+    """TRL drops their column, unless remove_unused_columns=False."""
+    trl = pytest.importorskip("trl")
+    rows = completions(2).add_column("chat_template_kwargs", [{"eos_token": "?"}] * 2)
+    options = {"max_steps": 1, "remove_unused_columns": not keeps}
+    theirs = logged(trainer(trl, "SFT", llava, tmp_path / "trl", rows, **options))
+    ours = logged(trainer(trl_jax, "SFT", llava, tmp_path / "ours", rows, **options))
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=1e-5)
 
 
 # Others are compared with recordings, for other models: parity/test_image_curve.py.
@@ -329,7 +371,6 @@ def test_gradients_are_accumulated_over_steps_with_and_without_images(llava, tmp
 
 @pytest.mark.parametrize("name", vision_families())
 def test_the_parameters_that_decay_are_transformers(name, tmp_path):
-    import transformers
     from safetensors.torch import load_file
 
     case = CASES[name]

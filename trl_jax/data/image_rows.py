@@ -73,12 +73,15 @@ class SftImageRows:
         completion_only: whether prompts are excluded from the labels; None: if rows have a prompt and a completion.
         chat_template: replaces the tokenizer's chat template; None keeps it.
         assistant_only: whether only tokens that the template marks as assistant content have labels.
+        keeps_columns: whether the template gets `chat_template_kwargs` of a row. TRL drops this column, unless
+            `remove_unused_columns` is False.
     """
 
     column: str = "text"
     completion_only: bool | None = None
     chat_template: str | None = None
     assistant_only: bool = False
+    keeps_columns: bool = False
 
     def example(self, row: Mapping[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """The example of one row.
@@ -94,6 +97,9 @@ class SftImageRows:
             return self._text(row, pictures, encoder, max_length)
         if not {"prompt", "completion"} <= row.keys():
             raise ValueError(f"Unexpected input keys in examples: {list(row)}.")
+        row = (
+            row if self.keeps_columns else {name: cell for name, cell in row.items() if name != "chat_template_kwargs"}
+        )
         chosen = prompt_with_answers(row, ("completion",), encoder, max_length, self.chat_template)
         if self.completion_only is None or self.completion_only:
             return chosen

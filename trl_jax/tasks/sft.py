@@ -80,6 +80,7 @@ class SftTask(TextTask):
             options.get("completion_only_loss"),
             chat_template,
             assistant_only,
+            options.get("keeps_columns", False),
         )
         return rows.example(row, encoder, options["max_length"])
 

@@ -198,6 +198,7 @@ class SFTTrainer(BaseTrainer):
         task = SftTask(args.loss_type, self._label_smoothing, options, args.eval_packing, _is_padding_free(args))
         if isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             task = replace(task, image_options={name: vars(self.data_collator)[name] for name in _IMAGE_OPTIONS})
+        task = replace(task, image_options={**task.image_options, "keeps_columns": args.keeps_columns})
         return task
 
 
