@@ -135,6 +135,19 @@ def test_initial_values_are_pefts_where_the_tower_is_chosen_by_its_full_name(cas
         assert torch.equal(found[name.replace(".default", "")], wanted[name].detach()), name
 
 
+def test_trained_tokens_are_rows_of_the_text_models_embedding(llava, tmp_path):
+    """Not of the tower's position table, which comes first."""
+    lora = {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}
+    theirs = logged(trainer(trl, "SFT", llava, tmp_path / "trl", completions(2), lora, max_steps=1))
+    made = trainer(trl_jax, "SFT", llava, tmp_path / "ours", completions(2), lora, max_steps=1)
+    [entry] = logged(made)
+    assert entry["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=2e-4)
+    made.save_model(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    [name] = [name for name in saved if "token_adapter" in name or "trainable_tokens" in name]
+    assert "language_model.embed_tokens" in name
+
+
 TOWERS = {
     "names": {"r": 4, "target_modules": ["q_proj", "fc1", "linear_1"]},
     "all-linear": {"r": 4, "target_modules": "all-linear", "use_dora": True},

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from trl_jax.hub.heads import HeadName
-from trl_jax.hub.modules import Module, in_order
+from trl_jax.hub.modules import Module, in_order, of_vision
 from trl_jax.hub.peft_config import PISSA, LoraConfig
 
 # target_parameters: adapters on parameters of linear layers and experts (all experts of a layer share one parameter)
@@ -176,7 +176,8 @@ def token_tables(lora: LoraConfig, modules: list[Module]) -> list[tuple[Module, 
         return []
     tables = [module for module in modules if module.kind == "embedding" or is_lm_head(module)]
     if not isinstance(asked, dict):
-        asked = {tables[0].name: asked}
+        texts = (one for one in tables if not of_vision(one.tensor_map[0]))
+        asked = {next(texts).name: asked}
     found = []
     for name, ids in asked.items():
         table = next((one for one in tables if one.name.endswith(name)), None)
