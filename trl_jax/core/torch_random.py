@@ -20,11 +20,13 @@ class TorchParamLayout(NamedTuple):
     joined: path -> a name shared by arrays that form one tensor, concatenated along the output axis. Other arrays
         are tensors of their own.
     axes: path -> the output axis where it is neither the last but one of a matrix nor the last of a vector.
+    kernels: path of a matrix `[out, in]` -> the shape of torch's kernel per output, if it is a convolution there.
     """
 
     stacked: frozenset[str] = frozenset()
     joined: Mapping[str, str] = {}
     axes: Mapping[str, int] = {}
+    kernels: Mapping[str, tuple[int, ...]] = {}
 
 
 # Float32 sums in the order of torch's CPU kernels

@@ -19,7 +19,7 @@ from trl_jax.hub.backend import SAVED_DTYPES, Backend, Locations
 from trl_jax.hub.checkpoint import ShardingRule, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
 from trl_jax.hub.modules import current_name, parameter_names, torch_tensor_map
-from trl_jax.hub.tensor_map import TensorEntry
+from trl_jax.hub.tensor_map import Kernel, TensorEntry
 from trl_jax.models.adapters import module_at
 from trl_jax.models.decoder import narrowest_window
 from trl_jax.models.model import abstract, logical_axes
@@ -113,7 +113,8 @@ class NativeBackend(Backend):
         # a convolution is [channels, 1, width], and biases of experts are [experts, outputs]
         axes = {path: -3 for path in self.tensors if path.endswith("_convolution")}
         axes |= {path: -1 for path in self.tensors if path.endswith(("mlp.gate_bias", "mlp.up_bias"))}
-        return TorchParamLayout(frozenset(entry.path for entry in tensor_map if entry.stacked), joined, axes)
+        kernels = {entry.path: entry.tensor_slice.kernel for entry in slices if isinstance(entry.tensor_slice, Kernel)}
+        return TorchParamLayout(frozenset(entry.path for entry in tensor_map if entry.stacked), joined, axes, kernels)
 
     def locations(self, params: dict[str, jax.Array]) -> Locations:
         locations: Locations = {}

@@ -288,7 +288,8 @@ class LoraBackend(AdaptedBackend):
         stacked = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
         stacked |= {name for name, path in paths.items() if path in whole.stacked}
         axes = {name: whole.axes[path] for name, path in paths.items() if path in whole.axes}
-        return TorchParamLayout(frozenset(stacked), joined, axes)
+        kernels = {name: whole.kernels[path] for name, path in paths.items() if path in whole.kernels}
+        return TorchParamLayout(frozenset(stacked), joined, axes, kernels)
 
     @property
     def axes(self) -> Mapping[str, tuple[str, ...]]:

@@ -384,10 +384,11 @@ def _members(paths: Iterable[str], layout: TorchParamLayout) -> dict[str, list[s
 
 
 def _joined(arrays: Mapping[str, jax.Array], layout: TorchParamLayout) -> dict[str, jax.Array]:
-    return {
+    found = {
         name: jnp.concatenate([arrays[path] for path in paths], _axis(name, arrays[name], layout))
         for name, paths in _members(arrays, layout).items()
     }
+    return found | {name: found[name].reshape(-1, *kernel) for name, kernel in layout.kernels.items() if name in found}
 
 
 def _split(
@@ -398,7 +399,10 @@ def _split(
     for name, paths in _members(arrays, layout).items():
         axis = _axis(name, arrays[name], layout)
         ends = list(itertools.accumulate(arrays[path].shape[axis] for path in paths))
-        found |= dict(zip(paths, jnp.split(tensors[name], ends[:-1], axis), strict=True))
+        tensor = tensors[name]
+        if name in layout.kernels:
+            tensor = tensor.reshape(len(tensor), -1)
+        found |= dict(zip(paths, jnp.split(tensor, ends[:-1], axis), strict=True))
     return found
 
 
