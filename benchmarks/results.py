@@ -221,12 +221,12 @@ def is_right(completions: Any, answer: Any, **columns: Any) -> list[float]:
 def dpo(package: Any, args: Any, folder: Path) -> Run:
     rows = [
         row for row in dpo_turns.pairs(args.data)
-        if all(_tokens(args.weights, row["prompt"] + row[side]) <= 72 for side in ("chosen", "rejected"))
+        if all(_tokens(args.weights, row["prompt"] + row[side]) <= 160 for side in ("chosen", "rejected"))
     ]  # fmt: skip
-    rows, held_out = _parts(rows, 128, 48, lambda row: row["prompt"])
+    rows, held_out = _parts(rows, 720, 240, lambda row: row["prompt"])
     config = package.DPOConfig(**config_of(
-        args, folder, num_train_epochs=1, eval_steps=8, per_device_train_batch_size=8, max_length=72,
-        learning_rate=3e-4, warmup_steps=2, per_device_eval_batch_size=16,
+        args, folder, num_train_epochs=1, eval_steps=30, per_device_train_batch_size=8, max_length=160,
+        learning_rate=3e-4, warmup_steps=9, per_device_eval_batch_size=16,
     ))  # fmt: skip
     trainer = package.DPOTrainer(
         model=str(args.weights), args=config, train_dataset=_dataset(rows), eval_dataset=_dataset(held_out),

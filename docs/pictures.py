@@ -90,15 +90,28 @@ def _panel(rows: list[dict[str, float]], grows: str, kinds: dict[str, str], firs
 
 
 def _line(
-    points: list[tuple[float, float, float]], name: str, kind: str, digits: int = 1, shift: float = 0.0
+    points: list[tuple[float, float, float]],
+    name: str,
+    kind: str,
+    digits: int = 1,
+    shift: float = 0.0,
+    inside: bool = False,
 ) -> list[str]:
-    """A line through points (x, y, value), labeled with its first and last value and its name, `shift` pixels lower."""
+    """A line through points (x, y, value), labeled with its first value and, `shift` pixels lower, its last and name.
+
+    Args:
+        inside: whether other lines pass on the left of its first point, whose label is then on the right.
+    """
     (first_x, first_y, first), (last_x, last_y, last) = points[0], points[-1]
-    first_y, last_y = first_y + 5 + shift, last_y + 5 + shift
+    rises = points[1][1] < first_y
+    first_y, last_y = first_y + 5, last_y + 5 + shift
+    label = f'x="{first_x - 8:.1f}" y="{first_y:.1f}" text-anchor="end"'
+    if inside:
+        label = f'x="{first_x + 8:.1f}" y="{first_y + (12 if rises else -12):.1f}"'
     through = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     return [
         f'<polyline class="line {kind}" points="{through}"/>',
-        f'<text class="soft" x="{first_x - 8:.1f}" y="{first_y:.1f}" text-anchor="end">{_told(first, digits)}</text>',
+        f'<text class="soft" {label}>{_told(first, digits)}</text>',
         f'<text class="text" x="{last_x + 10:.1f}" y="{last_y:.1f}">{_told(last, digits)} {name}</text>',
     ]
 
@@ -170,7 +183,7 @@ def _curves(heading: str, title: str, told: str) -> str:
     for (name, kind), points in lines.items():
         shift = 0.0 if max(ends) - min(ends) > most / 12 else 9.0 if points[-1][1] == min(ends) else -9.0
         places = [(first + (right - first) * x / last, low - (low - 80) * y / most, y) for x, y in points]
-        parts += _line(places, name, kind, digits=2, shift=shift)
+        parts += _line(places, name, kind, digits=2, shift=shift, inside=points[0][0] > 0)
     return _page(400, title, told, parts)
 
 
