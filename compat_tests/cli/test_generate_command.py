@@ -165,7 +165,7 @@ def test_flags_are_fields():
 def test_a_conversation_about_a_picture(tmp_path, monkeypatch, capsys):
     model, [picture] = tiny_qwen(tmp_path / "qwen"), pictures(1)
     picture.save(tmp_path / "picture.png")
-    seen, generate = [], AutoModelForImageTextToText.from_pretrained(model).__class__.generate
+    seen, generate = [], type(AutoModelForImageTextToText.from_pretrained(model)).generate
 
     def spied(self, inputs, **options):
         seen.append((inputs[0], options["image_grid_thw"].tolist()))
@@ -257,7 +257,7 @@ def test_a_conversation(folder, monkeypatch, capsys, caplog):
     """Each answer sees the conversation so far; it is printed as it is generated."""
     asked = ["Tell me", "Why?", "/undo", "/clear", "Tell me", "/exit", "never"]
     flags = ["--max_new_tokens", "5", "--system", "Be brief", "--seed", "3", "--do_sample"]
-    seen, inner = [], AutoModelForCausalLM.from_pretrained(folder).__class__.generate
+    seen, inner = [], type(AutoModelForCausalLM.from_pretrained(folder)).generate
 
     def spied(self, inputs, **options):
         seen.append(inputs[0])

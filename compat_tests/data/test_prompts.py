@@ -162,5 +162,6 @@ def test_the_package_renders_templates_in_one_place():
     assert {name: len(lines) for name, lines in found.items()} == {
         "data/chat_templates.py": 1,
         "cli/trl_alias.py": 1,  # wraps transformers' method for user scripts
+        "trainer/collators.py": 1,  # TRL's collators, which only scripts call: with their processor, as in TRL
     }
     assert calls_of_templates("a = f(tokenizer.apply_chat_template)\nb = tokenizer.apply_chat_template([])") == [1, 2]

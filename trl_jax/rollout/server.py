@@ -490,7 +490,7 @@ class Transport:
                 ) from None
             now, failed = time.monotonic(), lost if failed is None else failed
             timeout, argument = self._patience(url)
-            if now - failed > timeout - _RETRY_AFTER:
+            if now - failed > timeout:
                 raise self._silent(url, problem, timeout, argument)
             if now - failed > _SPEAKS_AFTER and now - self._spoke.get(url, -math.inf) > _SPEAKS_EVERY:
                 left, self._spoke[url] = timeout - (now - failed), now
@@ -540,7 +540,7 @@ class Transport:
         """
         seen = dict.fromkeys(self.urls, time.monotonic())
         shortest = alive or min(self._patience(url)[0] for url in self.urls)
-        every = min(_ANSWERS_WITHIN, max(shortest / 10, 0.05))
+        every = min(_ANSWERS_WITHIN, max(shortest / 15, 0.05))
         while True:
             await asyncio.sleep(every)
             for url in self.urls:
@@ -549,7 +549,7 @@ class Transport:
                     seen[url] = time.monotonic()
                 except httpx2.TransportError as error:
                     timeout, argument = (alive, "heartbeat_stale_after_s") if alive else self._patience(url)
-                    if time.monotonic() - seen[url] > timeout - every:
+                    if time.monotonic() - seen[url] > timeout:
                         raise self._silent(url, type(error).__name__, timeout, argument) from error
 
     def run(self, ask: Callable[[httpx2.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
