@@ -35,7 +35,7 @@ def order(kind, config):
     return parameters, model.state_dict().keys() - set(parameters)
 
 
-def check(config, kind, native):
+def assert_same_order(config, kind, native):
     wanted, buffers = order(kind, config)
     assert [name for name in parameter_names(native) if name not in buffers] == wanted
 
@@ -53,7 +53,7 @@ def test_decoders(family, name, tmp_path):
                 json.dumps(raw | ({} if tied is None else {"tie_word_embeddings": tied}))
             )
             config = transformers.AutoConfig.from_pretrained(tmp_path, num_labels=1)
-            check(config, kind, read_native_config(tmp_path, head))
+            assert_same_order(config, kind, read_native_config(tmp_path, head))
 
 
 @usual("roberta-plain", "deberta-v2-convolved")
@@ -61,7 +61,7 @@ def test_decoders(family, name, tmp_path):
 def test_encoders(family, name, tmp_path):
     encoders.build(tmp_path, family, name)
     config = transformers.AutoConfig.from_pretrained(tmp_path, num_labels=1)
-    check(config, HEADS["score"], read_native_config(tmp_path))
+    assert_same_order(config, HEADS["score"], read_native_config(tmp_path))
 
 
 @usual("gemma3", "internvl with an earlier layer", "llava", "qwen3_vl")

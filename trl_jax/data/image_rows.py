@@ -97,9 +97,8 @@ class SftImageRows:
             return self._text(row, pictures, encoder, max_length)
         if not {"prompt", "completion"} <= row.keys():
             raise ValueError(f"Unexpected input keys in examples: {list(row)}.")
-        row = (
-            row if self.keeps_columns else {name: cell for name, cell in row.items() if name != "chat_template_kwargs"}
-        )
+        if not self.keeps_columns:
+            row = {name: cell for name, cell in row.items() if name != "chat_template_kwargs"}
         chosen = prompt_with_answers(row, ("completion",), encoder, max_length, self.chat_template)
         if self.completion_only is None or self.completion_only:
             return chosen

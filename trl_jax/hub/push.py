@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 CARD, CURVE = "README.md", "training_loss.svg"
 _MARK = "<!-- trl_jax wrote this card and will overwrite it; remove this line to keep your changes. -->"
+# Written by earlier releases, so it must stay as it is.
 _EARLIER_MARK = "<!-- trl_jax wrote this card and will write it anew; remove this line to keep your own. -->"
 _TAGS = ("generated_from_trainer", "trl_jax")
 _LIBRARIES = ("transformers", "datasets", "jax", "flax", "optax")

@@ -255,7 +255,7 @@ class VisionCollator(abc.ABC):
         if self.pad_to_multiple_of is not None:
             raise NotImplementedError(
                 "Padding to a multiple of a value is not yet implemented for vision-language modeling and "
-                "prompt-completion data."
+                f"prompt-completion data, got pad_to_multiple_of={self.pad_to_multiple_of}. Leave it out."
             )
         columns = ("prompt", *answers)
         if isinstance(rows[0]["prompt"], list):

@@ -56,8 +56,8 @@ class SFTTrainer(BaseTrainer):
         args: an SFTConfig; None means `SFTConfig("<model>-SFT")`.
         data_collator: a DataCollatorForLanguageModeling, or transformers' DataCollatorForSeq2Seq, which gives the same
             batches: only its `pad_to_multiple_of` is used; for rows with images a
-            DataCollatorForVisionLanguageModeling, whose options replace those of `args`; or early TRL's
-            DataCollatorForCompletionOnlyLM, which trains on the answers only.
+            DataCollatorForVisionLanguageModeling, whose options override `args`; or the
+            DataCollatorForCompletionOnlyLM of early TRL releases, which trains only on the answers.
         train_dataset: rows with `text`, `messages`, `prompt` and `completion`, or `input_ids`; a Dataset or an
             IterableDataset (with `max_steps`).
         eval_dataset: the same, or a dict of them.
