@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trl_jax.losses import GRPO_LOSSES
 from trl_jax.losses.advantages import Advantages as Advantages
 from trl_jax.losses.advantages import group_advantages as group_advantages
 from trl_jax.losses.advantages import rloo_advantages as rloo_advantages
-from trl_jax.losses.names import GRPO_LOSSES
 from trl_jax.losses.supervised import of_all_shards, of_texts, summed
 
 Sums = dict[str, jax.Array]
