@@ -12,7 +12,8 @@ import pytest
 from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.losses import policies
 from compat_tests.losses.policies import GENERATED, LENGTHS, MASK, MICRO_BATCHES, ROWS, SPG, Result, T, X
-from trl_jax.losses import GRPO_LOSSES, policy_gradient
+from trl_jax.core.trainers import GRPO_LOSSES
+from trl_jax.losses import policy_gradient
 from trl_jax.losses.policy_gradient import PolicyLoss, grpo_loss, rloo_loss, token_weights
 from trl_jax.tasks.policy import grpo_metrics, rloo_metrics
 

@@ -7,8 +7,7 @@ import logging
 import re
 import sys
 import tempfile
-import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from trl_jax.hub.backend import SAVED_DTYPES, Backend, frozen_size, trainable_ma
 from trl_jax.hub.checkpoint import Source, resized_table, tables_of_tokens
 from trl_jax.hub.generate import GenerationApi
 from trl_jax.hub.generation_inputs import is_torch
+from trl_jax.hub.parameters import EmbeddingModule, Parameter, Snapshot, Submodule, Weights, of_weights
 from trl_jax.hub.peft import merged
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import AdapterConfig
@@ -222,305 +222,21 @@ def compiled_scores(
 # Methods of a transformers model that scripts use
 
 
-def _in_place(name: str) -> Callable:
-    def method(values: Snapshot, other: Any) -> Snapshot:
-        values._check_writable()
-        return vars(np.ndarray)[name](values, other)
-
-    return method
-
-
-class _TensorApi:
-    """What parameters and their values have in common with torch tensors."""
-
-    _name: str = ""  # of the parameter
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        self.requires_grad = requires_grad
-        return self
-
-    @property
-    def data(self) -> Snapshot:
-        """The values, as torch's `parameter.data`. Setting equal values in another dtype is a no-op, because weights
-        are float32 while they train.
-
-        Raises:
-            ValueError: other values are set.
-        """
-        return self.detach()
-
-    @data.setter
-    def data(self, values: Any) -> None:
-        if not np.array_equal(np.asarray(values, np.float32), np.asarray(self, np.float32)):
-            raise ValueError(
-                f"Cannot set other values for {self._name or 'a parameter'}: these are a copy. Change model.params, or "
-                "the weights before they are loaded."
-            )
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Let torch functions such as `torch.equal(parameter, other)` work by converting parameters to tensors.
-
-        Raises:
-            ValueError: the function would write into one.
-        """
-        kwargs = kwargs or {}
-        written = [*args, *kwargs.values()][:1] if re.search(r"[^_]_$", function.__name__) else []
-        for one in (*written, kwargs.get("out")):
-            if isinstance(one, _TensorApi):
-                one.detach()._check_writable()
-        return function(*as_tensors(_with_values(args)), **as_tensors(_with_values(kwargs)))
-
-
-def _with_values(arguments: Any) -> Any:
-    """Replace parameters by their values, also inside dicts, lists and tuples."""
-    if isinstance(arguments, dict):
-        return {name: _with_values(value) for name, value in arguments.items()}
-    if isinstance(arguments, list | tuple):
-        return type(arguments)(map(_with_values, arguments))
-    return arguments.detach() if isinstance(arguments, Parameter) else arguments
-
-
-class Snapshot(_TensorApi, np.ndarray):
-    """The values of a parameter when they were read, or a copy of them, with some methods of a torch tensor."""
-
-    @property
-    def requires_grad(self) -> bool:
-        return False
-
-    @requires_grad.setter
-    def requires_grad(self, wanted: bool) -> None:
-        raise ValueError("requires_grad can only be set on a parameter itself, not on a copy or a slice of it.")
-
-    grad: None = None
-
-    def clone(self) -> Snapshot:
-        return self.copy()
-
-    def detach(self) -> Snapshot:
-        return self
-
-    def cpu(self) -> Snapshot:
-        """A copy, into which a script may write."""
-        return self.copy()
-
-    float = cpu
-
-    def to(self, *args: Any, **kwargs: Any) -> Snapshot:
-        """A copy, into which a script may write. The dtype stays that of training, and JAX chooses the device."""
-        return self.copy()
-
-    def is_floating_point(self) -> bool:
-        return np.issubdtype(self.dtype, np.floating) or self.dtype.name.startswith(("bfloat", "float"))
-
-    def numel(self) -> int:
-        return self.size
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def numpy(self) -> np.ndarray:
-        return np.asarray(self)
-
-    def __setitem__(self, index: Any, values: Any) -> None:
-        self._check_writable()
-        super().__setitem__(index, values)
-
-    __iadd__, __isub__, __imul__, __itruediv__ = map(_in_place, ("__iadd__", "__isub__", "__imul__", "__itruediv__"))
-
-    def _check_writable(self) -> None:
-        """Raise ValueError unless this is the script's own copy, for example from `clone`."""
-        if not self.flags.writeable:
-            raise ValueError(
-                f"Cannot write into {self._name or 'a parameter'}: these are a copy of its values, so the model would "
-                "not change. Change model.params, or the weights before they are loaded."
-            )
-
-
-def _of_values(name: str) -> Callable:
-    return lambda parameter, *given: getattr(parameter.detach(), name)(*given)
-
-
-_SHAPES = ("shape", "dtype", "ndim", "size", "nbytes", "itemsize")
-
-
-class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin):
-    """A parameter of a model, with the methods of a NumPy array and some of a torch tensor.
-
-    A model has one object per parameter, so that scripts can compare parameters by `id` or `is`, as in torch. It reads
-    the model's current values when they are needed. `requires_grad` reads and sets whether `train()` updates it.
-    """
-
-    __hash__ = object.__hash__
-
-    def __init__(self, model: TransformersModelApi, name: str):
-        self._owner, self._name = weakref.ref(model), name  # weakly: a cycle would keep a deleted model's arrays
-        self._heir: Any = None  # a copy of the model after it was deleted
-        self._held: Snapshot | None = None
-        self._like: np.ndarray | None = None  # an array of its shape and dtype without memory
-
-    @property
-    def _model(self) -> Any:
-        return self._owner() or self._heir
-
-    def detach(self) -> Snapshot:
-        """The current values, read-only."""
-        return self._model._values_of(self._name) if self._held is None else self._held
-
-    def _keep(self, values: Snapshot, *, hold: bool) -> None:
-        self._like = np.broadcast_to(np.zeros((), values.dtype), values.shape)
-        self._held = values if hold else None
-
-    @property
-    def requires_grad(self) -> bool:
-        return self._model.is_trained(self._name)
-
-    @requires_grad.setter
-    def requires_grad(self, wanted: bool) -> None:
-        self._model.set_trainable(self._name, trainable=wanted)
-
-    @property
-    def grad(self) -> None:
-        """None, as in torch between steps.
-
-        Raises:
-            AttributeError: it is read in a hook where torch has gradients. Ours stay within the compiled step.
-        """
-        if self.requires_grad and self._model.at_gradients:
-            raise AttributeError(
-                f"{self._name} has no grad: gradients stay within the compiled step. grad_norm is logged; to change "
-                "gradients, return an optax transformation from create_optimizer."
-            )
-
-    def numel(self) -> int:
-        return self.size
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "grad":  # whose getter raised: it does again
-            return object.__getattribute__(self, name)
-        return getattr(self._like if name in _SHAPES and self._like is not None else self.detach(), name)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.detach(), dtype, copy=copy)
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple = (), **kwargs: Any) -> Any:
-        for one in out:
-            if isinstance(one, _TensorApi):
-                one.detach()._check_writable()
-        kwargs |= {"out": out} if out else {}
-        return getattr(ufunc, method)(*_with_values(inputs), **kwargs)
-
-    def __jax_array__(self) -> jax.Array:
-        return jnp.asarray(self.detach())
-
-    __getitem__, __setitem__, __len__, __iter__, __contains__, __bool__, __float__, __int__, __repr__, __format__ = map(
-        _of_values,
-        ("__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__bool__", "__float__", "__int__",
-         "__repr__", "__format__"),
-    )  # fmt: skip
-
-    def __reduce__(self) -> Any:
-        """Pickle and copy the values."""
-        return self.detach().__reduce__()
-
-
-class _LastRead(NamedTuple):
-    """The values of the parameter that was read last, so that a script that indexes it reads it from the device once.
-
-    Attributes:
-        arrays: weak references to the model's arrays, which training replaces.
-    """
-
-    arrays: list[weakref.ref]
-    values: Snapshot
-
-    def is_of(self, name: str, arrays: dict[str, Any]) -> bool:
-        pairs = zip(self.arrays, arrays.values(), strict=False)
-        same = len(self.arrays) == len(arrays) and all(kept() is array for kept, array in pairs)
-        return same and self.values._name == name
-
-
-class Submodule:
-    """The parameters under a module name, such as `model.model` or `model.lm_head`, so that scripts can freeze them."""
-
-    def __init__(self, model: TransformersModelApi, name: str):
-        self._model, self._name = model, name
-
-    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield each parameter, with names relative to this module."""
-        inside = {name: ours for ours, name in self._model.names_in(self._name).items()}
-        wanted = inside.keys() - self._model._buffers()
-        return ((inside[name], values) for name, values in self._model._named(wanted))
-
-    def parameters(self) -> Iterator[Parameter]:
-        return (values for _, values in self.named_parameters())
-
-    def requires_grad_(self, requires_grad: bool = True) -> Submodule:
-        self._model.set_trainable(*self._names(), trainable=requires_grad)
-        return self
-
-    def _names(self) -> list[str]:
-        return list(self._model.names_in(self._name).values())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return self._model.submodule(f"{self._name}.{name}")
-
-    def __getitem__(self, number: int | slice) -> Any:
-        selected = range(len(self))[number]
-        if isinstance(selected, range):
-            return [self[i] for i in selected]
-        return self._model.submodule(f"{self._name}.{selected}")
-
-    def __bool__(self) -> bool:
-        return True  # even if it contains no numbered modules
-
-    def __len__(self) -> int:
-        numbers = {name.partition(".")[0] for name in self._model.names_in(self._name)}
-        return len([number for number in numbers if number.isdigit()])
-
-
-class EmbeddingModule(Submodule):
-    """The token embedding or the language model head, possibly with PEFT's modules around it."""
-
-    @property
-    def weight(self) -> Parameter:
-        """The table `[vocabulary, hidden]`."""
-        return self._model.get_parameter(next(name for name in self._names() if _TABLE.search(name)))
-
-    @property
-    def num_embeddings(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def embedding_dim(self) -> int:
-        return self.weight.shape[1]
-
-
-_TABLE = re.compile(r"^(?!.*\.lora_).*\.weight$")
 _OUTPUT_EMBEDDINGS = re.compile(r"(?P<module>(^|.*\.)(lm_head|embed_out))\.(?!.*lora_).*weight$")
 
 
 class TransformersModelApi:
-    """Mixin that needs `backend`, `params`, `arrays`, `config`, `name_or_path` and `save_pretrained`."""
+    """Mixin that needs `weights`, `config`, `name_or_path` and `save_pretrained`."""
 
-    backend: Any
-    params: dict
-    arrays: dict
+    weights: Weights
     config: Any
-    frozen_names: frozenset[str] | set[str] = frozenset()  # parameters, by name, that `train()` does not update
+    params, frozen, backend, frozen_names, read, at_gradients = map(
+        of_weights, ("params", "frozen", "backend", "frozen_names", "read", "at_gradients")
+    )
     model_tags: list[str] | None = None
     was_merged: bool = False  # by `merge_and_unload`, after which PEFT leaves all parameters frozen
     accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
-    read: Callable[[jax.Array], Any] | None = None  # if several processes hold the arrays: a collective read of one
     _parameters: dict[str, Parameter] | None = None
-    _last_read: _LastRead | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield each parameter with its name in transformers. Its values are the current ones, but cannot be written;
@@ -529,58 +245,29 @@ class TransformersModelApi:
         With an adapter, names are PEFT's: the base model's parameters come first, then the trained ones. Fully trained
         parameters appear only once, whereas PEFT also keeps the original.
         """
-        buffers = self._buffers()
+        buffers = self.weights.buffers()
         return ((name, values) for name, values in self._named() if name not in buffers)
 
     def _named(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Parameter]]:
+        """Yield parameters and buffers: all, or the `wanted` ones. There is one object for each."""
         if self._parameters is None:
             self._parameters = {}
-        for name, values in self._snapshots(wanted):
-            if name not in self._parameters:
-                self._parameters[name] = Parameter(self, name)
-            parameter = self._parameters[name]
+        for name, values in self.weights.snapshots(wanted):
+            parameter = self._parameters.setdefault(name, Parameter(self.weights, name))
             parameter._keep(values, hold=self.read is not None)  # later reads would be collective operations
             yield name, parameter
 
-    def _snapshots(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Snapshot]]:
-        arrays = self.arrays
-        references = [weakref.ref(array) for array in arrays.values()]
-        for name, values in self.backend.named(self._readable(arrays), wanted):
-            snapshot = np.array(values).view(Snapshot)
-            snapshot.flags.writeable, snapshot._name = False, name
-            self._last_read = _LastRead(references, snapshot)
-            yield name, snapshot
-
-    def _values_of(self, name: str) -> Snapshot:
-        if self._last_read is None or not self._last_read.is_of(name, self.arrays):
-            return next(values for _, values in self._snapshots([name]))
-        return self._last_read.values
-
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which have parameters of their own."""
-        return {name: value for name, value in vars(self).items() if name not in ("_parameters", "_last_read")}
-
-    def __del__(self) -> None:
-        if self._parameters:  # a script may still hold one
-            heir = object.__new__(type(self))  # not copy.copy, which is gone when Python exits
-            vars(heir).update(self.__getstate__())
-            for parameter in self._parameters.values():
-                parameter._heir = heir
+        """For copies, which have weights and parameters of their own."""
+        return vars(self) | {"weights": copy.copy(self.weights), "_parameters": None}
 
     def names(self) -> list[str]:
         """Names of all parameters, and of the buffers that are saved with them."""
-        return list(self.backend.locations(self.arrays))
+        return self.weights.names()
 
     def is_trained(self, name: str) -> bool:
         """Whether `train()` updates a parameter."""
-        return name not in self.frozen_names and self.backend.is_trained(name)
-
-    def _buffers(self) -> set[str]:
-        """Names of the arrays that are saved with the parameters but not trained."""
-        if not self.backend.buffers:
-            return set()
-        located = self.backend.locations(self.params)
-        return {name for name, places in located.items() if all(path in self.backend.buffers for path, _ in places)}
+        return self.weights.is_trained(name)
 
     def set_trainable(self, *names: str, trainable: bool) -> None:
         """Freeze or unfreeze parameters for `train()`.
@@ -588,22 +275,7 @@ class TransformersModelApi:
         Raises:
             ValueError: the model has an adapter, whose config decides what is trained.
         """
-        changed = [name for name in names if self.is_trained(name) != trainable]
-        if changed and not self.backend.can_freeze:
-            raise ValueError(
-                f"{changed[0]}: requires_grad cannot be set to {trainable} on a model with an adapter. Use "
-                "target_modules, layers_to_transform and modules_to_save of LoraConfig to choose what is trained."
-            )
-        if self.backend.can_freeze:
-            self.frozen_names = self.frozen_names - set(names) if trainable else self.frozen_names | set(names)
-
-    def names_in(self, module: str) -> dict[str, str]:
-        """The names of parameters and buffers relative to a module -> their full names. A tied parameter is also in its
-        second module."""
-        start = f"{module}."
-        names = {name.removeprefix(start): name for name in self.names() if name.startswith(start)}
-        tied = {other: name for other, name in self.backend.tied.items() if other.startswith(start)}
-        return names | {other.removeprefix(start): name for other, name in tied.items() if name not in names.values()}
+        self.weights.set_trainable(*names, trainable=trainable)
 
     def submodule(self, name: str) -> Any:
         """The parameter or buffer with this name, or the module whose parameters' names start with it. Raises
@@ -611,7 +283,7 @@ class TransformersModelApi:
         name = self.backend.tied.get(name, name)
         if name in self.names():
             return next(values for _, values in self._named([name]))
-        if not self.names_in(name):
+        if not self.weights.names_in(name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return Submodule(self, name)
 
@@ -628,7 +300,7 @@ class TransformersModelApi:
         return self.submodule(self.backend.token_table.partition(".")[0])
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "backend" not in vars(self) or "params" not in vars(self):
+        if name.startswith("_") or "weights" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return self.submodule(name)
 
@@ -643,7 +315,7 @@ class TransformersModelApi:
 
     def state_dict(self) -> dict[str, Snapshot]:
         """A copy of every parameter and buffer by its name."""
-        return dict(self._snapshots())
+        return dict(self.weights.snapshots())
 
     def get_input_embeddings(self) -> Any:
         """The token embedding, with its `weight`, `num_embeddings` and `embedding_dim`."""
@@ -700,7 +372,6 @@ class TransformersModelApi:
         new = [tags] if isinstance(tags, str) else list(tags)
         self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *new]))
 
-    at_gradients: bool = False  # in hooks where torch has gradients, such as on_pre_optimizer_step
     training: bool = False  # for user code that reads it; does not control dropout
 
     def eval(self) -> Any:
@@ -771,6 +442,8 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     Attributes:
         params: flat dict of the trained arrays, float32, by dotted path.
         frozen: arrays that are not trained; empty unless the model has an adapter.
+        frozen_names: names in transformers of parameters that `train()` does not update; see `set_trainable`.
+        read: if several processes hold the arrays: reads one, a collective operation; None otherwise.
         config: transformers' config object of the checkpoint. Changes to it are saved, but do not affect computation,
             which is determined at loading time.
         backend: the code that computes, saves and loads the model.
@@ -786,11 +459,10 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         name: str,
         frozen: dict[str, Any] | None = None,
     ):
-        self.params, self.backend, self.config = params, backend, config
-        self.frozen = {} if frozen is None else frozen
+        self.weights, self.config = Weights(params, {} if frozen is None else frozen, backend), config
         self.folder, self.name_or_path, self.graph = folder, name, backend.graph
         self.generation_config = read_generation_config(folder, config) if backend.head == "lm" else None
-        self.writes = True  # this process does; see `read`
+        self.writes = True  # whether this process does; see `read`
 
     def __call__(
         self,
@@ -818,13 +490,15 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         return type(outputs)(*as_tensors([np.asarray(value) for value in outputs])) if is_torch(input_ids) else outputs
 
     def _called(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> ScoreOutput:
+        if self.weights.refusal is not None:
+            raise self.weights.refusal.call()
         pad = self.config.get_text_config().pad_token_id
         return score_rows(self.backend, self.arrays, pad, input_ids, attention_mask, token_type_ids)
 
     @property
     def arrays(self) -> dict[str, Any]:
         """All arrays of the model, trained and frozen."""
-        return self.frozen | self.params
+        return self.weights.arrays
 
     @property
     def vocab_size(self) -> int:
@@ -863,7 +537,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     @property
     def __class__(self) -> type:
         """transformers' class, or PEFT's if the model has an adapter, once it is imported, for `isinstance`."""
-        adapted = isinstance(vars(self).get("backend"), AdaptedBackend)
+        adapted = "weights" in vars(self) and isinstance(self.backend, AdaptedBackend)
         name = _PEFT_CLASSES.get(self.backend.config.task_type, "PeftModel") if adapted else "PreTrainedModel"
         module = sys.modules.get("peft" if adapted else "transformers.modeling_utils")
         return type(self) if module is None else vars(module).get(name, type(self))
@@ -993,7 +667,4 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     @property
     def readable(self) -> dict[str, Any]:
         """The parameters; reading one is a collective operation if several processes hold it."""
-        return self._readable(self.params)
-
-    def _readable(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        return arrays if self.read is None else {path: self.read(array) for path, array in arrays.items()}
+        return self.weights.readable(self.params)

@@ -1,7 +1,4 @@
-"""Losses in plain `jax.numpy`: arrays in, the loss and sums for metrics out. They never see a model.
-
-Importing this package does not import JAX, so configs can read the names below.
-"""
+"""Losses in plain `jax.numpy`: arrays in, the loss and sums for metrics out. They never see a model."""
 
 from __future__ import annotations
 
@@ -16,19 +13,6 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.losses.policy_gradient import PolicyLoss, clipped, grpo_loss, kl_k3, rloo_loss
     from trl_jax.losses.reference_free import ContrastiveLoss, odds_ratio
     from trl_jax.losses.supervised import dynamic_fine_tuning, negative_log_likelihood, pairwise_loss
-
-# Names of losses and their variants, in TRL's spelling
-
-DPO_LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
-)  # fmt: skip
-DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-KTO_LOSSES = ("kto", "apo_zero_unpaired")
-CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
-SFT_LOSSES = ("nll", "dft")
-GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-SAMPLER_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 _WHERE = {
     name: f"trl_jax.losses.{module}"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.losses import GRPO_LOSSES
+from trl_jax.core.trainers import GRPO_LOSSES
 from trl_jax.losses.advantages import Advantages as Advantages
 from trl_jax.losses.advantages import group_advantages as group_advantages
 from trl_jax.losses.advantages import rloo_advantages as rloo_advantages

@@ -6,7 +6,7 @@ from typing import Any
 
 from trl_jax.config import rules
 from trl_jax.config.arguments import arg
-from trl_jax.losses import CPO_LOSSES
+from trl_jax.core.trainers import CPO_LOSSES
 from trl_jax.trainer.orpo_config import ReferenceFreeConfig
 
 _any_number = rules.number(-rules.MOST_FLOAT32, most=rules.MOST_FLOAT32)

@@ -9,7 +9,7 @@ from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig, inherited
 from trl_jax.config.rules import must_be
 from trl_jax.config.shared import shared, warn_about_keep_end, warn_about_prompt_length
-from trl_jax.losses import DIVERGENCES, DPO_LOSSES
+from trl_jax.core.trainers import DIVERGENCES, DPO_LOSSES
 
 _OF_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 _WITHOUT_WEIGHTS = {"aot", "aot_unpaired"}

@@ -12,7 +12,7 @@ from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig
 from trl_jax.config.generation import auto_find_batch_size, mesh_shape, online, parallelism_config, uses_server
 from trl_jax.config.rules import must_be, show
-from trl_jax.losses import GRPO_LOSSES, SAMPLER_CORRECTIONS
+from trl_jax.core.trainers import GRPO_LOSSES, SAMPLER_CORRECTIONS
 
 
 def _named(known: tuple[str, ...], text: str) -> rules.Rule:

@@ -6,7 +6,7 @@ from trl_jax.config import rules
 from trl_jax.config.arguments import arg
 from trl_jax.config.base import SAMPLING_STRATEGIES, BaseConfig, inherited
 from trl_jax.config.shared import shared, warn_about_prompt_length
-from trl_jax.losses import KTO_LOSSES
+from trl_jax.core.trainers import KTO_LOSSES
 
 
 @dataclass(repr=False)

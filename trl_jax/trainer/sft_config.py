@@ -10,7 +10,7 @@ from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig, inherited
 from trl_jax.config.rules import as_dict, show
 from trl_jax.config.shared import shared, warn_about_keep_end
-from trl_jax.losses import SFT_LOSSES
+from trl_jax.core.trainers import SFT_LOSSES
 
 _DATASET_KEY = "skip_prepare_dataset"
 _PACKING = ("bfd", "bfd_split", "wrapped")

@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 from trl_jax.hub import torch_objects
+from trl_jax.hub.parameters import Refusal
 from trl_jax.hub.torch_bridge import available
 from trl_jax.hub.torch_objects import knows_torch, takes_tensors
 
@@ -249,30 +250,23 @@ def _of_script(file: str) -> bool:
 
 # A user-defined loss cannot read the model's parameters: they would be constants without a gradient.
 
-READ = ("_snapshots", "_values_of")  # every other access to the values goes through these
-
 
 @contextlib.contextmanager
 def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[None]:
     """A context in which reading the model's parameters raises `error()`, and calling the model raises a TypeError that
     says what to call instead."""
 
-    def asked(*given: Any) -> Any:
-        raise error()
-
-    def called(*given: Any) -> Any:
-        raise TypeError(
+    def called() -> TypeError:
+        return TypeError(
             "compute_loss calls self.model, whose outputs have no gradient inside it. Call the model that the method "
             "receives: model(...), or, in GRPO and RLOO, self._get_per_token_logps_and_entropies(model, ...)."
         )
 
-    refused = dict.fromkeys(READ, asked) | {"_called": called}
-    vars(model).update(refused)
+    before, model.weights.refusal = model.weights.refusal, Refusal(error, called)
     try:
         yield
     finally:
-        for name in refused:
-            del vars(model)[name]
+        model.weights.refusal = before
 
 
 def read_in_jax_error() -> TypeError:

@@ -1,0 +1,405 @@
+"""The parameters of a model and the modules that contain them, with the methods that scripts use on torch's."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trl_jax.hub.backend import Backend
+from trl_jax.hub.torch_bridge import as_tensors
+
+# Values that were read
+
+
+def _in_place(name: str) -> Callable:
+    def method(values: Snapshot, other: Any) -> Snapshot:
+        values._check_writable()
+        return vars(np.ndarray)[name](values, other)
+
+    return method
+
+
+class _TensorApi:
+    """What parameters and their values have in common with torch tensors."""
+
+    _name: str = ""  # of the parameter
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def data(self) -> Snapshot:
+        """The values, as torch's `parameter.data`. Setting equal values in another dtype is a no-op, because weights
+        are float32 while they train.
+
+        Raises:
+            ValueError: other values are set.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Any) -> None:
+        if not np.array_equal(np.asarray(values, np.float32), np.asarray(self, np.float32)):
+            raise ValueError(
+                f"Cannot set other values for {self._name or 'a parameter'}: these are a copy. Change model.params, or "
+                "the weights before they are loaded."
+            )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let torch functions such as `torch.equal(parameter, other)` work by converting parameters to tensors.
+
+        Raises:
+            ValueError: the function would write into one.
+        """
+        kwargs = kwargs or {}
+        written = [*args, *kwargs.values()][:1] if re.search(r"[^_]_$", function.__name__) else []
+        for one in (*written, kwargs.get("out")):
+            if isinstance(one, _TensorApi):
+                one.detach()._check_writable()
+        return function(*as_tensors(_with_values(args)), **as_tensors(_with_values(kwargs)))
+
+
+def _with_values(arguments: Any) -> Any:
+    """Replace parameters by their values, also inside dicts, lists and tuples."""
+    if isinstance(arguments, dict):
+        return {name: _with_values(value) for name, value in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        return type(arguments)(map(_with_values, arguments))
+    return arguments.detach() if isinstance(arguments, Parameter) else arguments
+
+
+class Snapshot(_TensorApi, np.ndarray):
+    """The values of a parameter when they were read, or a copy of them, with some methods of a torch tensor."""
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        raise ValueError("requires_grad can only be set on a parameter itself, not on a copy or a slice of it.")
+
+    grad: None = None
+
+    def clone(self) -> Snapshot:
+        return self.copy()
+
+    def detach(self) -> Snapshot:
+        return self
+
+    def cpu(self) -> Snapshot:
+        """A copy, into which a script may write."""
+        return self.copy()
+
+    float = cpu
+
+    def to(self, *args: Any, **kwargs: Any) -> Snapshot:
+        """A copy, into which a script may write. The dtype stays that of training, and JAX chooses the device."""
+        return self.copy()
+
+    def is_floating_point(self) -> bool:
+        return np.issubdtype(self.dtype, np.floating) or self.dtype.name.startswith(("bfloat", "float"))
+
+    def numel(self) -> int:
+        return self.size
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def numpy(self) -> np.ndarray:
+        return np.asarray(self)
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        self._check_writable()
+        super().__setitem__(index, values)
+
+    __iadd__, __isub__, __imul__, __itruediv__ = map(_in_place, ("__iadd__", "__isub__", "__imul__", "__itruediv__"))
+
+    def _check_writable(self) -> None:
+        """Raise ValueError unless this is the script's own copy, for example from `clone`."""
+        if not self.flags.writeable:
+            raise ValueError(
+                f"Cannot write into {self._name or 'a parameter'}: these are a copy of its values, so the model would "
+                "not change. Change model.params, or the weights before they are loaded."
+            )
+
+
+class _LastRead(NamedTuple):
+    """The values of the parameter that was read last, so that a script that indexes it reads it from the device once.
+
+    Attributes:
+        arrays: weak references to the model's arrays, which training replaces.
+    """
+
+    arrays: list[weakref.ref]
+    values: Snapshot
+
+    def is_of(self, name: str, arrays: dict[str, Any]) -> bool:
+        pairs = zip(self.arrays, arrays.values(), strict=False)
+        same = len(self.arrays) == len(arrays) and all(kept() is array for kept, array in pairs)
+        return same and self.values._name == name
+
+
+# Weights
+
+
+class Refusal(NamedTuple):
+    """Returns the error to raise when a script reads parameters (`read`) or calls the model (`call`) where neither has
+    gradients."""
+
+    read: Callable[[], Exception]
+    call: Callable[[], Exception]
+
+
+class Weights:
+    """The arrays of a model, and what is known about each of its parameters.
+
+    Parameters keep the weights and not the model: a script that holds a parameter does not keep the model, and there is
+    no reference cycle that would delay freeing the arrays.
+
+    Attributes:
+        params, frozen, backend, frozen_names, read: those of the model.
+        at_gradients: whether a hook runs in which torch has gradients, such as on_pre_optimizer_step.
+        refusal: set while a script computes its own loss.
+    """
+
+    def __init__(self, params: dict[str, jax.Array], frozen: dict[str, Any], backend: Backend):
+        self.params, self.frozen, self.backend = params, frozen, backend
+        self.frozen_names: frozenset[str] | set[str] = frozenset()
+        self.read: Callable[[jax.Array], Any] | None = None
+        self.at_gradients, self.refusal = False, None
+        self._last_read: _LastRead | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_last_read": None}
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        return self.frozen | self.params
+
+    def readable(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Arrays that NumPy can read; reading one is a collective operation if several processes hold it."""
+        return arrays if self.read is None else {path: self.read(array) for path, array in arrays.items()}
+
+    def snapshots(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Snapshot]]:
+        """Yield the name and the values of each parameter and buffer, or of the `wanted` ones."""
+        if self.refusal is not None:
+            raise self.refusal.read()
+        arrays = self.arrays
+        references = [weakref.ref(array) for array in arrays.values()]
+        for name, values in self.backend.named(self.readable(arrays), wanted):
+            snapshot = np.array(values).view(Snapshot)
+            snapshot.flags.writeable, snapshot._name = False, name
+            self._last_read = _LastRead(references, snapshot)
+            yield name, snapshot
+
+    def values_of(self, name: str) -> Snapshot:
+        if self.refusal is None and self._last_read is not None and self._last_read.is_of(name, self.arrays):
+            return self._last_read.values
+        return next(values for _, values in self.snapshots([name]))
+
+    def names(self) -> list[str]:
+        return list(self.backend.locations(self.arrays))
+
+    def names_in(self, module: str) -> dict[str, str]:
+        """The names of parameters and buffers relative to a module -> their full names. A tied parameter is also in its
+        second module."""
+        start = f"{module}." if module else ""
+        names = {name.removeprefix(start): name for name in self.names() if name.startswith(start)}
+        tied = {other: name for other, name in self.backend.tied.items() if other.startswith(start)}
+        return names | {other.removeprefix(start): name for other, name in tied.items() if name not in names.values()}
+
+    def buffers(self) -> set[str]:
+        """Names of the arrays that are saved with the parameters but not trained."""
+        if not self.backend.buffers:
+            return set()
+        located = self.backend.locations(self.params)
+        return {name for name, places in located.items() if all(path in self.backend.buffers for path, _ in places)}
+
+    def is_trained(self, name: str) -> bool:
+        return name not in self.frozen_names and self.backend.is_trained(name)
+
+    def set_trainable(self, *names: str, trainable: bool) -> None:
+        """As `PreTrainedModel.set_trainable`."""
+        changed = [name for name in names if self.is_trained(name) != trainable]
+        if changed and not self.backend.can_freeze:
+            raise ValueError(
+                f"{changed[0]}: requires_grad cannot be set to {trainable} on a model with an adapter. Use "
+                "target_modules, layers_to_transform and modules_to_save of LoraConfig to choose what is trained."
+            )
+        if self.backend.can_freeze:
+            self.frozen_names = self.frozen_names - set(names) if trainable else self.frozen_names | set(names)
+
+
+def of_weights(name: str) -> property:
+    """A property of a model that gets and sets an attribute of its weights."""
+
+    def get(model: Any) -> Any:
+        return getattr(model.weights, name)
+
+    def set_(model: Any, value: Any) -> None:
+        setattr(model.weights, name, value)
+
+    return property(get, set_)
+
+
+# Parameters
+
+
+def _of_values(name: str) -> Callable:
+    return lambda parameter, *given: getattr(parameter.detach(), name)(*given)
+
+
+_SHAPES = ("shape", "dtype", "ndim", "size", "nbytes", "itemsize")
+
+
+class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin):
+    """A parameter of a model, with the methods of a NumPy array and some of a torch tensor.
+
+    A model has one object per parameter, so that scripts can compare parameters by `id` or `is`, as in torch. It reads
+    the model's current values when they are needed. `requires_grad` reads and sets whether `train()` updates it.
+    """
+
+    __hash__ = object.__hash__
+
+    def __init__(self, weights: Weights, name: str):
+        self._weights, self._name = weights, name
+        self._held: Snapshot | None = None
+        self._like: np.ndarray | None = None  # an array of its shape and dtype without memory
+
+    def detach(self) -> Snapshot:
+        """The current values, read-only."""
+        return self._weights.values_of(self._name) if self._held is None else self._held
+
+    def _keep(self, values: Snapshot, *, hold: bool) -> None:
+        self._like = np.broadcast_to(np.zeros((), values.dtype), values.shape)
+        self._held = values if hold else None
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._weights.is_trained(self._name)
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self._weights.set_trainable(self._name, trainable=wanted)
+
+    @property
+    def grad(self) -> None:
+        """None, as in torch between steps.
+
+        Raises:
+            AttributeError: it is read in a hook where torch has gradients. Ours stay within the compiled step.
+        """
+        if self.requires_grad and self._weights.at_gradients:
+            raise AttributeError(
+                f"{self._name} has no grad: gradients stay within the compiled step. grad_norm is logged; to change "
+                "gradients, return an optax transformation from create_optimizer."
+            )
+
+    def numel(self) -> int:
+        return self.size
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "grad":  # whose getter raised: it does again
+            return object.__getattribute__(self, name)
+        return getattr(self._like if name in _SHAPES and self._like is not None else self.detach(), name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.detach(), dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple = (), **kwargs: Any) -> Any:
+        for one in out:
+            if isinstance(one, _TensorApi):
+                one.detach()._check_writable()
+        kwargs |= {"out": out} if out else {}
+        return getattr(ufunc, method)(*_with_values(inputs), **kwargs)
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.detach())
+
+    __getitem__, __setitem__, __len__, __iter__, __contains__, __bool__, __float__, __int__, __repr__, __format__ = map(
+        _of_values,
+        ("__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__bool__", "__float__", "__int__",
+         "__repr__", "__format__"),
+    )  # fmt: skip
+
+    def __reduce__(self) -> Any:
+        """Pickle and copy the values."""
+        return self.detach().__reduce__()
+
+
+# Modules
+
+
+_TABLE = re.compile(r"^(?!.*\.lora_).*\.weight$")
+
+
+class Submodule:
+    """The parameters under a module name, such as `model.model` or `model.lm_head`, so that scripts can freeze them."""
+
+    def __init__(self, model: Any, name: str):
+        self._model, self._name = model, name
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield each parameter, with names relative to this module."""
+        inside = {name: ours for ours, name in self._model.weights.names_in(self._name).items()}
+        wanted = inside.keys() - self._model.weights.buffers()
+        return ((inside[name], values) for name, values in self._model._named(wanted))
+
+    def parameters(self) -> Iterator[Parameter]:
+        return (values for _, values in self.named_parameters())
+
+    def requires_grad_(self, requires_grad: bool = True) -> Submodule:
+        self._model.set_trainable(*self._names(), trainable=requires_grad)
+        return self
+
+    def _names(self) -> list[str]:
+        return list(self._model.weights.names_in(self._name).values())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self._model.submodule(f"{self._name}.{name}")
+
+    def __getitem__(self, number: int | slice) -> Any:
+        selected = range(len(self))[number]
+        if isinstance(selected, range):
+            return [self[i] for i in selected]
+        return self._model.submodule(f"{self._name}.{selected}")
+
+    def __bool__(self) -> bool:
+        return True  # even if it contains no numbered modules
+
+    def __len__(self) -> int:
+        numbers = {name.partition(".")[0] for name in self._model.weights.names_in(self._name)}
+        return len([number for number in numbers if number.isdigit()])
+
+
+class EmbeddingModule(Submodule):
+    """The token embedding or the language model head, possibly with PEFT's modules around it."""
+
+    @property
+    def weight(self) -> Parameter:
+        """The table `[vocabulary, hidden]`."""
+        return self._model.get_parameter(next(name for name in self._names() if _TABLE.search(name)))
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.weight.shape[1]
