@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 
 import numpy as np
@@ -12,10 +13,12 @@ from datasets import Dataset
 import trl_jax
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows, tiny_model
+from trl_jax.hub.parameters import Submodule
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+accelerate = pytest.importorskip("accelerate")
 
 
 def freeze(parameters):
@@ -224,3 +227,79 @@ def test_without_peft_its_class_is_ours(folders, tmp_path):
         PeftModel.from_pretrained(str(folders[True]), tmp_path / "adapter")
     with pytest.raises(TypeError, match="does not accept device_mesh"):
         PeftModel.from_pretrained(base, tmp_path / "adapter", device_mesh=1)
+
+
+def listed(model):
+    """Modules by name with their classes; the model itself is checked elsewhere."""
+    return [(name, module.__class__) for name, module in model.named_modules() if name]
+
+
+def test_modules_are_those_of_transformers_and_peft(folders, tmp_path):
+    ours, theirs = (
+        kind.from_pretrained(folders[True])
+        for kind in (trl_jax.AutoModelForCausalLM, transformers.AutoModelForCausalLM)
+    )
+    assert listed(ours) == listed(theirs) and len(listed(ours)) > 30
+    inner = [model.model.layers[1].self_attn for model in (ours, theirs)]
+    assert listed(inner[0]) == listed(inner[1]) and isinstance(ours.model.norm, type(theirs.model.norm))
+    assert [name for name, _ in ours.named_children()] == [name for name, _ in theirs.named_children()]
+    for model in (ours, theirs):
+        assert [name for name, _ in model.model.norm.named_parameters("norm")] == ["norm.weight"]
+        assert not list(model.parameters(recurse=False)) and len(list(model.model.norm.parameters(recurse=False))) == 1
+        assert sum(isinstance(module, torch.nn.Embedding) for module in model.modules()) == 1
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
+    args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 1})
+    model = trl_jax.SFTTrainer(
+        str(folders[True]), args, train_dataset=Dataset.from_list(text_rows(4)), peft_config=lora
+    ).model
+    assert listed(model) == listed(peft.get_peft_model(theirs, lora))
+    found = [name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    assert len(found) == 4 and accelerate.Accelerator(cpu=True).unwrap_model(model) is model
+
+
+def test_modules_cannot_be_changed(folders):
+    """Nor silently: the model does not compute with them."""
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
+    for name, module in model.named_modules():  # the usual loop before QLoRA
+        if "norm" in name:
+            module = module.to(torch.float32)
+    assert model.model.norm.to("cuda").eval().train() is not None
+    with pytest.raises(ValueError, match=r"model.norm.to\(bfloat16\): weights train in float32"):
+        model.model.norm.to(dtype=torch.bfloat16)
+    with pytest.raises(AttributeError, match="Cannot set lm_head of"):
+        model.lm_head = torch.nn.Linear(64, 8)
+    with pytest.raises(
+        AttributeError, match="p cannot be set on model.layers.0.self_attn: the model computes with JAX"
+    ):
+        model.model.layers[0].self_attn.p = 0.0
+    model.best_step = 3  # a script's own attributes can be set
+
+
+def test_without_torch_modules_have_names(folders, monkeypatch):
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
+    with_weights = {name.rpartition(".")[0] for name in model.names()} | {"lm_head"}
+    torchs = [name for name, _ in listed(model) if any((one + ".").startswith(name + ".") for one in with_weights)]
+    model._known_classes = (None, {})
+    monkeypatch.delitem(sys.modules, "torch")
+    assert [name for name, _ in model.named_modules()] == ["", *torchs]
+    assert {type(module) for _, module in model.named_modules() if module is not model} == {Submodule}
+
+
+def test_an_adapter_can_be_disabled(folders, tmp_path):
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 1})
+    trainer = trl_jax.SFTTrainer(
+        str(folders[True]), args, train_dataset=Dataset.from_list(text_rows(4)), peft_config=lora
+    )
+    trainer.train()
+    model, base = trainer.model, trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
+    ids, adapted = np.array([[5, 9, 11, 7]]), [name for name, _ in model.named_parameters()]
+    before = model(ids).logits
+    with model.disable_adapter():
+        np.testing.assert_array_equal(model(ids).logits, base(ids).logits)
+        np.testing.assert_array_equal(model.generate(ids, max_new_tokens=4), base.generate(ids, max_new_tokens=4))
+    np.testing.assert_array_equal(model(ids).logits, before)
+    assert np.abs(before - base(ids).logits).max() > 1e-3
+    assert [name for name, _ in model.named_parameters()] == adapted
+    assert not hasattr(base, "disable_adapter") and hasattr(model, "disable_adapter")
+    assert trainer.accelerator.get_state_dict(model).keys() == model.state_dict().keys()

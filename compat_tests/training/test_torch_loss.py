@@ -10,6 +10,7 @@ from datasets import Dataset
 import trl_jax
 from compat_tests.effort import THOROUGH, only_thorough
 from compat_tests.parity.reference import BASE
+from compat_tests.tiny import text_rows
 from compat_tests.trainer.trainers import FACTS, make, table
 
 torch = pytest.importorskip("torch")
@@ -217,3 +218,43 @@ def test_without_torch_the_line_is_shown_in_jax(folder, tmp_path, monkeypatch):
     trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(8))
     with pytest.raises(TypeError, match=r"torch functions do not accept them.*in JAX: `chosen, rejected = jnp\.split"):
         trainer.train()
+
+
+def away_from_the_base(numpy, log_softmax):
+    """The divergence of an adapted model from its base, plus a penalty without which the first gradient is 0."""
+
+    class Away:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            rows = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+            logits, mask = model(**rows).logits, rows["attention_mask"]
+            with model.disable_adapter():
+                before = log_softmax(model(**rows).logits)
+            divergence = (numpy.exp(before) * (before - log_softmax(logits))).sum(-1)
+            return ((divergence + (logits**2).mean(-1)) * mask).sum() / mask.sum()
+
+    return Away
+
+
+def test_a_loss_may_disable_the_adapter(checkpoint, tmp_path):
+    trl, peft, transformers = map(pytest.importorskip, ("trl", "peft", "transformers"))
+    folder = checkpoint(**FACTS | {"head": "causal", "chat_template": False})
+    lora, rows = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}, text_rows(12)
+    own = {"torch": away_from_the_base(torch, lambda logits: torch.log_softmax(logits, -1))}
+    own["jax"] = away_from_the_base(jnp, jax.nn.log_softmax)
+    found = []
+    for package, loss in ((trl, "torch"), (trl_jax, "torch"), (trl_jax, "jax")):
+        args = package.SFTConfig(
+            str(tmp_path / loss), **config(learning_rate=0.1, eval_strategy="epoch", gradient_checkpointing=False)
+        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder) if package is trl else str(folder)
+        kind = type("Own", (own[loss], package.SFTTrainer), {})
+        data = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:4])}
+        trainer = kind(model, args, **data, peft_config=peft.LoraConfig(**lora))
+        trainer.train()
+        found.append(
+            [log.get(name) for log in trainer.state.log_history for name in ("loss", "grad_norm", "eval_loss")]
+        )
+    wanted = [value for value in found[0] if value is not None]
+    assert len(wanted) == 7
+    for one in found[1:]:
+        assert [value for value in one if value is not None] == pytest.approx(wanted, rel=1e-5)

@@ -26,6 +26,11 @@ def lazy_getattr(package: str, where: Mapping[str, str]) -> Callable[[str], Any]
     return fetch
 
 
+def places(package: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Name -> module, for `lazy_getattr`, from the names that each module of `package` has, separated by spaces."""
+    return {name: f"{package}.{module}" for module, all_names in names.items() for name in all_names.split()}
+
+
 # Trainers. An entry here gives a trainer its public names, its command and its support in `plan`.
 
 

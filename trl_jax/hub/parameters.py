@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.hub.backend import Backend
+from trl_jax.hub.backend import SAVED_DTYPES, Backend
 from trl_jax.hub.torch_bridge import as_tensors
 
 # Values that were read
@@ -344,47 +344,138 @@ class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin):
 # Modules
 
 
+def owners(names: Collection[str], tied: Collection[str]) -> list[str]:
+    """The names of the modules that contain parameters, in torch's order: "" for the model itself, then others."""
+    parts = (name.split(".")[:-1] for name in (*names, *tied))
+    return list(dict.fromkeys(".".join(owner[:at]) for owner in parts for at in range(len(owner) + 1)))
+
+
+def given_dtype(value: Any) -> str | None:
+    """The name of a dtype, torch's or NumPy's; None for anything else, such as a device."""
+    if isinstance(value, str):
+        return value if value in SAVED_DTYPES else None
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    return np.dtype(value).name if isinstance(value, np.dtype | type) else None
+
+
 _TABLE = re.compile(r"^(?!.*\.lora_).*\.weight$")
 
 
-class Submodule:
-    """The parameters under a module name, such as `model.model` or `model.lm_head`, so that scripts can freeze them."""
+class ModuleApi:
+    """What scripts ask of a torch module. Needs `_module`, the module's name in the model, and `_named_parameters`."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Parameter]]:
+        """Yield each parameter with its name in transformers. Its values are the current ones, but cannot be written;
+        to change the model, change `params`.
+
+        With an adapter, names are PEFT's: the base model's parameters come first, then the trained ones. Fully trained
+        parameters appear only once, whereas PEFT also keeps the original.
+
+        Args:
+            prefix: put before each name, with a dot.
+            recurse: whether to include the parameters of the modules in this one.
+        """
+        start = f"{prefix}." if prefix else ""
+        found = self._named_parameters()
+        return ((start + name, parameter) for name, parameter in found if recurse or "." not in name)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+
+    def named_modules(self, memo: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """Yield this module and all modules in it, with their names in transformers, or in PEFT with an adapter.
+
+        If torch is imported, `isinstance` treats each as an instance of its class there. Otherwise modules without
+        parameters, such as activations, are left out.
+        """
+        model, start = self._whole, f"{self._module}." if self._module else ""
+        inside = (name for name in model._module_classes if name.startswith(start) and name != "")
+        yield prefix, self
+        for name in inside:
+            yield ".".join(filter(None, (prefix, name.removeprefix(start)))), Submodule(model, name)
+
+    def modules(self) -> Iterator[Any]:
+        return (module for _, module in self.named_modules())
+
+    def named_children(self) -> Iterator[tuple[str, Any]]:
+        return ((name, module) for name, module in self.named_modules() if name and "." not in name)
+
+    def children(self) -> Iterator[Any]:
+        return (module for _, module in self.named_children())
+
+
+class Submodule(ModuleApi):
+    """A module of a model, such as `model.model` or `model.lm_head`, so that scripts can inspect or freeze it."""
 
     def __init__(self, model: Any, name: str):
-        self._model, self._name = model, name
+        vars(self).update(_model=model, _whole=model, _module=name)
 
-    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield each parameter, with names relative to this module."""
-        inside = {name: ours for ours, name in self._model.weights.names_in(self._name).items()}
+    @property
+    def __class__(self) -> type:
+        """The module's class in transformers or PEFT if torch is imported, for `isinstance`."""
+        return self._model._module_classes.get(self._module) or type(self)
+
+    def __repr__(self) -> str:
+        return f"{self._module} ({self.__class__.__name__})"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{name} cannot be set on {self._module}: the model computes with JAX modules, which would not change. Set "
+            "it on the torch model before the trainer is made, or in model.config before the weights are loaded."
+        )
+
+    def _named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        inside = {name: ours for ours, name in self._model.weights.names_in(self._module).items()}
         wanted = inside.keys() - self._model.weights.buffers()
         return ((inside[name], values) for name, values in self._model._named(wanted))
 
-    def parameters(self) -> Iterator[Parameter]:
-        return (values for _, values in self.named_parameters())
+    def to(self, *args: Any, **kwargs: Any) -> Submodule:
+        """Return the module. A device has no effect, nor has float32, in which weights train.
+
+        Raises:
+            ValueError: another dtype.
+        """
+        for name in map(given_dtype, (*args, *kwargs.values())):
+            if name not in (None, "float32"):
+                raise ValueError(
+                    f"{self._module}.to({name}): weights train in float32, and bf16=True in the config computes in "
+                    "bfloat16. Leave out the conversion."
+                )
+        return self
+
+    cpu = cuda = float = to
+
+    def train(self, mode: bool = True) -> Submodule:
+        """Does nothing: like transformers' Trainer, each step trains and each evaluation evaluates the whole model."""
+        return self
+
+    def eval(self) -> Submodule:
+        return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Submodule:
         self._model.set_trainable(*self._names(), trainable=requires_grad)
         return self
 
     def _names(self) -> list[str]:
-        return list(self._model.weights.names_in(self._name).values())
+        return list(self._model.weights.names_in(self._module).values())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return self._model.submodule(f"{self._name}.{name}")
+        return self._model.submodule(f"{self._module}.{name}")
 
     def __getitem__(self, number: int | slice) -> Any:
         selected = range(len(self))[number]
         if isinstance(selected, range):
             return [self[i] for i in selected]
-        return self._model.submodule(f"{self._name}.{selected}")
+        return self._model.submodule(f"{self._module}.{selected}")
 
     def __bool__(self) -> bool:
         return True  # even if it contains no numbered modules
 
     def __len__(self) -> int:
-        numbers = {name.partition(".")[0] for name in self._model.weights.names_in(self._name)}
+        numbers = {name.partition(".")[0] for name in self._model.weights.names_in(self._module)}
         return len([number for number in numbers if number.isdigit()])
 
 

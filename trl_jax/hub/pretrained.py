@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +22,26 @@ from trl_jax.core.files import write_whole
 from trl_jax.core.outputs import reads_of_rows
 from trl_jax.core.secrets import shown
 from trl_jax.data.batch import IGNORED, last_real_token, padded_length
-from trl_jax.hub.backend import SAVED_DTYPES, Backend, frozen_size, trainable_masks
+from trl_jax.hub.backend import Backend, frozen_size, trainable_masks
 from trl_jax.hub.checkpoint import Source, resized_table, tables_of_tokens
 from trl_jax.hub.generate import GenerationApi
 from trl_jax.hub.generation_inputs import is_torch
-from trl_jax.hub.parameters import EmbeddingModule, Parameter, Snapshot, Submodule, Weights, of_weights
+from trl_jax.hub.parameters import (
+    EmbeddingModule,
+    ModuleApi,
+    Parameter,
+    Snapshot,
+    Submodule,
+    Weights,
+    given_dtype,
+    of_weights,
+    owners,
+)
 from trl_jax.hub.peft import merged
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import AdapterConfig
 from trl_jax.hub.push import Publisher, Upload
-from trl_jax.hub.torch_bridge import as_tensors
+from trl_jax.hub.torch_bridge import as_tensors, module_classes
 from trl_jax.models.model import merge
 
 logger = logging.getLogger(__name__)
@@ -225,7 +236,7 @@ def compiled_scores(
 _OUTPUT_EMBEDDINGS = re.compile(r"(?P<module>(^|.*\.)(lm_head|embed_out))\.(?!.*lora_).*weight$")
 
 
-class TransformersModelApi:
+class TransformersModelApi(ModuleApi):
     """Mixin that needs `weights`, `config`, `name_or_path` and `save_pretrained`."""
 
     weights: Weights
@@ -237,14 +248,10 @@ class TransformersModelApi:
     was_merged: bool = False  # by `merge_and_unload`, after which PEFT leaves all parameters frozen
     accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
     _parameters: dict[str, Parameter] | None = None
+    _known_classes: tuple[Any, dict[str, type | None]] = (None, {})  # of modules, and the backend that has them
+    _module = ""
 
-    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield each parameter with its name in transformers. Its values are the current ones, but cannot be written;
-        to change the model, change `params`.
-
-        With an adapter, names are PEFT's: the base model's parameters come first, then the trained ones. Fully trained
-        parameters appear only once, whereas PEFT also keeps the original.
-        """
+    def _named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         buffers = self.weights.buffers()
         return ((name, values) for name, values in self._named() if name not in buffers)
 
@@ -299,13 +306,48 @@ class TransformersModelApi:
         """The model without its head; with an adapter, PEFT's module that contains the whole model."""
         return self.submodule(self.backend.token_table.partition(".")[0])
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (
+            name not in vars(self)
+            and not name.startswith("_")
+            and not hasattr(type(self), name)
+            and "weights" in vars(self)
+            and self.weights.names_in(name)
+        ):
+            raise AttributeError(
+                f"Cannot set {name} of {self.name_or_path}: the model computes with JAX modules, which would not "
+                "change. Change the torch model before the trainer is made, or values in model.params."
+            )
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "weights" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return self.submodule(name)
 
-    def parameters(self) -> Iterator[Parameter]:
-        return (values for _, values in self.named_parameters())
+    @property
+    def _whole(self) -> Any:
+        return self
+
+    @property
+    def _modules(self) -> dict[str, Any]:
+        """Read by accelerate's unwrap_model."""
+        return dict(self.named_children())
+
+    @property
+    def _module_classes(self) -> dict[str, type | None]:
+        """The names of all modules in order -> their classes if torch is imported; otherwise the names of modules with
+        parameters -> None."""
+        known, classes = self._known_classes
+        if known is not self.backend:
+            adapter = self.backend.config if isinstance(self.backend, AdaptedBackend) else None
+            images = any(path.startswith("vision.") for path in self.backend.tensors)
+            if "torch" in sys.modules:
+                found = module_classes(self.config, self.backend.head, adapter, images=images)
+            else:
+                found = dict.fromkeys(owners(self.names(), self.backend.tied))
+            self._known_classes = self.backend, found
+        return self._known_classes[1]
 
     def get_parameter(self, name: str) -> Parameter:
         """The parameter with this name. Raises KeyError if there is none."""
@@ -398,7 +440,7 @@ class TransformersModelApi:
         Raises:
             ValueError: weights are not saved in this dtype.
         """
-        for name in map(_dtype_name, (*args, *kwargs.values())):
+        for name in map(given_dtype, (*args, *kwargs.values())):
             if name is not None:
                 self.backend.save_in(name)
         return self
@@ -413,15 +455,6 @@ class TransformersModelApi:
 
     def float(self) -> Any:
         return self.to("float32")
-
-
-def _dtype_name(value: Any) -> str | None:
-    """The name of a dtype, torch's or NumPy's; None for anything else, such as a device."""
-    if isinstance(value, str):
-        return value if value in SAVED_DTYPES else None
-    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
-        return str(value).removeprefix("torch.")
-    return np.dtype(value).name if isinstance(value, np.dtype | type) else None
 
 
 # PreTrainedModel
@@ -606,6 +639,23 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         model = self._with(arrays, backend)
         model.was_merged = True
         return model
+
+    @property
+    def disable_adapter(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """As on a PeftModel: `with model.disable_adapter():` calls, generates with and lists the base model. Raises
+        AttributeError if there is no adapter."""
+        self.peft_config  # noqa: B018 - raises the error
+        return self._without_adapter
+
+    @contextlib.contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        adapted, base = (self.weights, self.graph), self.get_base_model()
+        base.weights.refusal = self.weights.refusal
+        self.weights, self.graph = base.weights, base.graph
+        try:
+            yield
+        finally:
+            self.weights, self.graph = adapted
 
     def get_base_model(self) -> PreTrainedModel:
         """The model without its adapter, with the same arrays; without an adapter, the model itself."""

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import pickle
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -76,6 +77,37 @@ def unloaded(config: Any, head: str = "score") -> Any:
 
     with torch.device("meta"):
         return _class_of(head).from_config(config, trust_remote_code=False)
+
+
+def adapted(model: Any, config: Any) -> Any:
+    """The PeftModel around a torch model whose layers get a new adapter. `config` is ours."""
+    from peft import PeftConfig, get_peft_model
+
+    with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
+        config.save_pretrained(folder)
+        return get_peft_model(model, PeftConfig.from_pretrained(folder))
+
+
+def module_classes(config: Any, head: str, adapter: Any = None, *, images: bool = False) -> dict[str, type]:
+    """The names of all modules of a torch model -> their classes.
+
+    Args:
+        config: the model's config object.
+        adapter: the config of its adapter, if it has one.
+        images: whether the model has a vision tower.
+    """
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if head == "lm" and (images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING):
+        import torch
+
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+    else:
+        model = unloaded(config, head)
+    model = model if adapter is None else adapted(model, adapter)
+    return {name: type(module) for name, module in model.named_modules()}
 
 
 def empty(parameter: Any, dtype: str) -> None:

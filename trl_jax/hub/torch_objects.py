@@ -28,7 +28,7 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import ENCODER, LoraConfig, already_initialized, positions_left, read_adapter_config
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
-from trl_jax.hub.torch_bridge import as_array, as_tensors, available, dtype_name, peft_available
+from trl_jax.hub.torch_bridge import adapted, as_array, as_tensors, available, dtype_name, peft_available
 from trl_jax.models.adapters import PREFIX
 
 # Copying weights from torch models and back
@@ -347,20 +347,11 @@ def _copy_back_adapter(backend: AdaptedBackend, params: dict, model: Any) -> Non
             )
             return
         if "peft_config" not in vars(model):
-            _install(backend.saved_config, model)
+            adapted(model, backend.saved_config)
         state = {name.removeprefix("base_model.model."): value for name, value in state.items()}
     from peft import set_peft_model_state_dict
 
     set_peft_model_state_dict(model, state, adapter_name=next(iter(model.peft_config)))
-
-
-def _install(config: LoraConfig, model: Any) -> None:
-    """Let PEFT inject a new adapter into the layers of a model, which remains the same object."""
-    from peft import PeftConfig, get_peft_model
-
-    with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
-        config.save_pretrained(folder)
-        get_peft_model(model, PeftConfig.from_pretrained(folder))
 
 
 def _as_loaded(backend: Backend, params: dict, config: Any, kind: type) -> dict[str, Any]:

@@ -271,7 +271,6 @@ _INSTEAD = {
     "accumulate": "gradient_accumulation_steps in the config accumulates",
     "save_state": "trainer.train() writes checkpoints that save everything",
     "load_state": "trainer.train(resume_from_checkpoint=...) takes one up",
-    "get_state_dict": "trainer.model.params is the dict of arrays",
 }
 
 
@@ -311,6 +310,9 @@ class Accelerator(ProcessState):
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         return model
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        return model.state_dict()
 
     def gather(self, value: Any) -> Any:
         """The value itself: outside of a loss it covers all devices, and inside a loss, the rows that the loss got."""

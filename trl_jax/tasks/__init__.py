@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trl_jax.core.trainers import lazy_getattr
+from trl_jax.core.trainers import lazy_getattr, places
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.core.outputs import TokenOutputs
@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.tasks.policy import CompletionTokens, OnlineTask
     from trl_jax.tasks.task import ScoreTask, Task, TokenTask, joined, mean_metrics, weighted_loss
 
-_WHERE = {
-    name: f"trl_jax.{module}"
-    for module, names in {
+_WHERE = places(
+    "trl_jax",
+    {
         "core.outputs": "TokenOutputs",
         "data.batch": "Batch Columns Context Example Extras LossBatch of_examples",
         "data.tokenize": "prepare_texts",
@@ -30,8 +30,7 @@ _WHERE = {
         "tasks.language": "Answers PairTask TextTask",
         "tasks.policy": "CompletionTokens OnlineTask",
         "tasks.task": "ScoreTask Task TokenTask joined mean_metrics weighted_loss",
-    }.items()
-    for name in names.split()
-}
+    },
+)
 __all__ = sorted(_WHERE)
 __getattr__ = lazy_getattr(__name__, _WHERE)

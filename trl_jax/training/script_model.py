@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,6 +223,25 @@ class BoundModel:
     def balanced(self, loss: jax.Array, aux_loss: jax.Array | None) -> jax.Array:
         """Add a call's load-balancing loss, if there is one, to the loss of a batch."""
         return loss if aux_loss is None else loss + self.aux_loss_weight * aux_loss
+
+    @property
+    def disable_adapter(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """As on the trainer's model. The loss logs nothing of calls to the base model, whose outputs have no
+        gradient."""
+        without = self._model.disable_adapter
+
+        @contextlib.contextmanager
+        def disabled() -> Iterator[None]:
+            kept = self._params, self.outputs, self.aux_losses
+            with without():
+                params = {path: jax.lax.stop_gradient(self._params[path]) for path in self._model.arrays}
+                self._params, self.outputs, self.aux_losses = params, [], []
+                try:
+                    yield
+                finally:
+                    self._params, self.outputs, self.aux_losses = kept
+
+        return disabled
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

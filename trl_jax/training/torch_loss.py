@@ -4,7 +4,8 @@ and JAX continues the backward pass from there."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ class TorchModel:
         self._rows, self.tensors, self._compares = rows, torch_objects.batch_tensors(rows.shown), compares
         self.metrics = defaultdict(list)
         self.leaves, self.backwards, self.outputs = [], [], []
+        self._in_base = False  # in `disable_adapter`
 
     def __call__(
         self, input_ids: Any = None, attention_mask: Any = None, fused_lm_head: bool = False, **others: Any
@@ -51,11 +53,34 @@ class TorchModel:
             raise NotGiven(f"model(...) with {', '.join(sorted(unknown))}")
         found = {"input_ids": input_ids, "attention_mask": attention_mask} | others
         given = {name: value for name, value in found.items() if value is not None and not isinstance(value, bool)}
-        return self._outputs("fused" if fused_lm_head else "call", given)
+        kind = "fused" if fused_lm_head else "call"
+        if self._in_base:
+            *_, outputs = self._padded(f"base {kind}", given)
+            return Outputs(**torch_objects.batch_tensors(outputs))
+        return self._outputs(kind, given)
+
+    @property
+    def disable_adapter(self) -> Callable[[], AbstractContextManager[None]]:
+        """Like `BoundModel.disable_adapter`. The outputs have no gradient, also outside of `torch.no_grad()`: no
+        parameter of the base model is trained."""
+        self._model.peft_config  # noqa: B018 - raises the error if there is no adapter
+        return self._without_adapter
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        self._in_base = True
+        try:
+            yield
+        finally:
+            self._in_base = False
 
     def default_loss(self, task: Any, inputs: dict[str, Any], num_items: Any) -> tuple[Any, Outputs]:
         """The task's loss of a batch, and the model's outputs."""
         del task  # `compute` uses the run's
+        if self._in_base:
+            raise TypeError(
+                "super().compute_loss cannot be called in disable_adapter(): call the model, as model(...)."
+            )
         if self._compares:
             check_same(inputs, self._rows.shown, in_torch=True)
         found = self._outputs("default", inputs | ({} if num_items is None else {"num_items": num_items}))
@@ -65,16 +90,20 @@ class TorchModel:
         return found.loss, found
 
     def _outputs(self, kind: str, tensors: dict[str, Any]) -> Outputs:
-        arrays = {name: np.asarray(value) for name, value in tensors.items()}
-        outputs, back = self._compute(kind, self._rows.padded(arrays), len(self.outputs))
-        length = arrays["input_ids"].shape[1]
-        cut = {name: _cut(name, value, length) for name, value in outputs.items() if name != SUMS}
+        outputs, back, cut = self._padded(kind, tensors)
         leaves, shown = torch_objects.as_leaves({name: value for name, value in cut.items() if name not in FIXED})
         shown |= torch_objects.batch_tensors({name: value for name, value in cut.items() if name in FIXED})
         self.leaves.append(leaves)
         self.backwards.append(back)
         self.outputs.append(outputs)
         return Outputs(**shown)
+
+    def _padded(self, kind: str, tensors: dict[str, Any]) -> tuple[dict, Any, dict]:
+        """The outputs of a call on padded rows, their VJP function, and the outputs cut to the script's rows."""
+        arrays = {name: np.asarray(value) for name, value in tensors.items()}
+        outputs, back = self._compute(kind, self._rows.padded(arrays), len(self.outputs))
+        length = arrays["input_ids"].shape[1]
+        return outputs, back, {name: _cut(name, value, length) for name, value in outputs.items() if name != SUMS}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -206,7 +235,8 @@ class TorchLoss:
             loss, outputs = default_loss(self._setup.task, bound, of_batch, arrays.get("num_items"))
             sums = {} if bound.default_sums is None else {SUMS: bound.default_sums}
         else:
-            outputs = bound(**arrays, **({"fused_lm_head": True} if kind == "fused" else {}))
+            with bound.disable_adapter() if kind.startswith("base") else nullcontext():
+                outputs = bound(**arrays, **({"fused_lm_head": True} if kind.endswith("fused") else {}))
             loss = outputs.loss
         of_call = {name: vars(outputs).get(name) for name in OUTPUTS} | {"loss": loss}
         found = {name: value for name, value in of_call.items() if value is not None}
