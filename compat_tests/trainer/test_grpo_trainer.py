@@ -295,7 +295,7 @@ def test_a_log_after_an_evaluation_leaves_the_metrics_of_training(make):
     noted, logged = (next(log for log in trainer.state.log_history if key in log) for key in ("eval_noted", "loss"))
     assert noted.keys() == {"eval_noted", "epoch", "step"}
     assert logged["reward"] is not None
-    assert curriculum.modes == [True, True, False]  # as in TRL, until the step begins
+    assert curriculum.modes == [False, True, False]  # as in TRL: set after this event
 
 
 def test_a_rollout_func_writes_in_the_generators_place(make):

@@ -258,6 +258,26 @@ def test_what_callbacks_read_and_set_on_the_model(checkpoint, tmp_path):
     assert found == pytest.approx([plain[0], 2 * plain[1]], rel=1e-5)
 
 
+def test_the_mode_of_the_model_at_each_event_is_trls(checkpoint, tmp_path):
+    def modes(package):
+        seen = []
+
+        class Modes(TrainerCallback):
+            def note(self, args, state, control, model=None, **others):
+                seen.append((state.global_step, None if model is None else model.training))
+
+            on_train_begin = on_step_begin = on_step_end = on_evaluate = on_log = on_epoch_end = on_train_end = note
+
+        config = CONFIG | {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "logging_strategy": "epoch"}
+        args = package.SFTConfig(str(tmp_path / package.__name__), **config)
+        rows = Dataset.from_list(text_rows(8))
+        data = {"train_dataset": rows, "eval_dataset": rows.select(range(2))}
+        package.SFTTrainer(str(checkpoint(**CAUSAL)), args, **data, callbacks=[Modes()]).train()
+        return seen
+
+    assert modes(trl_jax) == modes(trl)
+
+
 def test_torchs_random_sampler_is_seeded_as_by_accelerate(checkpoint, tmp_path):
     class Own(trl_jax.RewardTrainer):
         def _get_train_sampler(self, dataset):

@@ -21,6 +21,7 @@ from trl_jax.hub.peft_adapters import (
     for_tower,
     full_tensors,
     initial,
+    is_token_table,
     make_adapter_plan,
     pass_over_towers,
     principal_parts,
@@ -156,7 +157,7 @@ def merged(
 ) -> tuple[dict[str, jax.Array], NativeBackend]:
     """Merge an adapter: new float32 arrays that compute the same without it, and their backend.
 
-    If the head is tied to an embedding with an adapter, it is untied, because the adapter does not apply to the head.
+    If the head is tied to a token embedding with an adapter, it is untied, because the adapter does not apply to the head.
 
     Raises:
         ValueError: the adapter also covers the vision tower, but the model was loaded without it.
@@ -169,7 +170,7 @@ def merged(
             "folder with AutoModelForImageTextToText.from_pretrained, and merge that model."
         )
     arrays = backend.base.weights(frozen)
-    if plain.source.config.is_tied and any(one.module.kind == "embedding" for one in plan.modules):
+    if plain.source.config.is_tied and any(is_token_table(one.module) for one in plan.modules):
         plain, arrays = untied(plain, arrays)
     for path, layers in plan.full.layers.items():
         if layers is None:

@@ -302,7 +302,6 @@ class Training:
             random_before=random_before,
         )
         setup.progress.in_train = True
-        setup.model.train()
         self._copied, reading = None, contextlib.nullcontext()
         if self._torch_model is not None and not several():
             adds = isinstance(setup.model.backend, AdaptedBackend) and not is_adapted(self._torch_model)
@@ -329,7 +328,6 @@ class Training:
         self._setup.model.train()  # an evaluation leaves it in evaluation mode, as in TRL
 
     def _report(self, logs: dict[str, float], since: list[dict[str, np.ndarray]], began: tuple) -> None:
-        self._setup.model.train()
         self._hooks.log(logs, self._measured(since), *began)
 
     def _memory(self) -> str:

@@ -59,6 +59,13 @@ def test_the_maps_around_a_stack_are_adapted_by_pefts_names(tmp_path):
     assert {name.split(".")[-3] for name in written if "project" in name} == {"project_in", "project_out"}
 
 
+def test_merging_a_position_table_keeps_the_head_tied(tmp_path):
+    base = causal.build(tmp_path / "base", "gpt2", tie=True)
+    _assert_computed_and_written(theirs_with(base, target_modules=["wpe"]), tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert again.config.tie_word_embeddings and "lm_head.weight" not in dict(again.named_parameters())
+
+
 @usual("head-True", "table-True", "saved_both-True")
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
