@@ -157,7 +157,7 @@ def merged(
 ) -> tuple[dict[str, jax.Array], NativeBackend]:
     """Merge an adapter: new float32 arrays that compute the same without it, and their backend.
 
-    If the head is tied to a token embedding with an adapter, it is untied, because the adapter does not apply to the head.
+    If the head is tied to a token embedding with an adapter, it is untied: the adapter does not apply to the head.
 
     Raises:
         ValueError: the adapter also covers the vision tower, but the model was loaded without it.
