@@ -246,7 +246,7 @@ def test_groups_of_parameters_have_the_rate_of_the_next_step():
     with pytest.raises(ValueError, match=r"lr was set to \[0.1, 7.0\].*Set the lr of every group"):
         rates.take_next(2)
     steps.finished = 1  # a rate that was set applies to one step
-    assert rates.take_next(2) == decayed["lr"] == 0.2
+    assert rates.take_next(2) == decayed["lr"] == 0.2 and rates.last_epoch == 1
     with pytest.raises(ValueError, match="Set it in on_step_begin or on_step_end"):
         decayed["lr"] = 7
     steps.finished = 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 from datasets import Dataset, IterableDataset
@@ -171,6 +173,8 @@ def test_what_is_no_tokenizer_and_a_collator_in_one_line(make):
     for kind in KINDS:
         with pytest.raises(TypeError, match="`processing_class` must be either a `PreTrainedTokenizerBase`"):
             make(trl_jax, kind, Dataset.from_list(rows_of(kind, 4)), processing_class="x")
+    with pytest.raises(TypeError, match="`ProcessorMixin`, found a SimpleNamespace: load it with"):
+        make(trl_jax, "SFT", rows, processing_class=SimpleNamespace(pad_token_id=0))  # such as a config
     with pytest.raises(TypeError, match="`processing_class` must be either a `PreTrainedTokenizerBase`"):
         make(trl, "SFT", rows, processing_class="x")
     words = make(trl_jax, "SFT", rows).processing_class

@@ -43,6 +43,7 @@ from trl_jax.trainer.overrides import (
     check_same_rows,
     check_set,
     classes_of_script,
+    is_older_collator,
     loss_functions,
     mirrored_args,
     names_of_script,
@@ -409,8 +410,10 @@ class BaseTrainer(abc.ABC):
     def data_collator(self, collator: Any) -> None:
         if "parts" not in vars(self):
             return  # set before super().__init__, which overwrites it, as in TRL
-        check_collator(collator, () if self._collator_class is None else (self._collator_class,))
-        check_lengths(collator, self.args)
+        later = tuple(name for name in self._older_collators if name == "DataCollatorForSeq2Seq")
+        check_collator(collator, () if self._collator_class is None else (self._collator_class,), later)
+        if not is_older_collator(collator, later):  # whose max_length is a padded length
+            check_lengths(collator, self.args)
         self._data_collator, self._editable.pad_to_multiple_of = collator, collator.pad_to_multiple_of
 
     def _settle_task(self) -> None:

@@ -228,6 +228,11 @@ class LearningRate:
         """The learning rate of the next step for each group, as in transformers' Trainer after a step."""
         return [self(self._finished())] * GROUPS
 
+    @property
+    def last_epoch(self) -> int:
+        """Number of finished steps, as in torch."""
+        return self._finished()
+
     def of_group(self, number: int) -> float:
         """The learning rate of a parameter group in the next step."""
         step = self._finished()

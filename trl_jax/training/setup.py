@@ -82,10 +82,13 @@ def tokenizer_of(
         TypeError: `processing_class` is neither a tokenizer nor a processor.
         ValueError: nothing was passed, and the model was not loaded from a folder or repository.
     """
-    if isinstance(processing_class, str | os.PathLike | dict | type):
+    is_tokenizer = callable(processing_class) and not isinstance(processing_class, type)
+    if processing_class is not None and not is_tokenizer:  # a name or a config
+        is_name = isinstance(processing_class, str | os.PathLike | type)
+        found = brief(processing_class) if is_name else f"a {type(processing_class).__name__}"
         raise TypeError(
             "The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`, found "
-            f"{brief(processing_class)}: load it with transformers' AutoTokenizer.from_pretrained."
+            f"{found}: load it with transformers' AutoTokenizer.from_pretrained."
         )
     if _is_processor(processing_class):
         return _tokenizer_in(processing_class)
