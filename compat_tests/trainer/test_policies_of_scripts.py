@@ -17,7 +17,7 @@ from compat_tests.parity.dpo_cases import CHAT, SMALL
 from compat_tests.parity.grpo_cases import EVALUATED, length_reward, prompt_rows
 from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE
-from compat_tests.parity.test_grpo_curve import assert_same_runs
+from compat_tests.parity.test_grpo_curve import assert_same, assert_same_runs
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.prompts import check_prompts, completion_texts, prompt_ids
 
@@ -210,12 +210,57 @@ def test_a_script_reads_the_arguments_on_the_trainer(kind, checkpoint, tmp_path)
     assert len(names) > 15
     assert {name: getattr(ours, name) for name in names} == {name: vars(theirs)[name] for name in names}
     np.testing.assert_array_equal(ours.reward_weights, theirs.reward_weights.numpy())
-    ours.beta = 0.1  # no change
-    for name in ("beta", "temperature", "epsilon_low"):
+    ours.temperature = 1.0  # no change
+    for name in ("num_generations", "temperature", "mask_truncated_completions"):
         with pytest.raises(AttributeError, match=f"was set on the trainer.* in {kind}Config"):
             setattr(ours, name, 0.5)
     with pytest.raises(AttributeError, match="generation_config of .*Set generation_kwargs"):
         ours.generation_config.temperature = 0.5
+
+
+SET_IN_STEPS = {  # what a callback sets before each step
+    "GRPO loss": [
+        {
+            "beta": 0.5 - 0.1 * step,
+            "epsilon_low": 0.01 * step + 0.1,
+            "epsilon_high": 0.02 * step + 0.1,
+            "loss_type": loss_type,
+        }
+        for step, loss_type in enumerate(("grpo", "bnpo", "dr_grpo", "dapo"))
+    ],
+    "GRPO sequences": [
+        {"scale_rewards": scale, "importance_sampling_level": level, "top_entropy_quantile": quantile}
+        for scale, level, quantile in (("batch", "sequence", 1.0), ("batch", "token", 0.5), ("none", "token", 0.5))
+    ],
+    "RLOO": [{"beta": 0.1 * step, "epsilon_low": 0.01 * step, "epsilon_high": 0.02} for step in range(1, 4)],
+}
+
+
+@usual("GRPO loss", "RLOO")
+@pytest.mark.parametrize("name", SET_IN_STEPS)
+def test_what_a_callback_sets_counts_from_this_step_on(name, checkpoint, tmp_path):
+    trl, changes, found = pytest.importorskip("trl"), SET_IN_STEPS[name], []
+
+    class Sets(TrainerCallback):
+        def on_step_begin(self, args, state, control, **options):
+            for attribute, value in changes[state.global_step].items():
+                setattr(trainer, attribute, value)
+
+    for package in (trl, trl_jax):
+        config = {"max_steps": len(changes), "num_iterations": 2, "beta": 0.5, "learning_rate": 1e-2}
+        args = getattr(package, f"{name.split()[0]}Config")(str(tmp_path), **BASE | STEPS | config)
+        rows = Dataset.from_list(prompt_rows(8))
+        kind = getattr(package, f"{name.split()[0]}Trainer")
+        trainer = kind(str(checkpoint(**SMALL)), length_reward, args, rows, callbacks=[Sets()])
+        trainer.train()
+        found.append(trainer.state.log_history)
+    theirs, ours = found
+    assert len(theirs) == len(ours) == len(changes) + 1
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other, same_order=True)
+    with pytest.raises(ValueError, match=r"trainer.beta was set to 0.0, but the run began with a reference model"):
+        trainer.beta = 0.0
+        trainer.train()
 
 
 @BOTH
@@ -358,7 +403,9 @@ def test_the_entropy_bonus_follows_the_arguments(make):
 def test_what_cannot_be_changed_is_told(make):
     trainer = make()
     trainer.args.beta = 0.5
-    with pytest.warns(UserWarning, match="Arguments that decide beta, objective were changed .* As in TRL"):
+    with pytest.warns(
+        UserWarning, match="beta: the arguments were changed .* As in TRL, this has no effect; set trainer.beta"
+    ):
         trainer.train()
     trainer.reward_funcs.append(length_reward)
     with pytest.raises(ValueError, match="reward_funcs now has 2 functions, but had 1"):

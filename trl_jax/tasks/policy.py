@@ -203,6 +203,25 @@ class PolicyTask(RolloutTask):
     divergence_in_reward: ClassVar[bool] = False  # whether the divergence from the reference is part of the reward
     metrics_by_group: ClassVar[bool] = False  # whether rewards are logged as in TRL's AsyncGRPO
 
+    def following(self, made: Callable[[], PolicyTask]) -> PolicyTask:
+        """As in `RolloutTask`, also with the values that a script set on the trainer.
+
+        Raises:
+            ValueError: beta was set to 0, or from 0 to another value.
+        """
+        task = self._like(made())
+        if bool(task.beta) != bool(self.beta):
+            instead = "a small value, such as 1e-9" if self.beta else "beta in the config"
+            raise ValueError(
+                f"trainer.beta was set to {task.beta}, but the run began {'with' if self.beta else 'without'} a "
+                f"reference model, because beta was {self.beta}. Set {instead}."
+            )
+        return task
+
+    def _like(self, now: PolicyTask) -> PolicyTask:
+        """This task with the values of `now` that may change."""
+        return replace(self, beta=now.beta)
+
     @property
     def diverges_in_loss(self) -> bool:
         return bool(self.beta) and not self.divergence_in_reward
@@ -322,6 +341,7 @@ _READ_IN_EACH_STEP = (  # of `args`, by TRL's loss; it reads all other arguments
     "delta", "use_bias_correction_kl", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
     "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
 )  # fmt: skip
+_SET_ON_TRAINER = ("beta", "epsilon", "epsilon_high", "loss_type", "importance_sampling_level", "top_entropy_quantile")
 
 
 @dataclass(frozen=True)
@@ -385,9 +405,10 @@ class GrpoTask(OnlineTask):
             settings=self.objective,
         )
 
-    def following(self, made: Callable[[], GrpoTask]) -> GrpoTask:
-        now = vars(made().objective)
-        return replace(self, objective=replace(self.objective, **{name: now[name] for name in _READ_IN_EACH_STEP}))
+    def _like(self, now: GrpoTask) -> GrpoTask:
+        values = {name: vars(now.objective)[name] for name in (*_READ_IN_EACH_STEP, *_SET_ON_TRAINER)}
+        task = super()._like(now)
+        return replace(task, scale_rewards=now.scale_rewards, objective=replace(self.objective, **values))
 
     def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         """TRL's metrics of the policy: means over micro-batches."""
@@ -483,6 +504,9 @@ class RlooTask(PolicyTask):
         """Relative to the mean of the group's other completions."""
         options = {"reward_clip_range": self.reward_clip_range, "normalize": self.normalize_advantages}
         return rloo_advantages(rewards, group, weights=self.reward_weights, kl=kl, beta=self.beta, **options)
+
+    def _like(self, now: RlooTask) -> RlooTask:
+        return replace(super()._like(now), epsilon=now.epsilon, epsilon_high=now.epsilon_high)
 
     def token_weights(
         self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any

@@ -19,7 +19,7 @@ from trl_jax.rollout.server import Limits
 from trl_jax.rollout.tools import Environments
 from trl_jax.tasks.policy import AsyncGrpoTask
 from trl_jax.trainer.async_grpo_config import AsyncGRPOConfig
-from trl_jax.trainer.online import OnlineTrainer, argument
+from trl_jax.trainer.online import OnlineTrainer, argument, clip_range
 from trl_jax.trainer.online_config import OnlineConfig
 from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, accepting_old_keywords, as_config, refuse
 
@@ -68,6 +68,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
     _name, _tag_names = "AsyncGRPO", ["trl", "async-grpo"]
     _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
     config_class = AsyncGRPOConfig
+    epsilon_low, epsilon_high = clip_range()
     _not_arguments = tuple(field.name for field in fields(OnlineConfig) if field.name not in _KNOWN)
     _reward_helpers = ()
     _writes_completions = False
@@ -119,10 +120,9 @@ class AsyncGRPOTrainer(OnlineTrainer):
         return args
 
     def make_task(self) -> AsyncGrpoTask:
-        args = self.args
         options = self._of_any_policy()
         options["cycle"] = replace(options["cycle"], wraps=True)
-        loss = PolicyLoss(loss_type="bnpo", epsilon=args.epsilon, epsilon_high=args.epsilon_high)
+        loss = PolicyLoss(loss_type="bnpo", epsilon=self.epsilon_low, epsilon_high=self.epsilon_high)
         return AsyncGrpoTask(**options, objective=loss, sampled_elsewhere=True)
 
     def _sync_steps(self) -> int:

@@ -386,10 +386,9 @@ class BaseTrainer(abc.ABC):
         self._follow_torch_models(trains=True)
         self._settle_task()
         self._set_signature_columns_if_needed()
-        if self._setup.rollout is None:
-            warn_of_changes(self, self._read_once)
-        else:
+        if self._setup.rollout is not None:
             check_changes(self._setup.task, self.make_task())
+        warn_of_changes(self, self._read_once)
         if self._setup.rollout is None and self.compute_metrics is not self._tried_metrics:
             self.parts.evaluator.try_metrics(self._metric_hooks())
             self._tried_metrics = self.compute_metrics

@@ -21,8 +21,8 @@ from trl_jax.rollout.completions_log import CompletionsRepo
 from trl_jax.rollout.tools import Environments
 from trl_jax.tasks.policy import EntropyBonus, GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
-from trl_jax.trainer.online import OnlineTrainer, argument
-from trl_jax.trainer.overrides import accepting_old_keywords, as_config
+from trl_jax.trainer.online import OnlineTrainer, argument, clip_range
+from trl_jax.trainer.overrides import MirroredArg, accepting_old_keywords, as_config
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +71,12 @@ class GRPOTrainer(OnlineTrainer):
     _name, _tag_names = "GRPO", ["trl", "grpo"]
     _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
     config_class = GRPOConfig
-    loss_type, importance_sampling_level = map(argument, ("loss_type", "importance_sampling_level"))
-    scale_rewards, multi_objective_aggregation = map(argument, ("scale_rewards", "multi_objective_aggregation"))
-    off_policy_mask_threshold, top_entropy_quantile = map(
-        argument, ("off_policy_mask_threshold", "top_entropy_quantile")
+    epsilon_low, epsilon_high = clip_range()
+    loss_type, importance_sampling_level = map(MirroredArg, ("loss_type", "importance_sampling_level"))
+    top_entropy_quantile, scale_rewards = map(MirroredArg, ("top_entropy_quantile", "scale_rewards"))
+    off_policy_mask_threshold, multi_objective_aggregation, use_adaptive_entropy = map(
+        argument, ("off_policy_mask_threshold", "multi_objective_aggregation", "use_adaptive_entropy")
     )
-    use_adaptive_entropy = argument("use_adaptive_entropy")
 
     @accepting_old_keywords()
     def __init__(
@@ -123,6 +123,9 @@ class GRPOTrainer(OnlineTrainer):
         args = self.args
         sampled_elsewhere = self.rollout_func is not None or uses_server(vars(args))
         options = {name: vars(args)[name] for name in _OF_THE_LOSS}
+        options |= {"epsilon": self.epsilon_low, "epsilon_high": self.epsilon_high, "beta": self.beta}
+        options |= {name: getattr(self, name) for name in ("loss_type", "importance_sampling_level")}
+        options["top_entropy_quantile"] = self.top_entropy_quantile
         if sampled_elsewhere and args.use_vllm and args.vllm_importance_sampling_correction:
             options |= _sampler_correction(args)
         return GrpoTask(
@@ -130,7 +133,7 @@ class GRPOTrainer(OnlineTrainer):
             objective=PolicyLoss(**options),
             sampled_elsewhere=sampled_elsewhere,
             multi_objective_aggregation=args.multi_objective_aggregation,
-            scale_rewards=args.scale_rewards,
+            scale_rewards=self.scale_rewards,
             entropy_bonus=bool(args.entropy_coef or args.use_adaptive_entropy),
         )
 

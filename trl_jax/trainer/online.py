@@ -50,6 +50,7 @@ from trl_jax.trainer.overrides import (
     NEVER_THERE,
     ONCE_CALLED_WITH_REWARDS,
     Absent,
+    MirroredArg,
     check_config,
     classes_of_script,
     names_of_script,
@@ -150,6 +151,12 @@ def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
         )
 
     return property(get, put, doc=f"`args.{name}`.")
+
+
+def clip_range() -> tuple[MirroredArg, MirroredArg]:
+    """The attributes `epsilon_low` and `epsilon_high`, which a script may set at any time."""
+    highest = MirroredArg("epsilon_high", lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
+    return MirroredArg("epsilon"), highest
 
 
 class RolloutTrainer(BaseTrainer):
@@ -575,12 +582,13 @@ class OnlineTrainer(RolloutTrainer):
         "num_generations_eval", lambda args: args.num_generations_eval or args.num_generations
     )
     mask_truncated_completions, log_multimodal = map(argument, ("mask_truncated_completions", "log_multimodal"))
-    epsilon_low = argument("epsilon", lambda args: args.epsilon)
-    epsilon_high = argument(
-        "epsilon_high", lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high
-    )
+    beta = MirroredArg("beta")
 
     _compiled_methods = RolloutTrainer._compiled_methods | {"_calculate_rewards", *OWN_METHODS}
+
+    def _settle_task(self) -> None:
+        super()._settle_task()
+        self._setup.rollout.rollout.judge.task = self._setup.task
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -824,4 +832,4 @@ class OnlineTrainer(RolloutTrainer):
 
     def _of_any_policy(self) -> dict[str, Any]:
         """The task fields that GRPO and RLOO share."""
-        return self._of_any_rollout() | {"beta": self.args.beta, "reward_weights": self._reward_weights()}
+        return self._of_any_rollout() | {"beta": self.beta, "reward_weights": self._reward_weights()}

@@ -143,7 +143,7 @@ class MirroredArg:
 
     def of(self, args: Any) -> Any:
         """The attribute's initial value for these arguments."""
-        return vars(args)[self.argument] if self._read is None else self._read(args)
+        return getattr(args, self.argument) if self._read is None else self._read(args)
 
 
 class InitOnlyArg:
@@ -177,7 +177,7 @@ def mirrored_args(kind: type) -> dict[str, MirroredArg]:
 def read_once(trainer: Any) -> dict[str, Any]:
     """The current values of the arguments that a trainer only reads in its constructor."""
     names = [kept.argument for kept in mirrored_args(type(trainer)).values()] + ["per_device_train_batch_size"]
-    return {name: vars(trainer.args)[name] for name in names}
+    return {name: getattr(trainer.args, name) for name in names}
 
 
 def warn_of_changes(trainer: Any, then: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from trl_jax.config.renamed import OLD_RLOO_ARGUMENTS
 from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.policy import RlooTask
-from trl_jax.trainer.online import OnlineTrainer, argument
+from trl_jax.trainer.online import OnlineTrainer, argument, clip_range
 from trl_jax.trainer.overrides import accepting_old_keywords, as_config
 from trl_jax.trainer.rloo_config import RLOOConfig
 
@@ -115,12 +115,14 @@ class RLOOTrainer(OnlineTrainer):
         if self.eval_dataset is not None:
             self.evaluate()
 
+    epsilon_low, epsilon_high = clip_range()
+
     def make_task(self) -> RlooTask:
         args = self.args
         return RlooTask(
             **self._of_any_policy(),
-            epsilon=args.epsilon,
-            epsilon_high=args.epsilon_high,
+            epsilon=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
             reward_clip_range=args.reward_clip_range,
             normalize_advantages=args.normalize_advantages,
         )
