@@ -165,11 +165,13 @@ def results_distillation() -> str:
 
 
 def _curves(heading: str, title: str, told: str) -> str:
-    """SVG: the second and third column of a table of results.md, training and held out, against the step."""
+    """SVG: the second and third column of a table of results.md, training and held out, against the step. A column
+    whose name ends with ", TRL" is dashed and has no label, because it covers the line of trl_jax."""
     rows = [list(row.items()) for row in table("results.md", heading)]
-    last = float(rows[-1][0][1])
+    last, kinds = float(rows[-1][0][1]), {1: "theirs", 2: "ours"}
+    of_trl = [column for column, (name, _) in enumerate(rows[0]) if name.endswith(", TRL")]
     lines = {}
-    for column, kind in ((1, "theirs"), (2, "ours")):
+    for column, kind in (kinds | dict.fromkeys(of_trl, "limit")).items():
         name = rows[0][column][0]
         lines[name, kind] = [(float(row[0][1]), float(row[column][1])) for row in rows if row[column][1] != "-"]
     most = max(value for points in lines.values() for _, value in points)
@@ -179,12 +181,13 @@ def _curves(heading: str, title: str, told: str) -> str:
         x = first + (right - first) * float(row[0][1]) / last
         parts.append(f'<path class="grid" d="M{x:.1f} 60V340"/>')
         parts.append(f'<text class="soft" x="{x:.1f}" y="360" text-anchor="middle">{row[0][1]}</text>')
-    ends = [points[-1][1] for points in lines.values()]
+    ends = [points[-1][1] for (_, kind), points in lines.items() if kind != "limit"]
     for (name, kind), points in lines.items():
         shift = 0.0 if max(ends) - min(ends) > most / 12 else 9.0 if points[-1][1] == min(ends) else -9.0
         places = [(first + (right - first) * x / last, low - (low - 80) * y / most, y) for x, y in points]
-        parts += _line(places, name, kind, digits=2, shift=shift, inside=points[0][0] > 0)
-    return _page(400, title, told, parts)
+        drawn = _line(places, name, kind, digits=2, shift=shift, inside=points[0][0] > 0)
+        parts += drawn[:1] if kind == "limit" else drawn
+    return _page(400, title, f"{told}; dashed: the same run under TRL" if of_trl else told, parts)
 
 
 def _page(height: int, title: str, told: str, parts: list[str]) -> str:
