@@ -275,6 +275,41 @@ def test_modules_cannot_be_changed(folders):
     model.best_step = 3  # a script's own attributes can be set
 
 
+def test_tensor_methods_read_parameters_and_write_only_into_copies(folders):
+    ours, theirs = (
+        kind.from_pretrained(folders[True])
+        for kind in (trl_jax.AutoModelForCausalLM, transformers.AutoModelForCausalLM)
+    )
+    for read in (
+        lambda weight: weight.data.norm(2).item(), lambda weight: weight.abs().mean().item(),
+        lambda weight: weight.detach().pow(2).sum().item(), lambda weight: (weight.nelement(), weight.element_size()),
+        lambda weight: weight.detach().clone().mul_(2).add_(1).sum().item(),
+    ):  # fmt: skip
+        assert read(ours.model.norm.weight) == pytest.approx(read(theirs.model.norm.weight), rel=1e-6)
+    copy_of_it = ours.model.norm.weight.clone()
+    copy_of_it.mul_(2)
+    np.testing.assert_array_equal(copy_of_it, 2 * np.asarray(ours.model.norm.weight))
+    for write in (
+        lambda weight: weight.data.mul_(2), lambda weight: weight.add_(1), lambda weight: weight.data.copy_(copy_of_it),
+        torch.nn.init.zeros_,
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="Cannot write into model.norm.weight"):
+            write(ours.model.norm.weight)
+
+
+def test_a_models_own_state_can_be_passed_when_saving(folders, tmp_path):
+    """As in `model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model))`."""
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
+    state = model.state_dict()
+    model.save_pretrained(tmp_path / "own", state_dict=state, is_main_process=True)
+    assert (tmp_path / "own/model.safetensors").is_file()
+    changed = state | {"model.norm.weight": 2 * state["model.norm.weight"]}
+    for other in (changed, {"model.norm.weight": state["model.norm.weight"]}, {}):
+        with pytest.raises(TypeError, match="save_pretrained: state_dict=.* is not supported") as told:
+            model.save_pretrained(tmp_path / "other", state_dict=other)
+        assert len(str(told.value)) < 300
+
+
 def test_without_torch_modules_have_names(folders, monkeypatch):
     model = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
     with_weights = {name.rpartition(".")[0] for name in model.names()} | {"lm_head"}

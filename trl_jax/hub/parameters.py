@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -15,6 +16,9 @@ from trl_jax.hub.backend import SAVED_DTYPES, Backend
 from trl_jax.hub.torch_bridge import as_tensors
 
 # Values that were read
+
+
+_WRITES = re.compile(r"[^_]_$")  # names of torch's functions and methods that write into a tensor
 
 
 def _in_place(name: str) -> Callable:
@@ -62,7 +66,7 @@ class _TensorApi:
             ValueError: the function would write into one.
         """
         kwargs = kwargs or {}
-        written = [*args, *kwargs.values()][:1] if re.search(r"[^_]_$", function.__name__) else []
+        written = [*args, *kwargs.values()][:1] if _WRITES.search(function.__name__) else []
         for one in (*written, kwargs.get("out")):
             if isinstance(one, _TensorApi):
                 one.detach()._check_writable()
@@ -118,6 +122,18 @@ class Snapshot(_TensorApi, np.ndarray):
 
     def numpy(self) -> np.ndarray:
         return np.asarray(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """What only a torch tensor has, such as `norm` or `abs`, if torch is imported.
+
+        Raises:
+            ValueError: it would write into a parameter, as `mul_` does.
+        """
+        if name.startswith("_") or "torch" not in sys.modules:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if _WRITES.search(name):
+            self._check_writable()  # the tensor shares the memory of a writable array
+        return getattr(as_tensors(np.asarray(self)), name)
 
     def __setitem__(self, index: Any, values: Any) -> None:
         self._check_writable()

@@ -20,7 +20,8 @@ from flax import nnx
 
 from trl_jax.core.files import write_whole
 from trl_jax.core.outputs import reads_of_rows
-from trl_jax.core.secrets import shown
+from trl_jax.core.secrets import masked
+from trl_jax.core.text import brief
 from trl_jax.data.batch import IGNORED, last_real_token, padded_length
 from trl_jax.hub.backend import Backend, frozen_size, trainable_masks
 from trl_jax.hub.checkpoint import Source, resized_table, tables_of_tokens
@@ -682,16 +683,28 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         Raises:
             TypeError: an argument has another value.
         """
+        if self._is_own_state(others.get("state_dict")):  # as accelerator.get_state_dict(model) returns
+            del others["state_dict"]
         asked = {name for name, value in others.items() if value not in _WITHOUT_EFFECT.get(name, ())}
         if asked:
+            found = ", ".join(f"{name}={brief(masked(others[name], name))}" for name in sorted(asked))
             raise TypeError(
-                f"save_pretrained: {', '.join(shown(name, others[name]) for name in sorted(asked))} is not supported "
-                "by this release of trl_jax. Leave it out. To push, call push_to_hub()."
+                f"save_pretrained: {found} is not supported by this release of trl_jax. Leave it out. To push, call "
+                "push_to_hub()."
             )
         folder = Path(save_directory)
         self.backend.save(folder, self.readable, self.config, writes=self.writes)
         if self.writes and self.generation_config is not None and not isinstance(self.backend, AdaptedBackend):
             write_generation_config(self.generation_config, folder)
+
+    def _is_own_state(self, state: Any) -> bool:
+        """Whether a script passes the model's own `state_dict()`, with the current values."""
+        names = set()
+        for name, values in self.weights.snapshots() if isinstance(state, dict) else ():
+            if name not in state or not np.array_equal(state[name], values):
+                return False
+            names.add(name)
+        return bool(names) and names == state.keys()
 
     def push_to_hub(
         self,
