@@ -6,6 +6,8 @@ import copy
 import sys
 import weakref
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -295,6 +297,22 @@ def test_tensor_methods_read_parameters_and_write_only_into_copies(folders):
     ):  # fmt: skip
         with pytest.raises(ValueError, match="Cannot write into model.norm.weight"):
             write(ours.model.norm.weight)
+
+
+def test_jax_and_torch_take_parameters_as_arrays(folders):
+    weight = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True]).model.norm.weight
+    values, kept = np.asarray(weight), weight.clone()
+    for function in (
+        jnp.asarray, jnp.sum, jnp.linalg.norm, jax.jit(lambda x: 2 * x), jax.device_put, jax.vmap(jnp.square),
+        jax.grad(lambda x: (x**3).sum()), lambda x: jnp.ones(64) * x, lambda x: jax.tree.map(jnp.sum, {"x": x})["x"],
+    ):  # fmt: skip
+        found = function(weight)
+        assert isinstance(found, jax.Array)
+        np.testing.assert_array_equal(found, function(values))
+    torch.testing.assert_close(kept, weight)
+    torch.testing.assert_close(weight, weight.detach())
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        torch.testing.assert_close(kept.mul_(2), weight)
 
 
 def test_a_models_own_state_can_be_passed_when_saving(folders, tmp_path):

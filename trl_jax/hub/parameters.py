@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import re
 import sys
 import weakref
@@ -131,9 +132,16 @@ class Snapshot(_TensorApi, np.ndarray):
         """
         if name.startswith("_") or "torch" not in sys.modules:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        if _WRITES.search(name):
-            self._check_writable()  # the tensor shares the memory of a writable array
-        return getattr(as_tensors(np.asarray(self)), name)
+        method = getattr(as_tensors(np.asarray(self)), name)
+        if not _WRITES.search(name):
+            return method
+        self._check_writable()
+
+        def write(*given: Any, **options: Any) -> Snapshot:
+            method(*given, **options)  # the tensor shares this array's memory
+            return self
+
+        return write
 
     def __setitem__(self, index: Any, values: Any) -> None:
         self._check_writable()
@@ -279,7 +287,7 @@ def _of_values(name: str) -> Callable:
 _SHAPES = ("shape", "dtype", "ndim", "size", "nbytes", "itemsize")
 
 
-class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin):
+class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin, metaclass=abc.ABCMeta):
     """A parameter of a model, with the methods of a NumPy array and some of a torch tensor.
 
     A model has one object per parameter, so that scripts can compare parameters by `id` or `is`, as in torch. It reads
@@ -355,6 +363,13 @@ class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin):
     def __reduce__(self) -> Any:
         """Pickle and copy the values."""
         return self.detach().__reduce__()
+
+
+Parameter.register(Snapshot)  # torch.testing.assert_close only compares values of related types
+# For functions of JAX, a parameter is a container of its values: they would not convert another object.
+jax.tree_util.register_pytree_node(
+    Parameter, lambda parameter: ((np.asarray(parameter.detach()),), None), lambda _, values: values[0]
+)
 
 
 # Modules
