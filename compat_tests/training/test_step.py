@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from compat_tests.effort import thorough
 from trl_jax.config.optimizers import parsed
 from trl_jax.training.optimizers import Hyperparameters, from_optax, make_optimizer
+from trl_jax.training.step import optimizer_of
 from trl_jax.training.update import make_step
 
 RATE = np.float32(0.1)
@@ -231,3 +234,54 @@ def test_moments_are_updated_in_place(eps):
     many = {"x": np.ones((1, 4, size), np.float32)}
     step = make_step(of_many, tx).lower(start, tx.init(start), many, RATE, None).compile()
     assert step.memory_analysis().temp_size_in_bytes < 1.5 * start["w"].nbytes
+
+
+class Seen(NamedTuple):
+    """A batch: the weight of the tower's output in each micro-batch, and whether there are images."""
+
+    weight: Any
+    images: Any
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "schedule_free_adamw"])
+def test_a_tower_rests_in_steps_without_images_only(name):
+    """In torch, a tower that took part in a step moves by its moments and decays, even if its gradients are all 0 (all
+    rewards are equal); one that took no part has no gradients. schedulefree counts steps for all parameters. `limit` is
+    a buffer."""
+    torch = pytest.importorskip("torch")
+    steps = [(1.0, True), (None, False), (0.0, True), (2.0, True), (None, False), (-1.0, True)]
+    start = {"text": np.float32([0.5, -1.0]), "tower": np.float32([1.5, 2.0]), "limit": np.float32([1.0])}
+
+    theirs = {key: torch.nn.Parameter(torch.tensor(value)) for key, value in start.items() if key != "limit"}
+    if name == "adamw_torch":
+        torchs = torch.optim.AdamW(theirs.values(), lr=0.1, weight_decay=0.3)
+    else:
+        free = pytest.importorskip("schedulefree", reason="TRL needs schedulefree for this optimizer")
+        torchs = free.AdamWScheduleFree(theirs.values(), lr=0.1, weight_decay=0.3)
+        torchs.train()
+    for weight, _ in steps:
+        torchs.zero_grad()
+        total = theirs["text"].square().sum()
+        (total if weight is None else total + weight * theirs["tower"].square().sum()).backward()
+        torchs.step()
+    if name != "adamw_torch":
+        torchs.eval()
+
+    def seen_loss(params, batch, key):
+        total = jnp.square(params["text"]).sum()
+        if batch.images is not None:
+            total += batch.weight * jnp.square(params["tower"]).sum()
+        return total + 0 * params["limit"].sum(), {}
+
+    made = make_optimizer(
+        name, Hyperparameters(weight_decay=0.3), decayed=dict.fromkeys(start, True), max_grad_norm=None
+    )
+    tx = optimizer_of(made, None, None, {"limit": np.zeros((), bool)}, frozenset({"tower", "limit"}))
+    step, params = make_step(seen_loss, tx), jax.tree.map(jnp.asarray, start)
+    state = tx.init(params)
+    for weight, images in steps:
+        batch = Seen(np.float32([weight or 0.0]), np.zeros(1) if images else None)
+        params, state, _ = step(params, state, batch, RATE, None)
+    for key, value in theirs.items():
+        np.testing.assert_allclose(params[key], value.detach().numpy(), rtol=2e-6, err_msg=key)
+    assert params["limit"] == 1

@@ -32,6 +32,10 @@ def _identity(params: Any, state: Any) -> Any:
     return params
 
 
+def _no_options(_: Any) -> dict[str, Any]:
+    return {}
+
+
 class Optimizer(NamedTuple):
     """An optax transformation whose `update` takes the `learning_rate` of its step: the schedule stays on the host.
 
@@ -39,12 +43,16 @@ class Optimizer(NamedTuple):
         point: (params, state) -> the parameters at which the gradient for `update` is taken.
         safe_rate: a learning rate up to which a finite gradient always gives a finite update. Without one, the step
             checks each update, which costs a pass over the parameters.
+        options_for: batch -> further arguments of `update`, if it depends on what the batch has.
+        counts_for_all: its step counts and sums also grow for parameters that take no part in a step.
     """
 
     init: Callable
     update: Callable
     point: Callable[[Any, Any], Any] = _identity
     safe_rate: float | None = None
+    options_for: Callable[[Any], dict[str, Any]] = _no_options
+    counts_for_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ def _schedule_free(
     r, power = hyper.optim_args.get("r", 0.0), hyper.optim_args.get("weight_lr_power", 2.0)
     clip = clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
     chain = optax.chain(clip, schedule_free(direction, factor, b1=b1, r=r, power=power))
-    return Optimizer(chain.init, chain.update, lambda params, state: point(b1, params, state[1]))
+    return Optimizer(chain.init, chain.update, lambda params, state: point(b1, params, state[1]), counts_for_all=True)
 
 
 def from_optax(tx: optax.GradientTransformation, *, peak: float, max_grad_norm: float | None) -> Optimizer:

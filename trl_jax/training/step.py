@@ -359,9 +359,9 @@ def _optimizer(
 
 def _decayed(backend: Backend) -> dict[str, bool]:
     """Parameter path -> whether it has weight decay."""
-    by_name = backend.decays_by_name
+    by_name, skipped = backend.decays_by_name, backend.undecayed | backend.buffers
     return {
-        path: (path in by_name or decays(path)) and decays(tensor) and path not in backend.undecayed
+        path: (path in by_name or decays(path)) and decays(tensor) and path not in skipped
         for path, tensor in backend.tensors.items()
     }
 
@@ -407,7 +407,8 @@ class TowerState(NamedTuple):
     """Optimizer state of a model with a vision tower.
 
     whole: the wrapped optimizer's state, with the moments of all parameters.
-    scalars: the tower's own copies of the leaves that belong to no parameter (step counts): it skips some steps.
+    scalars: the tower's own copies of the leaves that belong to no parameter (step counts): it skips some steps. Empty
+        if the optimizer counts for all parameters.
     """
 
     whole: Any
@@ -415,27 +416,42 @@ class TowerState(NamedTuple):
 
 
 def _idle_without_images(made: Optimizer, vision: frozenset[str]) -> Optimizer:
-    """Wrap an optimizer so that it skips the vision parameters, their moments and their step counts if all their
-    gradients are 0, as torch skips parameters that took no part in a step."""
+    """Wrap an optimizer so that it skips the vision parameters, their moments and their step counts in steps without
+    images, as torch skips parameters that took no part in a step. A tower that took part moves even if its gradients
+    are all 0, for example because all rewards are equal.
+
+    Without `idle`, gradients that are all 0 say that the tower took no part: a script's loss may leave out images.
+    """
 
     def init(params: Any) -> TowerState:
         whole = made.init(params)
-        return TowerState(whole, [jnp.copy(leaf) for leaf in _scalars(whole)])
+        return TowerState(whole, [] if made.counts_for_all else [jnp.copy(leaf) for leaf in _scalars(whole)])
 
-    def update(gradients: dict[str, jax.Array], state: TowerState, params: Any, **options: Any) -> tuple[Any, Any]:
+    def update(
+        gradients: dict[str, jax.Array], state: TowerState, params: Any, *, idle: Any = None, **options: Any
+    ) -> tuple[Any, Any]:
         updates, new = made.update(gradients, state.whole, params, **options)
-        of_tower, new_tower = made.update(gradients, _with_scalars(state.whole, state.scalars), params, **options)
-        idle = jnp.all(jnp.stack([jnp.all(gradients[path] == 0) for path in sorted(vision)]))
+        of_tower, new_tower = updates, new
+        if state.scalars:
+            of_tower, new_tower = made.update(gradients, _with_scalars(state.whole, state.scalars), params, **options)
+        if idle is None:
+            idle = jnp.all(jnp.stack([jnp.all(gradients[path] == 0) for path in sorted(vision)]))
         updates = {path: jnp.where(idle, 0, of_tower[path]) if path in vision else updates[path] for path in updates}
 
         def kept(where: tuple, before: jax.Array, after: jax.Array, after_tower: jax.Array) -> jax.Array:
             return after if _keys(where).isdisjoint(vision) else jnp.where(idle, before, after_tower)
 
         whole = jax.tree_util.tree_map_with_path(kept, state.whole, new, new_tower)
-        scalars = [jnp.where(idle, *both) for both in zip(state.scalars, _scalars(new_tower), strict=True)]
+        after = _scalars(new_tower) if state.scalars else []
+        scalars = [jnp.where(idle, *both) for both in zip(state.scalars, after, strict=True)]
         return updates, TowerState(whole, scalars)
 
-    return made._replace(init=init, update=update, point=lambda params, state: made.point(params, state.whole))
+    return made._replace(
+        init=init,
+        update=update,
+        point=lambda params, state: made.point(params, state.whole),
+        options_for=lambda batch: {"idle": batch.images is None},
+    )
 
 
 def _keys(where: tuple) -> set[str]:

@@ -55,7 +55,8 @@ def make_step(
         total, gradients, metrics = gradients_of(tx.point(params, opt_state), frozen, batch, key)
         norm = norm_of(gradients)
         finite = jnp.isfinite(total) & jnp.isfinite(norm)
-        params, opt_state, applied = updated(tx, finite, params, opt_state, gradients, norm, learning_rate)
+        options = {"learning_rate": learning_rate, **tx.options_for(batch)}
+        params, opt_state, applied = updated(tx, finite, params, opt_state, gradients, norm, **options)
         return params, opt_state, metrics | {"loss": total, "grad_norm": norm, "updated": applied}
 
     shardings = {} if sharded_step is None else {"out_shardings": sharded_step.after_step(tx)}
@@ -70,6 +71,7 @@ def updated(
     gradients: Params,
     norm: jax.Array,
     learning_rate: jax.Array,
+    **options: Any,
 ) -> tuple[Params, Any, jax.Array]:
     """Apply one update if it is finite.
 
@@ -79,13 +81,14 @@ def updated(
     Args:
         finite: whether the loss and the gradients are finite.
         norm: the gradients' global norm.
+        options: further arguments of `tx.update`.
 
     Returns:
         The new params and state, or the given ones, and a scalar bool: whether the update was applied.
     """
 
     def update(params, state, gradients):
-        return tx.update(gradients, state, params, learning_rate=learning_rate, grad_norm=norm)
+        return tx.update(gradients, state, params, learning_rate=learning_rate, grad_norm=norm, **options)
 
     def new(params, state, gradients):
         updates, new_state = update(params, state, gradients)
