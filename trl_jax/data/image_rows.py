@@ -47,7 +47,8 @@ def pictures_of(row: Mapping[str, Any]) -> list[Any]:
     """The images in the `image` or `images` column of a row."""
     if row.get("image") is not None:
         return [row["image"]]
-    return list(row.get("images") or ())
+    pictures = row.get("images")  # may also be an array of all images
+    return [] if pictures is None else list(pictures)
 
 
 def without_null(messages: Any) -> list[dict[str, Any]]:

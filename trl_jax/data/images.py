@@ -4,6 +4,7 @@ format."""
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -11,6 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_jax.core.outputs import BLOCK, Images, PrecomputedFeatures
+
+
+def is_array(value: Any) -> bool:
+    """Whether the value is a NumPy array or a torch tensor."""
+    return isinstance(value, np.ndarray) or ("torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor))
+
+
+def as_array(value: Any) -> np.ndarray:
+    """A NumPy array from an array or a torch tensor."""
+    return value if isinstance(value, np.ndarray) else value.detach().cpu().numpy()
 
 
 class Features(NamedTuple):

@@ -19,7 +19,7 @@ from trl_jax.data.chat import check_unicode, rendered
 from trl_jax.data.chat_templates import prepare_multimodal_messages
 from trl_jax.data.checks import argument, blocks, cell_error, has_transform, is_list, numbers_of
 from trl_jax.data.image_rows import Encoder, pictures_in, pictures_of, without_null
-from trl_jax.data.images import TextImages
+from trl_jax.data.images import TextImages, as_array, is_array
 from trl_jax.data.tokenize import check_has
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ def encoded_prompts(
     _warn_of_answers(prompts)
     ids, images = [], []
     options = {"add_generation_prompt": True, **(template_options or {})}
-    for prompt, alike in groupby(prompts):  # equal prompts of a group are adjacent
+    for _, [prompt, *others] in groupby(prompts, _comparable):  # equal prompts of a group are adjacent
         messages, where = prepare_multimodal_messages(prompt), f"The prompt {brief(prompt, 300)}"
         found = encoded_messages(messages, encoder, where, **options)
         too_long = max_prompt_length is not None and len(found.ids) > max_prompt_length
@@ -250,10 +250,21 @@ def encoded_prompts(
                 f"{where} has {len(found.ids)} tokens, and prompts with images cannot be cut to "
                 f"max_prompt_length={max_prompt_length}. Raise it, or leave it out."
             )
-        count = len(list(alike))
+        count = 1 + len(others)
         ids += [found.ids.tolist()] * count
         images += [found.images] * count
     return ids, images
+
+
+def _comparable(value: Any) -> Any:
+    """The prompt with images that are arrays (or torch tensors) as bytes: `==` on arrays is no single truth value."""
+    if isinstance(value, Mapping):
+        return {key: _comparable(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_comparable, value))
+    if is_array(value):
+        return value.shape, as_array(value).tobytes()
+    return value
 
 
 def encoded_messages(messages: list[dict[str, Any]], encoder: Encoder, where: str, **options: Any) -> Any:
@@ -274,8 +285,8 @@ def placed_images(prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], e
         ValueError: the number of image tokens in a prompt differs from the number that its images need.
     """
     images: list[TextImages] = []
-    for (prompt, ids), alike in groupby(zip(prompts, map(list, prompt_ids), strict=True)):
-        images += [encoder.place(ids, pictures_in(prepare_multimodal_messages(prompt)))] * len(list(alike))
+    for _, [(prompt, ids), *others] in groupby(zip(prompts, map(list, prompt_ids), strict=True), _comparable):
+        images += [encoder.place(ids, pictures_in(prepare_multimodal_messages(prompt)))] * (1 + len(others))
     return images
 
 

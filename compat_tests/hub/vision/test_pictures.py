@@ -60,3 +60,34 @@ def test_logits_of_pictures_are_those_of_transformers(name, tmp_path):
     model = merge(backend.graph, params)
     found = model(jnp.asarray(ids[None]), places[None], places, images=jax.tree.map(jnp.asarray, joined))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+ARRAYS = {
+    "rows, columns, channels": lambda pixels: pixels,
+    "channels first": lambda pixels: pixels.transpose(2, 0, 1),
+    "three rows": lambda pixels: pixels[:3],  # read as channels
+    "one channel": lambda pixels: pixels[..., :1],
+    "floats": lambda pixels: (pixels / 255).astype(np.float32),
+    "floats to 255": lambda pixels: pixels.astype(np.float32),
+    "integers": lambda pixels: pixels.astype(np.int64),
+    "tensor": lambda pixels: torch.tensor(pixels.transpose(2, 0, 1).copy()),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_of_pixels_are_read_as_by_transformers(kind):
+    """Also in the nested lists in which a table holds them."""
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    image_processor = CLIPImageProcessorPil(**PROCESSORS["clip"][2])
+    array = ARRAYS[kind](np.random.default_rng(0).integers(0, 256, (30, 34, 3), np.uint8))
+
+    def seen(pictures):
+        return image_processor(images=pictures, return_tensors="np")["pixel_values"]
+
+    wanted = seen([array])
+    nested = np.asarray(array).tolist()
+    np.testing.assert_array_equal(seen([open_picture(array, keep_arrays=True)]), wanted)
+    np.testing.assert_allclose(seen([open_picture(nested, keep_arrays=True)]), wanted, atol=1e-6)
+    if kind != "floats":  # transformers divides them by 255 again
+        np.testing.assert_array_equal(seen([open_picture(array)]), wanted)

@@ -13,7 +13,7 @@ import numpy as np
 from trl_jax.core import files
 from trl_jax.core.text import brief
 from trl_jax.data.chat import PartsTokenizer
-from trl_jax.data.images import ImagePatches, TextImages, text_images
+from trl_jax.data.images import ImagePatches, TextImages, as_array, is_array, text_images
 from trl_jax.hub.config import NativeConfig
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import AdaptedBackend
@@ -81,7 +81,7 @@ class VisionProcessor:
     def _seen(self, pictures: Sequence[Any]) -> Pictures:
         processed, images, family = {}, [], self.family
         if pictures:
-            opened = list(map(open_picture, pictures))
+            opened = [open_picture(picture, keep_arrays=True) for picture in pictures]
             if family.nested:
                 opened = [[picture] for picture in opened]
             found = self.image_processor(images=opened, **self.options)
@@ -150,12 +150,16 @@ def _overlapping(offsets: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndar
     return found
 
 
-def open_picture(value: Any) -> Any:
-    """A PIL image from a PIL image, a path, a URL, a base64 string, the bytes of a file, an array `[H, W, C]`, or what
-    datasets' Image feature returns without decoding (`{"bytes": ..., "path": ...}`).
+def open_picture(value: Any, *, keep_arrays: bool = False) -> Any:
+    """A PIL image from a PIL image, a path, a URL, a base64 string, the bytes of a file, an array, a torch tensor or
+    nested lists (`[H, W, C]`, `[C, H, W]` or `[H, W]`; floats reach from 0 to 1 or to 255), or what datasets' Image
+    feature returns without decoding (`{"bytes": ..., "path": ...}`).
 
     As in transformers and datasets, pictures that are read are turned upright by their EXIF orientation, and strings
     give RGB pictures.
+
+    Args:
+        keep_arrays: return arrays of three axes as arrays, as an image processor takes them.
 
     Raises:
         ValueError: `value` cannot be read as a picture.
@@ -168,8 +172,15 @@ def open_picture(value: Any) -> Any:
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
         value = Path(value) if isinstance(value, str) else value
     try:
-        if isinstance(value, np.ndarray):
-            return Image.fromarray(value)
+        if isinstance(value, list) and value and isinstance(value[0], list):  # an array in a table
+            value = np.asarray(value)
+        if is_array(value):
+            from transformers.image_transforms import to_pil_image
+
+            pixels = as_array(value)
+            if pixels.ndim != 3:
+                return Image.fromarray(pixels)
+            return pixels if keep_arrays else to_pil_image(pixels)
         if isinstance(value, str):
             from transformers.image_utils import load_image
 
@@ -191,7 +202,7 @@ def picture_to_json(value: Any) -> Any:
         return {name: picture_to_json(own) for name, own in value.items()}
     if value is None or isinstance(value, str):
         return value
-    buffer = io.BytesIO()
+    buffer, value = io.BytesIO(), as_array(value) if is_array(value) else value
     if isinstance(value, bytes | Path):
         kind = "bytes" if isinstance(value, bytes) else "path"
         buffer.write(value if kind == "bytes" else str(value).encode())
