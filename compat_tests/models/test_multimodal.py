@@ -78,6 +78,19 @@ def test_scores_and_an_export_byte_for_byte(dtype, tmp_path):
     assert mine == other | {"use_cache": False}
 
 
+@pytest.mark.parametrize(("stored", "dtype"), [("float16", "float32"), ("float32", "bfloat16")])
+def test_a_tower_that_is_not_read_is_saved_in_the_dtype_of_the_model(stored, dtype, tmp_path):
+    """As by transformers."""
+    from transformers import AutoModelForSequenceClassification as Theirs
+
+    folder = build(tmp_path / "there", dtype=stored)
+    Theirs.from_pretrained(folder, dtype=dtype).save_pretrained(tmp_path / "theirs")
+    AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).save_pretrained(tmp_path / "ours")
+    found, wanted = (load_file(tmp_path / side / "model.safetensors") for side in ("ours", "theirs"))
+    assert {name: values.dtype for name, values in found.items()} == dict.fromkeys(wanted, np.dtype(dtype))
+    assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+
+
 def test_gated_delta_nets_beside_a_tower(tmp_path):
     """qwen3_5: scores, and a byte-for-byte export."""
     from transformers import AutoConfig, Qwen3_5ForSequenceClassification

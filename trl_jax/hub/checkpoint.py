@@ -145,7 +145,7 @@ class Source:
         shards: file name -> its tensors.
         dtypes: tensor -> dtype that it is saved in.
         dtype: dtype of tensors that the files lack; also saved in config.json.
-        carried: readers of tensors that the model does not use and that are saved unchanged.
+        carried: readers of tensors that the model does not use and that are saved with their values.
         drawn: tensors that the checkpoint lacks and that were initialized.
         resized: whether the vocabulary was resized after loading.
     """
@@ -293,14 +293,18 @@ def _source(config: NativeConfig, reader: ArrayReader, table: Matched, missing: 
     shards = {file: [full[name] for name in tensors if name in full] for file, tensors in files.shards.items()}
     dtypes = {full[name]: reader.dtype_of(name) for name in full if name not in carried}
     stored = raw.get("dtype") or raw.get("torch_dtype") or next(iter(dtypes.values()))
-    pieces = {name: Pieces(files.shapes[name], as_dtype(files.dtypes[name]), _reader(files, name)) for name in carried}
+    pieces = {name: _carried(reader, name) for name in carried}
     return Source(
         config, shards, dtypes, stored if dtype == "auto" else dtype, table.tensor_map, pieces, _tensors(missing)
     )
 
 
-def _reader(files: Files, name: str) -> Callable[[], list[Any]]:
-    return lambda: [files.read(name)]
+def _carried(reader: ArrayReader, name: str) -> Pieces:
+    """A tensor that is saved without being used: floats in the dtype of the model, as in transformers."""
+    files = reader.files
+    stored = as_dtype(files.dtypes[name])
+    dtype = as_dtype(reader.dtype_of(name)) if jnp.issubdtype(stored, jnp.floating) else stored
+    return Pieces(files.shapes[name], dtype, lambda: [files.read(name).astype(dtype, copy=False)])
 
 
 # Matching the tensors on disk with those of the model
