@@ -9,7 +9,16 @@ from datasets import Dataset
 import trl_jax
 from compat_tests.effort import only_thorough, usually
 from compat_tests.hub.vision.models import CASES
-from compat_tests.trainer.vision_models import assistant, completions, logged, pairs, tiny_llava, trainer, user
+from compat_tests.trainer.vision_models import (
+    assistant,
+    completions,
+    logged,
+    pairs,
+    tiny_llava,
+    tiny_tiled,
+    trainer,
+    user,
+)
 from trl_jax.hub.config import read_native_config
 from trl_jax.hub.modules import modules_of
 from trl_jax.hub.quantization import BitsAndBytesConfig, formats
@@ -133,6 +142,27 @@ def test_initial_values_are_pefts_where_the_tower_is_chosen_by_its_full_name(cas
     assert drawn
     for name in drawn:
         assert torch.equal(found[name.replace(".default", "")], wanted[name].detach()), name
+
+
+@pytest.mark.parametrize(("name", "tower"), [("gemma4", "vision_tower"), ("qwen2_5_vl", "visual")])
+def test_a_whole_tower_decays_and_is_saved_as_by_peft(name, tower, tmp_path, monkeypatch):
+    """transformers knows RMS norms by their names only, and `norm1` is none of them. Gemma 4's tower has buffers."""
+    processor, folder = tiny_tiled(tmp_path / "model", name, monkeypatch), str(tmp_path / "model")
+    made, decayed, shapes = {}, {}, {}
+    for package in (trl, trl_jax):
+        options = {"r": 4, "target_modules": r".*language_model.*q_proj", "modules_to_save": [tower]}
+        own = made[package] = trainer(
+            package, "SFT", folder, tmp_path / package.__name__, completions(2), options, processing_class=processor
+        )
+        trained = {path for path, parameter in own.model.named_parameters() if parameter.requires_grad}
+        decayed[package] = trained & {*own.get_decay_parameter_names(own.model)}
+        own.model.save_pretrained(str(tmp_path / package.__name__))
+        tensors = load_file(tmp_path / package.__name__ / "adapter_model.safetensors")
+        shapes[package] = {path: tensor.shape for path, tensor in tensors.items()}
+    assert decayed[trl_jax] == decayed[trl] and (name == "gemma4" or any("norm1" in path for path in decayed[trl]))
+    assert shapes[trl_jax] == shapes[trl]
+    backend = made[trl_jax].model.backend
+    assert len([path for path in backend.undecayed if ".tower." in path]) > 1 or name != "gemma4"
 
 
 def test_trained_tokens_are_rows_of_the_text_models_embedding(llava, tmp_path):

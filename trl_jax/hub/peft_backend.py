@@ -49,7 +49,8 @@ class AdaptedBackend(Backend):
     arrays. `saved_config` is the config saved with the adapter, for loading it onto the named base model.
     """
 
-    log_level, undecayed, saves_in_background, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
+    log_level, saves_in_background, can_resize, can_freeze = logging.INFO, True, False, False
+    undecayed: frozenset[str] = frozenset()
     prefix = PREFIX  # of the base model's modules in PEFT
     copies_table = False  # whether the head is a frozen copy of the embedding, which is a single parameter in PEFT
 
@@ -243,6 +244,19 @@ class LoraBackend(AdaptedBackend):
             found[_HEAD] = found.get(_HEAD, 0) - math.prod(self.base.source.config.abstract[1][_HEAD].shape)
         return found
 
+    @property
+    def decays_by_name(self) -> frozenset[str]:
+        return self._with_base_paths(self.base.decays_by_name)
+
+    @property
+    def undecayed(self) -> frozenset[str]:
+        """The buffers of modules that are fully trained."""
+        return self._with_base_paths(self.base.buffers)
+
+    def _with_base_paths(self, paths: Collection[str]) -> frozenset[str]:
+        """The trained arrays of the model's own parameters with these paths."""
+        return frozenset(name for name in self.tensors if name.removesuffix("@trained") in paths)
+
     def trained_locations(self) -> Locations:
         plan, full = self.plan, self.plan.full
         of_adapters = {
@@ -336,7 +350,7 @@ class LoraBackend(AdaptedBackend):
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         tensors = tensors_of(self.plan, params, self._tables_on_disk())
-        return ((name, np.ascontiguousarray(tensors[name])) for name in sorted(tensors))
+        return ((name, np.asarray(tensors[name], order="C")) for name in sorted(tensors))
 
 
 _HEAD = "lm_head.weight"  # our path
