@@ -424,3 +424,14 @@ def test_what_transformers_collators_would_change_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=told):
             trl_jax.SFTTrainer(str(folder), args, collator, rows, processing_class=words)
+
+
+def test_the_training_rows_decide_whether_an_evaluation_covers_prompts(folder, tmp_path):
+    """As in TRL: rows with prompts and completions are evaluated as whole texts if training rows are texts."""
+    trl, found = pytest.importorskip("trl"), []
+    answered = Dataset.from_list([{"prompt": "bake the bread", "completion": " gladly"}] * 4)
+    for package in (trl_jax, trl):
+        rows = [{"text": "bake the soup"}] * 4
+        made = make(package, folder, tmp_path / package.__name__, rows=rows, eval_dataset=answered)
+        found.append(made.evaluate()["eval_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

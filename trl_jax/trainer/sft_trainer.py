@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.config.rules import as_dict
-from trl_jax.data.checks import as_read
+from trl_jax.data.checks import as_read, has_transform
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -117,6 +117,7 @@ class SFTTrainer(BaseTrainer):
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
     ):
         self._formatting_func = formatting_func
+        self._whole_texts = not _has_completions(train_dataset)
         if args is not None:
             args = as_config(args, SFTConfig)
             _check_together(args, data_collator, compute_loss_func)
@@ -190,6 +191,8 @@ class SFTTrainer(BaseTrainer):
     def make_task(self) -> SftTask:
         args = self.args
         options = {name: vars(args)[name] for name in _ROW_OPTIONS}
+        if args.completion_only_loss is None and self._whole_texts:
+            options["completion_only_loss"] = False  # of evaluation sets, too, whatever their format
         options["skip_prepare_dataset"] = _skips(args)
         options["packing_parts"] = args.dataset_num_proc
         options["formatting_func"] = self._formatting_func
@@ -200,6 +203,14 @@ class SFTTrainer(BaseTrainer):
             task = replace(task, image_options={name: vars(self.data_collator)[name] for name in _IMAGE_OPTIONS})
         task = replace(task, image_options={**task.image_options, "keeps_columns": args.keeps_columns})
         return task
+
+
+def _has_completions(dataset: Any) -> bool:
+    """Whether the first row has a prompt and a completion."""
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return False
+    columns = None if has_transform(dataset) else dataset.column_names
+    return {"prompt", "completion"} <= {*(columns or next(iter(dataset), {}))}
 
 
 def _is_padding_free(args: SFTConfig) -> bool:
