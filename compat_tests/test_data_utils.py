@@ -195,6 +195,13 @@ def test_no_adapter_and_no_quantization():
     assert (held.load_in_4bit, held.bnb_4bit_quant_type, held.bnb_4bit_use_double_quant) == (True, "nf4", True)
 
 
+def test_an_adapter_has_the_class_of_an_imported_peft():
+    peft, flags = pytest.importorskip("peft"), {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj"]}
+    trl = pytest.importorskip("trl")
+    ours, theirs = get_peft_config(trl_jax.ModelConfig(**flags)), trl.get_peft_config(trl.ModelConfig(**flags))
+    assert isinstance(ours, peft.LoraConfig) and ours == theirs
+
+
 def test_accuracy():
     logits, labels = np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]), np.array([0, 0, -100])
     assert compute_accuracy((logits, labels)) == {"accuracy": 0.5}

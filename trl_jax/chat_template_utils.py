@@ -48,9 +48,9 @@ def clone_chat_template(
 
 
 def _set_eos(model: Any, tokenizer: Any) -> None:
-    for config in (model.config.get_text_config(), model.generation_config):
-        if config is not None:
-            config.eos_token_id = tokenizer.eos_token_id
+    model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
+    if model.can_generate() and model.generation_config is not None:  # torch classifiers have no generation_config
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
 
 
 _CHATML = (

@@ -79,9 +79,10 @@ def test_the_dtype_of_a_model_beneath_an_adapter_and_of_an_exported_one(checkpoi
     assert exported.dtype == vars(torch)[dtype]
 
 
-def test_a_template_is_cloned_for_a_torch_model(checkpoint):
+@pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "AutoModelForSequenceClassification"])
+def test_a_template_is_cloned_for_a_torch_model(checkpoint, kind):
     folder, source = checkpoint(**SMALL), checkpoint(**CHAT)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = getattr(transformers, kind).from_pretrained(folder)
     words = transformers.AutoTokenizer.from_pretrained(folder)
     model, words, added = trl_jax.clone_chat_template(model, words, str(source))
     assert words.chat_template and model.get_input_embeddings().num_embeddings == len(words.get_vocab())

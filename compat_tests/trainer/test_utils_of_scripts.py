@@ -13,7 +13,7 @@ from trl_jax.trainer import utils
 torch = pytest.importorskip("torch")
 theirs = pytest.importorskip("trl.trainer.utils")
 DICE = np.random.default_rng(0)
-ON_TENSORS = ("selective_log_softmax", "entropy_from_logits", "nanstd", "nanmin", "nanmax")
+ON_TENSORS = ("selective_log_softmax", "entropy_from_logits", "nanstd", "nanmin", "nanmax", "flush_left")
 
 
 def both(name, *arrays, **options):

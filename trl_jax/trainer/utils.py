@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +17,7 @@ from trl_jax.core.trainers import lazy_getattr
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
 from trl_jax.hub.torch_bridge import peft_available
-from trl_jax.hub.torch_objects import any_tensor, as_arrays, batch_tensor
+from trl_jax.hub.torch_objects import also_of_tensors, any_tensor, as_arrays, batch_tensor
 from trl_jax.trainer.model_config import ModelConfig
 
 # Names that earlier TRL releases had in this module.
@@ -28,14 +29,15 @@ __getattr__ = lazy_getattr(__name__, dict.fromkeys(_OLD, "trl_jax.legacy.collato
 
 
 def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
-    """The LoRA config that the flags describe; None without `use_peft`.
+    """The LoRA config that the flags describe, of PEFT's class if peft is imported; None without `use_peft`.
 
     Raises:
         ValueError: a flag has an invalid value.
     """
     if not model_args.use_peft:
         return None
-    return LoraConfig(
+    kind = sys.modules["peft"].LoraConfig if "peft" in sys.modules else LoraConfig
+    return kind(
         task_type=model_args.lora_task_type,
         r=model_args.lora_r,
         target_modules=model_args.lora_target_modules,
@@ -205,6 +207,7 @@ def nanmax(tensor: jax.Array) -> jax.Array:
     return -nanmin(-tensor) if any_tensor(tensor) else jnp.nanmax(tensor)
 
 
+@also_of_tensors
 def flush_left(mask: np.ndarray, *tensors: np.ndarray) -> Any:
     """Rotate each row left so that it starts at its first nonzero mask entry, then drop all columns starting from the
     first one that is zero in all rows.
