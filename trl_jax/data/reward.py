@@ -456,8 +456,8 @@ def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Colum
 def _warn_older(names: tuple[str, str], name: str) -> None:
     warnings.warn(
         f"{checks.argument(name)}: the columns {names[0]!r} and {names[1]!r} are now called 'chosen_ids' and "
-        "'rejected_ids'. They were renamed for this run; rename them in the data, because TRL v1 will no longer "
-        "support the old names.",
+        "'rejected_ids'. They were renamed for this run. Rename them in the data: the old names are deprecated and "
+        "will not be supported in v1 of TRL.",
         FutureWarning,
         stacklevel=4,
     )
