@@ -134,7 +134,7 @@ def test_the_given_dataset_and_its_text_stay_as_they_were(tokenizer):
 def test_older_column_names_are_renamed(legacy, streaming, tokenizer):
     dataset = Dataset.from_list([{legacy[0]: [4, 5], legacy[1]: [6], "margin": 0.5}])
     dataset = dataset.to_iterable_dataset() if streaming else dataset
-    text = f"train_dataset: the columns '{legacy[0]}' and '{legacy[1]}' are now .* deprecated and will not be supported in v1"
+    text = f"train_dataset: the columns '{legacy[0]}' and '{legacy[1]}' .* deprecated .*will not be supported in v1"
     with pytest.warns(FutureWarning, match=text):
         prepared = ours(dataset, tokenizer)
     assert list(prepared) == [{"chosen_ids": [4, 5], "rejected_ids": [6], "margin": 0.5}]

@@ -195,3 +195,32 @@ def test_histograms_of_the_weights_as_documented(make, monkeypatch):
     for name, array in trainer.model.params.items():
         np.testing.assert_array_equal(found[f"weights/{name}"], array)
     assert any((found[f"weights/{name}"] != array).any() for name, array in before.items())
+
+
+def test_a_torch_model_is_averaged_as_by_trl(checkpoint, tmp_path):
+    """In transformers' Trainer, and in trainers of the installed trl."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    theirs = pytest.importorskip("trl.trainer.callbacks").BEMACallback
+    folder = checkpoint(head="causal", num_hidden_layers=1)
+
+    def averaged(kind, out):
+        model, callback = transformers.AutoModelForCausalLM.from_pretrained(folder), kind(**AVERAGE)
+        args, noise = SimpleNamespace(output_dir=str(out)), torch.Generator().manual_seed(0)
+        callback.on_train_begin(args, None, None, model=model)
+        for step in range(1, 8):
+            for weights in model.parameters():
+                weights.data += torch.randn(weights.shape, generator=noise)
+            callback.on_step_end(args, SimpleNamespace(global_step=step), None, model=model)
+        callback.on_train_end(args, SimpleNamespace(is_world_process_zero=True), None, model=model)
+        return read_weights(out / "bema")
+
+    class Uncorrected(BEMACallback):
+        def _bema_alpha(self, step):
+            return 0.0
+
+    ours, wanted = averaged(BEMACallback, tmp_path / "ours"), averaged(theirs, tmp_path / "theirs")
+    assert ours.keys() == wanted.keys()
+    for name, array in ours.items():
+        np.testing.assert_allclose(array, wanted[name], rtol=1e-4, atol=1e-5)
+    uncorrected = averaged(Uncorrected, tmp_path / "uncorrected")
+    assert max(np.abs(uncorrected[name] - ours[name]).max() for name in ours) > 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import logging
@@ -16,7 +17,8 @@ from transformers.trainer_callback import TrainerCallback
 from trl_jax.core.text import brief
 from trl_jax.data.chat import rendered
 from trl_jax.data.prompts import is_conversation
-from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_bridge import as_tensors
+from trl_jax.hub.torch_objects import as_arrays, is_torch_model
 from trl_jax.mesh.mesh import fetched
 from trl_jax.rollout.completions_log import trackers
 
@@ -138,45 +140,66 @@ class BEMACallback(TrainerCallback):
         self.update_freq, self.update_after = update_freq, update_after
         self.ema_power, self.bias_power, self.min_ema_multiplier = ema_power, bias_power, min_ema_multiplier
         self.lag, self.multiplier = lag, multiplier
+        self._model: Any = None
         self._begin: Weights = {}
         self._average: Weights = {}
         self._corrected: Weights = {}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / "bema"
         if folder.is_symlink():
             raise ValueError(f"{folder} is a link, which is not followed: remove it, or choose another output_dir.")
-        self._begin = _weights(model)
-        self._average = {path: array.copy() for path, array in self._begin.items()}
+        self._model = model
+        self._start()
         self._corrected = self._begin
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         since = state.global_step - self.update_after
         if since == 0:
-            self._begin = _weights(model)
-            self._average = {path: array.copy() for path, array in self._begin.items()}
+            self._start()
         elif since > 0 and since % self.update_freq == 0:
-            self._update(state.global_step, _weights(model))
+            self._update_bema_weights(state.global_step)
             logger.info("Updated BEMA weights at step %d", state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: PreTrainedModel, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / "bema"
-        model.with_params(dict(self._corrected)).save_pretrained(folder)
+        _with_weights(self._model, self._corrected).save_pretrained(folder)
         logger.info("Saved BEMA model to %s", folder)
 
-    def _update(self, step: int, now: Weights) -> None:
-        age = self.lag + self.multiplier * step
-        beta, alpha = max(age**-self.ema_power, self.min_ema_multiplier), age**-self.bias_power
+    def _start(self) -> None:
+        self._begin = _weights(self._model)
+        self._average = {path: array.copy() for path, array in self._begin.items()}
+
+    def _ema_beta(self, step: int) -> float:
+        return max((self.lag + self.multiplier * step) ** -self.ema_power, self.min_ema_multiplier)
+
+    def _bema_alpha(self, step: int) -> float:
+        return (self.lag + self.multiplier * step) ** -self.bias_power
+
+    def _update_bema_weights(self, step: int) -> None:
+        beta, alpha = self._ema_beta(step), self._bema_alpha(step)
         self._corrected = {}
-        for path, weights in now.items():
+        for path, weights in _weights(self._model).items():
             average, kind = self._average[path], weights.dtype
             average += (beta * (weights - average)).astype(kind)
             self._corrected[path] = average + (alpha * (weights - self._begin[path])).astype(kind)
 
 
-def _weights(model: PreTrainedModel) -> Weights:
+def _weights(model: Any) -> Weights:
     """Copies of the trainable weights in host memory: the step donates its arrays."""
+    if is_torch_model(model):  # of transformers' own Trainer, or of a trainer of the installed trl
+        trained = {name: one.detach().cpu() for name, one in model.named_parameters() if one.requires_grad}
+        return {name: array.copy() for name, array in as_arrays(trained).items()}
     return {path: np.array(fetched(array)) for path, array in model.params.items()}
+
+
+def _with_weights(model: Any, weights: Weights) -> Any:
+    """A copy of the model with these trainable weights."""
+    if is_torch_model(model):
+        changed = copy.deepcopy(model)
+        changed.load_state_dict(as_tensors(weights), strict=False)
+        return changed
+    return model.with_params(dict(weights))
 
 
 # Progress bars drawn by rich.
