@@ -161,3 +161,14 @@ def test_router_fields_of_the_config_are_set_as_by_trls_sft_trainer(make, checkp
     config = trainer.model.config
     assert (config.output_router_logits, config.router_aux_loss_coef) == (True, 0.3)
     assert trainer.router_aux_loss_coef == 0.0
+
+
+def test_a_teacher_in_bfloat16_is_compared_in_float32(make, checkpoint, tmp_path):
+    """TRL rounds its log-probabilities: the same weights have a loss of -0.002."""
+    transformers = pytest.importorskip("transformers")
+    folder, same = checkpoint(**CHAT), tmp_path / "same"
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16").save_pretrained(same)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(same)
+    trainer = make(str(same), str(same), {"max_steps": 1, "lmbda": 0.0, "logging_steps": 1})
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["loss"]) < 1e-5
