@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -144,11 +145,22 @@ def test_bad_yaml(tmp_path, text, message):
     assert str(error.value) == message.format(path=path)
 
 
+def test_yaml_from_a_pipe():
+    """As in --config <(envsubst < dpo.yaml)."""
+    read, write = os.pipe()
+    os.write(write, b"size: 4")
+    os.close(write)
+    assert TrlParser(Flags).parse_args_and_config(["--config", f"/dev/fd/{read}"])[0].size == 4
+    os.close(read)
+
+
 def test_no_yaml(tmp_path):
     with pytest.raises(ValueError, match="is not valid YAML"):
         TrlParser(Flags).parse_args_and_config(["--config", yaml_file(tmp_path, "a: [")])
     with pytest.raises(FileNotFoundError, match="--config none.yaml: there is no such file."):
         TrlParser(Flags).parse_args_and_config(["--config", "none.yaml"])
+    with pytest.raises(FileNotFoundError, match=re.escape(f"--config {tmp_path}: there is no such file.")):
+        TrlParser(Flags).parse_args_and_config(["--config", str(tmp_path)])
     with pytest.raises(ValueError, match="--config has no value: write --config FILE.yaml."):
         TrlParser(Flags).parse_args_and_config(["--config"])
 

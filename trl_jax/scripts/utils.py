@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
 from transformers import HfArgumentParser
@@ -225,10 +224,11 @@ def read_config(path: str) -> dict[str, Any]:
     """Read a YAML file, and set environment variables from its `env` block."""
     import yaml
 
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--config {path}: there is no such file.")
     try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:  # may be a pipe, as in --config <(envsubst < dpo.yaml)
+            config = yaml.safe_load(file)
+    except (FileNotFoundError, IsADirectoryError):
+        raise FileNotFoundError(f"--config {path}: there is no such file.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {_without_quoted_lines(error)}") from None
     if not isinstance(config, dict):
