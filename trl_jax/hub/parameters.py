@@ -248,7 +248,8 @@ class Weights:
         if not self.backend.buffers:
             return set()
         located = self.backend.locations(self.params)
-        return {name for name, places in located.items() if all(path in self.backend.buffers for path, _ in places)}
+        buffers = self.backend.buffers  # frozen parameters of a model with an adapter have no places
+        return {name for name, places in located.items() if places and all(path in buffers for path, _ in places)}
 
     def is_trained(self, name: str) -> bool:
         return name not in self.frozen_names and self.backend.is_trained(name)

@@ -49,8 +49,7 @@ class AdaptedBackend(Backend):
     arrays. `saved_config` is the config saved with the adapter, for loading it onto the named base model.
     """
 
-    log_level, saves_in_background, can_resize, can_freeze = logging.INFO, True, False, False
-    undecayed: frozenset[str] = frozenset()
+    log_level, undecayed, saves_in_background, can_resize, can_freeze = logging.INFO, frozenset(), True, False, False
     prefix = PREFIX  # of the base model's modules in PEFT
     copies_table = False  # whether the head is a frozen copy of the embedding, which is a single parameter in PEFT
 
@@ -63,6 +62,10 @@ class AdaptedBackend(Backend):
         self.takes_packed, self.takes_noise, self.window = base.takes_packed, base.takes_noise, base.window
         self.batch_invariant, self.heads, self.has_routers = base.batch_invariant, base.heads, base.has_routers
         self.takes_stripes, self.draws_experts, self.drops_out = base.takes_stripes, base.draws_experts, base.drops_out
+
+    @property
+    def buffers(self) -> frozenset[str]:
+        return self.base.buffers
 
     @property
     def main_dtype(self) -> str:
@@ -159,7 +162,7 @@ class AdaptedBackend(Backend):
         tables = [name for name in self._frozen_tensors if name.startswith(start)]
         heads = [self.prefix + name for name in self.base.tied]
         heads += [self.peft_name(self.base.language_head, "weight")] if self.copies_table else []
-        return {head: table for head in heads for table in tables}
+        return {head: table for head in heads if head is not None for table in tables}
 
     def size_of(self, path: str, array: jax.Array) -> int:
         return self.base.size_of(path, array)
@@ -249,9 +252,9 @@ class LoraBackend(AdaptedBackend):
         return self._with_base_paths(self.base.decays_by_name)
 
     @property
-    def undecayed(self) -> frozenset[str]:
-        """The buffers of modules that are fully trained."""
-        return self._with_base_paths(self.base.buffers)
+    def buffers(self) -> frozenset[str]:
+        """Those of the base model, also in modules that are fully trained."""
+        return self.base.buffers | self._with_base_paths(self.base.buffers)
 
     def _with_base_paths(self, paths: Collection[str]) -> frozenset[str]:
         """The trained arrays of the model's own parameters with these paths."""

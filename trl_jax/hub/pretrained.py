@@ -493,10 +493,10 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         name: str,
         frozen: dict[str, Any] | None = None,
     ):
-        self.weights, self.config = Weights(params, {} if frozen is None else frozen, backend), config
-        self.folder, self.name_or_path, self.graph = folder, name, backend.graph
+        self.config, self.folder, self.name_or_path, self.graph = config, folder, name, backend.graph
         self.generation_config = read_generation_config(folder, config) if backend.head == "lm" else None
         self.writes = True  # whether this process does; see `read`
+        self.weights = Weights(params, {} if frozen is None else frozen, backend)
 
     def __call__(
         self,
