@@ -134,7 +134,7 @@ def test_env_block(tmp_path, monkeypatch):
     ("siez: 1", "{path}: unknown key siez: did you mean size?"),
     ("- 1", "{path} must have flags as keys, such as `max_steps: 10`, got a list."),
     ("", "{path} must have flags as keys, such as `max_steps: 10`, got a NoneType."),
-    ("env: 3", "{path}: env must be names and values, got env=3."),
+    ("env: 3", "{path}: `env` field should be a dict in the YAML file. Got env=3."),
     ("on: true", "{path}: keys must be names of flags, got [True]."),
     ("kind: z", "kind in the config file must be one of ['x', 'y'], got 'z'."),
 ])  # fmt: skip

@@ -238,7 +238,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"{path}: keys must be names of flags, got {strange}.")
     env = config.pop("env", {})
     if not isinstance(env, dict):
-        raise ValueError(f"{path}: env must be names and values, got {shown('env', env)}.")
+        raise ValueError(f"{path}: `env` field should be a dict in the YAML file. Got {shown('env', env)}.")
     learn(config)
     os.environ.update({str(name): str(value) for name, value in env.items()})
     return config
