@@ -15,7 +15,7 @@ from datasets import Dataset
 import trl_jax
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows, tiny_model
-from trl_jax.hub.parameters import Submodule
+from trl_jax.hub.parameters import EmbeddingModule, Submodule
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -259,6 +259,42 @@ def test_modules_are_those_of_transformers_and_peft(folders, tmp_path):
     assert len(found) == 4 and accelerate.Accelerator(cpu=True).unwrap_model(model) is model
 
 
+def test_a_module_is_one_object(folders):
+    """So that scripts can leave one out by `is`, `in` or `id`, as in torch."""
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
+    head, modules = model.lm_head, list(model.modules())
+    assert any(module is head for module in modules) and head in modules
+    assert model.get_output_embeddings() is head and model.get_input_embeddings() is model.model.embed_tokens
+    assert len({id(module) for module in modules}) == len(modules)
+    sizes = [module.num_embeddings for module in modules if isinstance(module, torch.nn.Embedding)]
+    assert sizes == [model.vocab_size]
+    assert copy.copy(model).lm_head is not head
+    gone = weakref.ref(next(iter(model.params.values())))
+    del model, head, modules
+    assert gone() is None
+
+
+def test_listing_modules_draws_no_random_numbers(folders, tmp_path):
+    """Nor does it initialize the adapter, which "pissa" could not do without weights."""
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights="pissa")
+    args, rows = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 1}), Dataset.from_list(text_rows(4))
+    model = trl_jax.SFTTrainer(str(folders[True]), args, train_dataset=rows, peft_config=lora).model
+    before = torch.get_rng_state()
+    assert sum(isinstance(module, peft.tuners.lora.LoraLayer) for module in model.modules()) == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_adapter_with_fully_trained_modules_cannot_be_disabled(folders, tmp_path):
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM")
+    args, rows = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 1}), Dataset.from_list(text_rows(4))
+    model = trl_jax.SFTTrainer(str(folders[True]), args, train_dataset=rows, peft_config=lora).model
+    with (
+        pytest.raises(ValueError, match="norm.weight of .* is fully trained.*original values are not kept"),
+        model.disable_adapter(),
+    ):
+        pass
+
+
 def test_modules_cannot_be_changed(folders):
     """Nor silently: the model does not compute with them."""
     model = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
@@ -274,6 +310,9 @@ def test_modules_cannot_be_changed(folders):
         AttributeError, match="p cannot be set on model.layers.0.self_attn: the model computes with JAX"
     ):
         model.model.layers[0].self_attn.p = 0.0
+    for name in ("forward", "loss_function"):
+        with pytest.raises(AttributeError, match=f"Cannot set {name} of .* never calls it. Override compute_loss"):
+            setattr(model, name, lambda *given: None)
     model.best_step = 3  # a script's own attributes can be set
 
 
@@ -285,7 +324,8 @@ def test_tensor_methods_read_parameters_and_write_only_into_copies(folders):
     for read in (
         lambda weight: weight.data.norm(2).item(), lambda weight: weight.abs().mean().item(),
         lambda weight: weight.detach().pow(2).sum().item(), lambda weight: (weight.nelement(), weight.element_size()),
-        lambda weight: weight.detach().clone().mul_(2).add_(1).sum().item(),
+        lambda weight: weight.detach().clone().mul_(2).add_(1).sum().item(), lambda weight: weight.std().item(),
+        lambda weight: weight.data.var().item(), lambda weight: float(np.std(weight.detach().numpy())),
     ):  # fmt: skip
         assert read(ours.model.norm.weight) == pytest.approx(read(theirs.model.norm.weight), rel=1e-6)
     copy_of_it = ours.model.norm.weight.clone()
@@ -335,7 +375,7 @@ def test_without_torch_modules_have_names(folders, monkeypatch):
     model._known_classes = (None, {})
     monkeypatch.delitem(sys.modules, "torch")
     assert [name for name, _ in model.named_modules()] == ["", *torchs]
-    assert {type(module) for _, module in model.named_modules() if module is not model} == {Submodule}
+    assert {type(module) for _, module in model.named_modules() if module is not model} == {Submodule, EmbeddingModule}
 
 
 def test_an_adapter_can_be_disabled(folders, tmp_path):
@@ -351,8 +391,20 @@ def test_an_adapter_can_be_disabled(folders, tmp_path):
     with model.disable_adapter():
         np.testing.assert_array_equal(model(ids).logits, base(ids).logits)
         np.testing.assert_array_equal(model.generate(ids, max_new_tokens=4), base.generate(ids, max_new_tokens=4))
+        with model.disable_adapter():  # nested: the outer one still holds afterwards, as in PEFT
+            pass
+        np.testing.assert_array_equal(model(ids).logits, base(ids).logits)
+        logps = [trl_jax.token_logps_and_entropies(one, ids)[0] for one in (model, base)]
+        np.testing.assert_array_equal(*logps)
+        assert isinstance(model, peft.PeftModel) and [name for name, _ in model.named_parameters()] == adapted
+        with pytest.raises(ValueError, match=r"cannot train, evaluate or predict in `with model.disable_adapter\(\)"):
+            trainer.evaluate(Dataset.from_list(text_rows(4)))
     np.testing.assert_array_equal(model(ids).logits, before)
     assert np.abs(before - base(ids).logits).max() > 1e-3
     assert [name for name, _ in model.named_parameters()] == adapted
-    assert not hasattr(base, "disable_adapter") and hasattr(model, "disable_adapter")
+    assert (
+        not hasattr(base, "disable_adapter")
+        and not hasattr(base, "active_adapter")
+        and hasattr(model, "disable_adapter")
+    )
     assert trainer.accelerator.get_state_dict(model).keys() == model.state_dict().keys()

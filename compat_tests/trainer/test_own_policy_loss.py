@@ -181,6 +181,24 @@ REFUSED = {
 }
 
 
+def test_a_loss_on_completions_cannot_disable_the_adapter(checkpoint, tmp_path):
+    """As for the reference's log-probabilities: the step has only computed the policy's."""
+
+    class Own(GRPOTrainer):
+        of_trainer = False
+
+        def _compute_loss(self, model, inputs):
+            with (self.model if self.of_trainer else model).disable_adapter():
+                return logps_of(self, model, inputs)[0].mean()
+
+    args = trl_jax.GRPOConfig(str(tmp_path), **BASE | CONFIG | {"max_steps": 1})
+    lora = trl_jax.LoraConfig(r=2, task_type="CAUSAL_LM")
+    trainer = Own(str(checkpoint(**SMALL)), length_reward, args, Dataset.from_list(prompt_rows(4)), peft_config=lora)
+    for Own.of_trainer in (False, True):
+        with pytest.raises(TypeError, match=r"The loss disables the adapter.*in inputs\['ref_per_token_logps'\]"):
+            trainer.train()
+
+
 def test_what_a_compiled_loss_cannot_do_is_said(checkpoint, tmp_path):
     class Own(GRPOTrainer):
         def _compute_loss(self, model, inputs):

@@ -227,7 +227,7 @@ def away_from_the_base(numpy, log_softmax):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             rows = {name: inputs[name] for name in ("input_ids", "attention_mask")}
             logits, mask = model(**rows).logits, rows["attention_mask"]
-            with model.disable_adapter():
+            with self.model.disable_adapter(), model.disable_adapter():  # either, also nested
                 before = log_softmax(model(**rows).logits)
             divergence = (numpy.exp(before) * (before - log_softmax(logits))).sum(-1)
             return ((divergence + (logits**2).mean(-1)) * mask).sum() / mask.sum()

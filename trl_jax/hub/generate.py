@@ -68,8 +68,8 @@ logger = logging.getLogger(__name__)
 
 
 class GenerationApi:
-    """A mixin with transformers' `generate` for models with a language model head. It needs `backend`, `config`,
-    `generation_config`, `graph` and `arrays`."""
+    """A mixin with transformers' `generate` for models with a language model head. It needs `active`, `backend`,
+    `config`, `generation_config`, `graph` and `arrays`."""
 
     generation_config: Any
 
@@ -162,7 +162,7 @@ class GenerationApi:
             logps = bool(settings.config.return_dict_in_generate)
             request = replace(request, logps=logps, images=None if images is None else images[::repeats])
             drawing = drawing_of(settings, stream, dtype)
-            completions = run(self, request, drawing, dtype=dtype, watch=watch, beams=beams)
+            completions = run(self.active, request, drawing, dtype=dtype, watch=watch, beams=beams)
         if watch is not None:
             watch.end()
         return caller.result(completions)
@@ -347,7 +347,7 @@ class Batches:
             at_once = len(numbers) if self._images is None else self._window  # images take memory while they wait
             for start in range(0, len(numbers), at_once):
                 request, drawing, taken = self._asked(numbers[start : start + at_once], done)
-                run_queue(self._model, request, drawing, taken, slots=self._size, dtype=self._dtype)
+                run_queue(self._model.active, request, drawing, taken, slots=self._size, dtype=self._dtype)
         else:
             self.in_batches(numbers, done)
 
@@ -355,7 +355,9 @@ class Batches:
         """Complete the prompts with these numbers, running each batch until its last completion has ended."""
         for start in range(0, len(numbers), self._size):
             request, drawing, taken = self._asked(numbers[start : start + self._size], done)
-            completions = run(self._model, request, drawing, dtype=self._dtype, watch=self._watch(request.prompts))
+            completions = run(
+                self._model.active, request, drawing, dtype=self._dtype, watch=self._watch(request.prompts)
+            )
             taken(completions.rows())
 
     def _asked(

@@ -30,6 +30,15 @@ def _in_place(name: str) -> Callable:
     return method
 
 
+def _unbiased(name: str) -> Callable:
+    """`std` or `var` with torch's default; NumPy's functions, such as np.std, pass their own `ddof`."""
+
+    def method(values: Snapshot, *args: Any, ddof: int = 1, **kwargs: Any) -> Any:
+        return vars(np.ndarray)[name](values, *args, ddof=ddof, **kwargs)
+
+    return method
+
+
 class _TensorApi:
     """What parameters and their values have in common with torch tensors."""
 
@@ -95,6 +104,7 @@ class Snapshot(_TensorApi, np.ndarray):
         raise ValueError("requires_grad can only be set on a parameter itself, not on a copy or a slice of it.")
 
     grad: None = None
+    std, var = map(_unbiased, ("std", "var"))
 
     def clone(self) -> Snapshot:
         return self.copy()
@@ -179,10 +189,11 @@ class _LastRead(NamedTuple):
 
 class Refusal(NamedTuple):
     """Returns the error to raise when a script reads parameters (`read`) or calls the model (`call`) where neither has
-    gradients."""
+    gradients, or disables the adapter (`base`); None allows that."""
 
     read: Callable[[], Exception]
     call: Callable[[], Exception]
+    base: Callable[[], Exception] | None
 
 
 class Weights:
@@ -425,7 +436,7 @@ class ModuleApi:
         inside = (name for name in model._module_classes if name.startswith(start) and name != "")
         yield prefix, self
         for name in inside:
-            yield ".".join(filter(None, (prefix, name.removeprefix(start)))), Submodule(model, name)
+            yield ".".join(filter(None, (prefix, name.removeprefix(start)))), model._module_named(name)
 
     def modules(self) -> Iterator[Any]:
         return (module for _, module in self.named_modules())

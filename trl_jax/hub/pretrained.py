@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from trl_jax.hub.parameters import (
 )
 from trl_jax.hub.peft import merged
 from trl_jax.hub.peft_backend import AdaptedBackend
-from trl_jax.hub.peft_config import AdapterConfig
+from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, already_initialized
 from trl_jax.hub.push import Publisher, Upload
 from trl_jax.hub.torch_bridge import as_tensors, module_classes
 from trl_jax.models.model import merge
@@ -76,6 +77,7 @@ def token_logps_and_entropies(
     Raises:
         ValueError: the model has no language model head, or rows have fewer than two tokens.
     """
+    model = model.active
     if model.backend.head != "lm":
         raise ValueError(f"{model.name_or_path} has a {model.backend.head!r} head, but a language model is required.")
     ids = jnp.asarray(input_ids, jnp.int32)
@@ -249,8 +251,10 @@ class TransformersModelApi(ModuleApi):
     was_merged: bool = False  # by `merge_and_unload`, after which PEFT leaves all parameters frozen
     accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
     _parameters: dict[str, Parameter] | None = None
+    _submodules: weakref.WeakValueDictionary[str, Submodule] | None = None
     _known_classes: tuple[Any, dict[str, type | None]] = (None, {})  # of modules, and the backend that has them
     _module = ""
+    _base: Any = None  # the model without its adapter, in `disable_adapter`
 
     def _named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         buffers = self.weights.buffers()
@@ -267,7 +271,12 @@ class TransformersModelApi(ModuleApi):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have weights and parameters of their own."""
-        return vars(self) | {"weights": copy.copy(self.weights), "_parameters": None}
+        return vars(self) | {
+            "weights": copy.copy(self.weights),
+            "_parameters": None,
+            "_submodules": None,
+            "_base": None,
+        }
 
     def names(self) -> list[str]:
         """Names of all parameters, and of the buffers that are saved with them."""
@@ -293,7 +302,15 @@ class TransformersModelApi(ModuleApi):
             return next(values for _, values in self._named([name]))
         if not self.weights.names_in(name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return Submodule(self, name)
+        return self._module_named(name)
+
+    def _module_named(self, name: str) -> Submodule:
+        """The module with this name: the same object as long as a script holds it, so that `is` compares modules."""
+        if self._submodules is None:
+            self._submodules = weakref.WeakValueDictionary()
+        is_table = f"{name}.weight" == self.backend.token_table or _OUTPUT_EMBEDDINGS.match(f"{name}.weight")
+        kind = EmbeddingModule if is_table else Submodule
+        return self._submodules.setdefault(name, kind(self, name))
 
     def get_submodule(self, target: str) -> Any:
         """The module with this name; "" is the model itself. Raises AttributeError if there is none."""
@@ -308,6 +325,11 @@ class TransformersModelApi(ModuleApi):
         return self.submodule(self.backend.token_table.partition(".")[0])
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("forward", "loss_function"):
+            raise AttributeError(
+                f"Cannot set {name} of {self.name_or_path}: the model computes with JAX and never calls it. Override "
+                "compute_loss of the trainer."
+            )
         if (
             name not in vars(self)
             and not name.startswith("_")
@@ -342,6 +364,7 @@ class TransformersModelApi(ModuleApi):
         known, classes = self._known_classes
         if known is not self.backend:
             adapter = self.backend.config if isinstance(self.backend, AdaptedBackend) else None
+            adapter = already_initialized(adapter) if isinstance(adapter, LoraConfig) else adapter
             images = any(path.startswith("vision.") for path in self.backend.tensors)
             if "torch" in sys.modules:
                 found = module_classes(self.config, self.backend.head, adapter, images=images)
@@ -362,7 +385,7 @@ class TransformersModelApi(ModuleApi):
 
     def get_input_embeddings(self) -> Any:
         """The token embedding, with its `weight`, `num_embeddings` and `embedding_dim`."""
-        return EmbeddingModule(self, self.backend.token_table.removesuffix(".weight"))
+        return self._module_named(self.backend.token_table.removesuffix(".weight"))
 
     def get_output_embeddings(self) -> Any:
         """The language model head, with its `weight` `[vocabulary, hidden]`, which is the embedding's if they are tied;
@@ -377,7 +400,7 @@ class TransformersModelApi(ModuleApi):
         head = next((match["module"] for match in found if match), None)
         if head is None:
             raise AttributeError(f"{self.name_or_path} has no lm_head or embed_out; get its parameters by name.")
-        return EmbeddingModule(self, head)
+        return self._module_named(head)
 
     @property
     def dtype(self) -> Any:
@@ -526,8 +549,8 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     def _called(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> ScoreOutput:
         if self.weights.refusal is not None:
             raise self.weights.refusal.call()
-        pad = self.config.get_text_config().pad_token_id
-        return score_rows(self.backend, self.arrays, pad, input_ids, attention_mask, token_type_ids)
+        pad, active = self.config.get_text_config().pad_token_id, self.active
+        return score_rows(active.backend, active.arrays, pad, input_ids, attention_mask, token_type_ids)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -643,20 +666,31 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     @property
     def disable_adapter(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """As on a PeftModel: `with model.disable_adapter():` calls, generates with and lists the base model. Raises
+        """As on a PeftModel: within `with model.disable_adapter():`, calls and `generate` use the base model. Raises
         AttributeError if there is no adapter."""
         self.peft_config  # noqa: B018 - raises the error
         return self._without_adapter
 
     @contextlib.contextmanager
     def _without_adapter(self) -> Iterator[None]:
-        adapted, base = (self.weights, self.graph), self.get_base_model()
-        base.weights.refusal = self.weights.refusal
-        self.weights, self.graph = base.weights, base.graph
+        if self.weights.refusal is not None and self.weights.refusal.base is not None:
+            raise self.weights.refusal.base()
+        replaced = self.params.keys() & self.backend.base.tensors.keys()
+        if replaced:
+            raise ValueError(
+                f"disable_adapter: {', '.join(sorted(replaced)[:3])} of {self.name_or_path} is fully trained, as in "
+                "modules_to_save, and its original values are not kept. Load the base model separately."
+            )
+        before, self._base = self._base, self.get_base_model()
         try:
             yield
         finally:
-            self.weights, self.graph = adapted
+            self._base = before
+
+    @property
+    def active(self) -> PreTrainedModel:
+        """The model that calls compute with: in `disable_adapter` the base model, otherwise this one."""
+        return self if self._base is None else self._base
 
     def get_base_model(self) -> PreTrainedModel:
         """The model without its adapter, with the same arrays; without an adapter, the model itself."""

@@ -96,17 +96,17 @@ def module_classes(config: Any, head: str, adapter: Any = None, *, images: bool 
         adapter: the config of its adapter, if it has one.
         images: whether the model has a vision tower.
     """
+    import torch
     from transformers import AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if head == "lm" and (images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING):
-        import torch
-
-        with torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
-    else:
-        model = unloaded(config, head)
-    model = model if adapter is None else adapted(model, adapter)
+    with torch.random.fork_rng(devices=[]):  # initializing the modules draws numbers
+        if head == "lm" and (images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING):
+            with torch.device("meta"):
+                model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+        else:
+            model = unloaded(config, head)
+        model = model if adapter is None else adapted(model, adapter)
     return {name: type(module) for name, module in model.named_modules()}
 
 

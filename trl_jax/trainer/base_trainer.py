@@ -423,6 +423,11 @@ class BaseTrainer(abc.ABC):
             ValueError: a value is invalid, or the rows would have to be prepared or laid out again.
         """
         check_set(vars(self).keys(), type(self), self._never_called, self._never_read)
+        if self.model.active is not self.model:
+            raise ValueError(
+                "The trainer cannot train, evaluate or predict in `with model.disable_adapter():`. Evaluate the base "
+                "model in a trainer of its own, without peft_config."
+            )
         online = self._setup.rollout is not None
         then = self._editable.task
         task = then.following(self.make_task) if online else self.make_task()

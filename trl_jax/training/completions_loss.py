@@ -31,6 +31,7 @@ from trl_jax.training.script_metrics import OWN_METRIC, own_metrics, own_sums
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
     WrittenInTorch,
+    base_in_pass_error,
     found_in_torch,
     may_run_in_torch,
     other_values,
@@ -104,7 +105,7 @@ class OwnLoss:
     def _compiled(self, one: OwnPass, numbers: dict[str, jax.Array], share: Any) -> tuple[jax.Array, dict]:
         setup, self.current = self._setup(), one
         state = {"global_step": numbers["global_step"][0].astype(jnp.int32), "epoch": numbers["epoch"][0]}
-        refused = parameters_refused(setup.model, read_in_jax_error)
+        refused = parameters_refused(setup.model, read_in_jax_error, base_in_pass_error)
         try:
             with setup.events.state_replaced(state), torch_explained(), refused:
                 loss = self._compute_loss(one.model, one.inputs)
@@ -408,7 +409,7 @@ class TorchCalls:
         leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
         self._owner.current = one = TorchPass(model, arrays, leaves, int(given["micro_batches"]), refusal)
         evaluates = contextlib.nullcontext() if setup.model.training else torch_objects.without_gradient()
-        with parameters_refused(setup.model, read_in_jax_error), evaluates:
+        with parameters_refused(setup.model, read_in_jax_error, base_in_pass_error), evaluates:
             loss = torch_scalar(self._compute_loss(model, one.inputs))
         check_bonus(setup, asked=one.asked)
         if loss.requires_grad:

@@ -129,6 +129,9 @@ class BoundModel:
             TypeError: an unknown argument.
             ValueError: `pixel_values` with rows other than the batch's.
         """
+        if self._model.active is not self._model:
+            with self._as_base():
+                return self(input_ids, attention_mask, labels, num_items_in_batch, pixel_values, **others)
         if labels is not None and self._head == "score" and "labels" not in self._ignored:
             others["labels"] = labels
         if pixel_values is not None and self._images is None:
@@ -224,24 +227,17 @@ class BoundModel:
         """Add a call's load-balancing loss, if there is one, to the loss of a batch."""
         return loss if aux_loss is None else loss + self.aux_loss_weight * aux_loss
 
-    @property
-    def disable_adapter(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """As on the trainer's model. The loss logs nothing of calls to the base model, whose outputs have no
-        gradient."""
-        without = self._model.disable_adapter
-
-        @contextlib.contextmanager
-        def disabled() -> Iterator[None]:
-            kept = self._params, self.outputs, self.aux_losses
-            with without():
-                params = {path: jax.lax.stop_gradient(self._params[path]) for path in self._model.arrays}
-                self._params, self.outputs, self.aux_losses = params, [], []
-                try:
-                    yield
-                finally:
-                    self._params, self.outputs, self.aux_losses = kept
-
-        return disabled
+    @contextlib.contextmanager
+    def _as_base(self) -> Iterator[None]:
+        """A context in which calls use the base model, in `disable_adapter`. Their outputs have no gradient, and the
+        loss logs nothing of them."""
+        before = self._model, self._params, self.outputs, self.aux_losses
+        self._model, self.outputs, self.aux_losses = self._model.active, [], []
+        self._params = {path: jax.lax.stop_gradient(self._params[path]) for path in self._model.arrays}
+        try:
+            yield
+        finally:
+            self._model, self._params, self.outputs, self.aux_losses = before
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

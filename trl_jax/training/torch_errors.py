@@ -252,9 +252,11 @@ def _of_script(file: str) -> bool:
 
 
 @contextlib.contextmanager
-def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[None]:
-    """A context in which reading the model's parameters raises `error()`, and calling the model raises a TypeError that
-    says what to call instead."""
+def parameters_refused(
+    model: Any, error: Callable[[], Exception], base: Callable[[], Exception] | None = None
+) -> Iterator[None]:
+    """A context in which reading the model's parameters raises `error()`, disabling its adapter `base()`, unless it is
+    None, and calling the model raises a TypeError that says what to call instead."""
 
     def called() -> TypeError:
         return TypeError(
@@ -262,11 +264,18 @@ def parameters_refused(model: Any, error: Callable[[], Exception]) -> Iterator[N
             "receives: model(...), or, in GRPO and RLOO, self._get_per_token_logps_and_entropies(model, ...)."
         )
 
-    before, model.weights.refusal = model.weights.refusal, Refusal(error, called)
+    before, model.weights.refusal = model.weights.refusal, Refusal(error, called, base)
     try:
         yield
     finally:
         model.weights.refusal = before
+
+
+def base_in_pass_error() -> TypeError:
+    return TypeError(
+        "The loss disables the adapter, but the step computes each token once, with the adapter. In GRPO and RLOO, the "
+        "base model's log-probabilities are in inputs['ref_per_token_logps'] if beta is not 0."
+    )
 
 
 def read_in_jax_error() -> TypeError:

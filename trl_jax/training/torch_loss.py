@@ -4,8 +4,7 @@ and JAX continues the backward pass from there."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +32,8 @@ class TorchModel:
     ):
         """
         Args:
-            compute: `(kind of call, arrays, number of the call) -> (outputs by name, their VJP function)`.
+            compute: `(kind of call, arrays, number of the call) -> (outputs by name, their VJP function)`. A kind of
+                its own makes jit trace calls in `disable_adapter` apart.
             known: the names that a call may pass, with or without effect.
             training: False in evaluation.
             rows: as the script sees them.
@@ -43,7 +43,6 @@ class TorchModel:
         self._rows, self.tensors, self._compares = rows, torch_objects.batch_tensors(rows.shown), compares
         self.metrics = defaultdict(list)
         self.leaves, self.backwards, self.outputs = [], [], []
-        self._in_base = False  # in `disable_adapter`
 
     def __call__(
         self, input_ids: Any = None, attention_mask: Any = None, fused_lm_head: bool = False, **others: Any
@@ -54,25 +53,14 @@ class TorchModel:
         found = {"input_ids": input_ids, "attention_mask": attention_mask} | others
         given = {name: value for name, value in found.items() if value is not None and not isinstance(value, bool)}
         kind = "fused" if fused_lm_head else "call"
-        if self._in_base:
+        if self._in_base:  # no parameter of the base model is trained
             *_, outputs = self._padded(f"base {kind}", given)
             return Outputs(**torch_objects.batch_tensors(outputs))
         return self._outputs(kind, given)
 
     @property
-    def disable_adapter(self) -> Callable[[], AbstractContextManager[None]]:
-        """Like `BoundModel.disable_adapter`. The outputs have no gradient, also outside of `torch.no_grad()`: no
-        parameter of the base model is trained."""
-        self._model.peft_config  # noqa: B018 - raises the error if there is no adapter
-        return self._without_adapter
-
-    @contextmanager
-    def _without_adapter(self) -> Iterator[None]:
-        self._in_base = True
-        try:
-            yield
-        finally:
-            self._in_base = False
+    def _in_base(self) -> bool:
+        return self._model.active is not self._model
 
     def default_loss(self, task: Any, inputs: dict[str, Any], num_items: Any) -> tuple[Any, Outputs]:
         """The task's loss of a batch, and the model's outputs."""
@@ -235,8 +223,7 @@ class TorchLoss:
             loss, outputs = default_loss(self._setup.task, bound, of_batch, arrays.get("num_items"))
             sums = {} if bound.default_sums is None else {SUMS: bound.default_sums}
         else:
-            with bound.disable_adapter() if kind.startswith("base") else nullcontext():
-                outputs = bound(**arrays, **({"fused_lm_head": True} if kind.endswith("fused") else {}))
+            outputs = bound(**arrays, **({"fused_lm_head": True} if kind.endswith("fused") else {}))
             loss = outputs.loss
         of_call = {name: vars(outputs).get(name) for name in OUTPUTS} | {"loss": loss}
         found = {name: value for name, value in of_call.items() if value is not None}
