@@ -252,7 +252,8 @@ class TransformersModelApi(ModuleApi):
     accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
     _parameters: dict[str, Parameter] | None = None
     _submodules: weakref.WeakValueDictionary[str, Submodule] | None = None
-    _known_classes: tuple[Any, dict[str, type | None]] = (None, {})  # of modules, and the backend that has them
+    # The classes of modules, and for what they were found: the backend, and whether torch was imported.
+    _known_classes: tuple[tuple[Any, bool], dict[str, type | None]] = ((None, False), {})
     _module = ""
     _base: Any = None  # the model without its adapter, in `disable_adapter`
 
@@ -361,16 +362,17 @@ class TransformersModelApi(ModuleApi):
     def _module_classes(self) -> dict[str, type | None]:
         """The names of all modules in order -> their classes if torch is imported; otherwise the names of modules with
         parameters -> None."""
-        known, classes = self._known_classes
-        if known is not self.backend:
+        in_torch = "torch" in sys.modules
+        known, known_in_torch = self._known_classes[0]
+        if known is not self.backend or known_in_torch != in_torch:
             adapter = self.backend.config if isinstance(self.backend, AdaptedBackend) else None
             adapter = already_initialized(adapter) if isinstance(adapter, LoraConfig) else adapter
             images = any(path.startswith("vision.") for path in self.backend.tensors)
-            if "torch" in sys.modules:
+            if in_torch:
                 found = module_classes(self.config, self.backend.head, adapter, images=images)
             else:
                 found = dict.fromkeys(owners(self.names(), self.backend.tied))
-            self._known_classes = self.backend, found
+            self._known_classes = (self.backend, in_torch), found
         return self._known_classes[1]
 
     def get_parameter(self, name: str) -> Parameter:
