@@ -211,7 +211,8 @@ def test_a_script_reads_the_arguments_on_the_trainer(kind, checkpoint, tmp_path)
     assert {name: getattr(ours, name) for name in names} == {name: vars(theirs)[name] for name in names}
     np.testing.assert_array_equal(ours.reward_weights, theirs.reward_weights.numpy())
     ours.temperature = 1.0  # no change
-    for name in ("num_generations", "temperature", "mask_truncated_completions"):
+    correction = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max") if kind == "GRPO" else ()
+    for name in ("num_generations", "temperature", "mask_truncated_completions", *correction):
         with pytest.raises(AttributeError, match=f"was set on the trainer.* in {kind}Config"):
             setattr(ours, name, 0.5)
     with pytest.raises(AttributeError, match="generation_config of .*Set generation_kwargs"):

@@ -77,6 +77,12 @@ class GRPOTrainer(OnlineTrainer):
     off_policy_mask_threshold, multi_objective_aggregation, use_adaptive_entropy = map(
         argument, ("off_policy_mask_threshold", "multi_objective_aggregation", "use_adaptive_entropy")
     )
+    vllm_importance_sampling_correction, vllm_importance_sampling_mode = map(
+        argument, ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
+    )
+    vllm_importance_sampling_clip_min, vllm_importance_sampling_clip_max = map(
+        argument, ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
+    )
 
     @accepting_old_keywords()
     def __init__(
@@ -147,11 +153,6 @@ class GRPOTrainer(OnlineTrainer):
     @property
     def _entropy_bonus_enabled(self) -> bool:
         return self._setup.rollout.bonus is not None
-
-    @property
-    def vllm_importance_sampling_correction(self) -> bool:
-        """`args.vllm_importance_sampling_correction`, for user-defined losses."""
-        return self.args.vllm_importance_sampling_correction
 
     def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
         """The unmasked tokens whose entropy is at least the `threshold` quantile of all unmasked tokens: bool `[B, C]`.
