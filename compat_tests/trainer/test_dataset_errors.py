@@ -175,6 +175,8 @@ def test_what_is_no_tokenizer_and_a_collator_in_one_line(make):
             make(trl_jax, kind, Dataset.from_list(rows_of(kind, 4)), processing_class="x")
     with pytest.raises(TypeError, match="`ProcessorMixin`, found a SimpleNamespace: load it with"):
         make(trl_jax, "SFT", rows, processing_class=SimpleNamespace(pad_token_id=0))  # such as a config
+    with pytest.raises(TypeError, match="`ProcessorMixin`, found a function: load it with"):
+        make(trl_jax, "SFT", rows, processing_class=lambda text: text)
     with pytest.raises(TypeError, match="`processing_class` must be either a `PreTrainedTokenizerBase`"):
         make(trl, "SFT", rows, processing_class="x")
     words = make(trl_jax, "SFT", rows).processing_class

@@ -82,16 +82,17 @@ def tokenizer_of(
         TypeError: `processing_class` is neither a tokenizer nor a processor.
         ValueError: nothing was passed, and the model was not loaded from a folder or repository.
     """
-    is_tokenizer = callable(processing_class) and not isinstance(processing_class, type)
-    if processing_class is not None and not is_tokenizer:  # a name or a config
+    if _is_processor(processing_class):
+        return _tokenizer_in(processing_class)
+    # Models and functions can be called, too, but have no pad_token.
+    is_tokenizer = callable(processing_class) and hasattr(processing_class, "pad_token")
+    if processing_class is not None and (not is_tokenizer or isinstance(processing_class, type)):
         is_name = isinstance(processing_class, str | os.PathLike | type)
         found = brief(processing_class) if is_name else f"a {type(processing_class).__name__}"
         raise TypeError(
             "The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`, found "
             f"{found}: load it with transformers' AutoTokenizer.from_pretrained."
         )
-    if _is_processor(processing_class):
-        return _tokenizer_in(processing_class)
     if processing_class is not None:
         return processing_class
     options = {"trust_remote_code": args.trust_remote_code, "sides": sides, "with_processor": with_processor}
