@@ -14,7 +14,7 @@ from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.sketch import gap
 from compat_tests.parity.test_grpo_curve import WEIGHTS, assert_same_runs
 from trl_jax.nn import head
-from trl_jax.rollout.rollout import RolloutSteps
+from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.training.rollout import PolicyWriter
 
 SELDOM = {"capped", "conversations", "epochs"}

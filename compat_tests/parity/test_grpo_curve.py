@@ -172,10 +172,10 @@ def without_the_last_token(self, prompt_ids, group, *more):
 
 
 MUTANTS = [
-    ("default", "trl_jax.rollout.rollout.RolloutSteps._generated", no_permutation, "tokens were drawn"),
-    ("default", "trl_jax.rollout.rollout.BASE_SEED_WORDS", 0, "tokens were drawn"),
+    ("default", "trl_jax.rollout.steps.RolloutSteps._generated", no_permutation, "tokens were drawn"),
+    ("default", "trl_jax.rollout.steps.BASE_SEED_WORDS", 0, "tokens were drawn"),
     ("default", "trl_jax.training.rollout.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
-    ("epochs", "trl_jax.rollout.samplers.RepeatSampler.next_epoch", the_same_order_each_epoch, "tokens were drawn"),
+    ("epochs", "trl_jax.rollout.steps.RepeatSampler.next_epoch", the_same_order_each_epoch, "tokens were drawn"),
     ("default", "trl_jax.tasks.policy.group_advantages", a_little_smaller, "ours|drawn"),
     ("reference", "trl_jax.tasks.policy.token_weights", one_token_more, "ours|drawn"),
 ]

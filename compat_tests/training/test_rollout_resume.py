@@ -17,7 +17,7 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.training.rollout_run import CONFIG, trainer_of
-from trl_jax.rollout.rollout import RolloutSteps
+from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.trainer.rloo_trainer import RLOOTrainer
 

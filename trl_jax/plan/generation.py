@@ -44,7 +44,8 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.cache import Cache
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import Compiled, compiled_program, on_device
-from trl_jax.rollout.rollout import Ids, Logps, RolloutSteps, Writer, Written, all_written
+from trl_jax.rollout.rollout import Ids, Logps, Writer, Written, all_written
+from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online import RolloutTrainer

@@ -1,1 +1,1 @@
-"""Online training: prompt samplers, completions, tools, rewards, vLLM servers and the completions table."""
+"""Online training: steps and their prompts, completions, tools, rewards, vLLM servers and the completions table."""

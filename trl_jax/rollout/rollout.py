@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 
 from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
-from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.data.batch import IGNORED, Batch, CompletionRows, Context, Example, Extras, padded_length
 from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
@@ -30,349 +25,7 @@ from trl_jax.rollout.completions_log import (
     reward_metrics,
     sampling_metrics,
 )
-from trl_jax.rollout.samplers import Sampler
-from trl_jax.rollout.server import ServerError
-from trl_jax.tasks.policy import Cycle, EntropyBonus, PolicyTask, RolloutTask
-
-logger = logging.getLogger(__name__)
-
-BASE_SEED_WORDS = 2  # random words that torch's DataLoader draws per epoch to seed its workers
-# Saved log-probabilities that differ from those that a resumed run needs -> the argument that was changed.
-_REASONS = {
-    "old_logps": "gradient_accumulation_steps, whose steps use up a generation or do not",
-    "ref_logps": "beta, from or to 0",
-    "sampling_logps": "vllm_importance_sampling_correction or off_policy_mask_threshold",
-}
-
-
-# Steps
-
-
-@dataclass
-class RolloutSteps:
-    """Iterates over the steps of an epoch, which `set_epoch` starts.
-
-    Completions are generated with the current parameters. With `ahead`, the next generation starts before the steps of
-    this one, so its policy is one generation older. The logged staleness counts updates of the servers' weights, which
-    happen every `sync_steps` steps.
-
-    rows: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
-    sampler: yields the prompts of each epoch. `make_sampler` rebuilds it for a run, whose dataset may be another one.
-    measure: (metrics of a step, as NumPy) -> the metrics of its loss by name, a list with one number per micro-batch.
-    lay_out: (micro-batches of completions, the generation of each, step number, entropy coefficient) -> step batch.
-    bonus: the entropy coefficient of each step; None without an entropy bonus.
-    logps: the log-probabilities that completions have: "old_logps", "ref_logps", "sampling_logps".
-    streams: torch random streams, one per rank. Completions are sampled with the first one.
-    seeds: the random stream for the servers' seeds, which do not depend on the number of ranks; None without servers.
-    num_micro_batches: number of micro-batches since the start of the run; determines when to generate.
-    losses_first: whether loss metrics come first in the log, as in TRL if a step generates after a micro-batch.
-    num_steps_of_run: returns the number of steps in the run; nothing is generated ahead for later steps.
-    at_iterates: a context in which the policy has the parameters at which the next gradient is taken, as in TRL. With a
-        schedule-free optimizer, these differ from the averaged parameters that evaluation uses.
-    begin_step: called before a step generates: callbacks may change what rewards depend on.
-    """
-
-    rollout: Rollout
-    cycle: Cycle
-    rows: Callable[[Any], dict[str, Any]]
-    sampler: Sampler
-    lay_out: Callable[[list[list[Completed]], list[Experience], int, float | None], Any]
-    measure: Callable[[dict[str, np.ndarray]], dict[str, list[float]]]
-    streams: Sequence[TorchGenerator]
-    bonus: EntropyBonus | None = None
-    logps: frozenset[str] = frozenset()
-    make_sampler: Callable[[], Sampler] | None = None
-    num_micro_batches: int = 0
-    num_steps: int = 0
-    buffer: Experience | None = None
-    epoch: int = -1  # none yet
-    losses_first: bool = False
-    ahead: bool = False
-    sync_steps: int = 1
-    num_steps_of_run: Callable[[], int] = lambda: 0
-    seeds: TorchGenerator | None = None
-    at_iterates: Callable[[], AbstractContextManager] = nullcontext
-    begin_step: Callable[[], None] = lambda: None
-    recoverable: ClassVar[tuple[type[Exception], ...]] = (ServerError,)  # a later run can go on from the last step
-    _next: Begun | None = None
-    _begun_at: float = 0.0
-
-    def begin(self) -> None:
-        """Discard the state of an earlier run, whose completions came from another policy."""
-        self.buffer, self._next, self.num_micro_batches, self.num_steps, self.epoch = None, None, 0, 0, -1
-        if self.make_sampler is not None:
-            self.sampler = self.make_sampler()
-        self.sampler.begin()
-
-    def begin_epoch_again(self, epoch: int) -> None:
-        """Make the next `set_epoch(epoch)` restart that epoch with the current dataset and a new generation."""
-        self.buffer, self._next, self.num_micro_batches, self.epoch = None, None, 0, epoch - 1
-        self.sampler.begin(epoch)
-
-    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
-        """Start an epoch. A restored epoch continues at its saved position, so `skip` is ignored."""
-        del skip, skipped_digest
-        if epoch == self.epoch:
-            return
-        self.epoch = epoch
-        self.sampler.next_epoch()
-        for stream in self.streams:
-            stream.skip(BASE_SEED_WORDS)
-
-    def __len__(self) -> int:
-        """Steps per epoch; TypeError for a stream."""
-        if self.sampler.num_chunks is None:
-            raise TypeError("a stream of prompts has no length")
-        return -(-self.sampler.num_chunks * self.cycle.repeats // self.cycle.accumulation)
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.sampler.has_next:
-            self.begin_step()
-            yield self._step()
-
-    def _step(self) -> Any:
-        """The next step. If a server fails, everything is as before the step, and may be saved."""
-        values, streams = self.rollout.collected["train"].values, [*self.streams, *filter(None, [self.seeds])]
-        states, metrics = [stream.state() for stream in streams], {name: [*own] for name, own in values.items()}
-        sampler, others = self.sampler.state(), (self.buffer, self._next, self.num_micro_batches)
-        try:
-            return self._collected()
-        except ServerError:
-            self.sampler.restore(sampler)
-            for stream, state in zip(streams, states, strict=True):
-                stream.restore(state)
-            values.clear()
-            values.update(metrics)
-            self.buffer, self._next, self.num_micro_batches = others
-            raise
-
-    def _collected(self) -> Any:
-        """Collect the micro-batches of one step (fewer at the end of an epoch) and lay them out as a batch."""
-        self._begun_at = time.monotonic()
-        parts, experiences, number, self.losses_first = [], [], self.num_steps, False
-        is_first = not self.rollout.collected["train"].values  # since the last log
-        while len(parts) < self.cycle.accumulation and self.sampler.has_next:
-            prompts = self.sampler.next()
-            if self.num_micro_batches % self.cycle.repeats == 0 or self.buffer is None:
-                self.buffer = self._generated(prompts)
-                self.losses_first = self.losses_first or (is_first and bool(parts))
-            part = self.num_micro_batches % self.cycle.parts
-            parts.append(self.buffer.part(part, self.cycle.parts, len(self.streams)))
-            experiences.append(self.buffer)
-            self.num_micro_batches += 1
-        self.num_steps += 1
-        return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
-
-    def pass_over(self, steps: int) -> int:
-        """Skip the first `steps` steps of a run without generating; the next step starts a new generation.
-
-        Returns how many of the skipped steps belong to the last epoch reached.
-        """
-        of_epoch = 0
-        for _ in range(steps):
-            if not self.sampler.has_next:
-                self.set_epoch(self.epoch + 1)
-                of_epoch = 0
-            parts = 0
-            while parts < self.cycle.accumulation and self.sampler.has_next:
-                self.sampler.next()
-                parts += 1
-            self.num_micro_batches += parts
-            self.num_steps, of_epoch = self.num_steps + 1, of_epoch + 1
-        return of_epoch
-
-    def finish(self) -> None:
-        """Wait for pending uploads at the end of a run."""
-        if self.rollout.table is not None:
-            self.rollout.table.finish()
-
-    def stepped(self, metrics: dict[str, Any]) -> None:
-        """Wait for a step to finish, which the next generation would do anyway, and add its metrics to those since the
-        last log, in the order in which TRL records them."""
-        metrics = jax.device_get(metrics)
-        found = self.measure(metrics)
-        if self.bonus is not None:
-            self.bonus.stepped(metrics)
-            alone = len(found.get("policy_loss", ())) == 1
-            first = {"policy_loss": found.pop("policy_loss")} if alone else {}
-            coef = {"entropy_coef": self.bonus.taken()}  # TRL records it during the last micro-batch
-            found = first | coef | found if first else found | coef
-        collected = self.rollout.collected["train"]
-        collected.extend(found, first=self.losses_first)
-        collected.extend({"step_time": [time.monotonic() - self._begun_at]})
-
-    def _generated(self, prompts: Sequence[Any]) -> Experience:
-        """Generate completions for these prompts and shuffle them within each rank."""
-        rows = self._read(prompts)
-        with self.at_iterates():
-            written = self._written(prompts, rows) if self.ahead else None
-            experience = self.rollout.make(rows, self.cycle.group, "train", written)
-        size = len(rows) // len(self.streams)
-        order = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
-        return experience.ordered(np.concatenate(order).tolist())
-
-    def _read(self, prompts: Sequence[Any]) -> list[Row]:
-        return [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
-
-    def _written(self, prompts: Sequence[Any], rows: Sequence[Row]) -> Written:
-        """Wait for the completions of these rows, which were started before the steps of the previous generation, or
-        start them now if there was none. Then start those of the next generation."""
-        group = self.cycle.group
-        begun, self._next = self._next, None
-        if begun is None or not begun.is_for(prompts):  # a callback may have ended the epoch
-            begun = Begun(self.rollout.begin_ahead(rows, group), self.num_steps)
-        written = begun.wait()
-        begun.wait = lambda: written
-        staleness = self.num_steps // self.sync_steps - begun.step // self.sync_steps
-        self.rollout.collected["train"].add(iter([("sample/staleness_mean", float(staleness))]))
-        still = self.num_micro_batches + self.cycle.repeats < self.num_steps_of_run() * self.cycle.accumulation
-        following = self.sampler.following() if still else None
-        if following is not None:
-            self._next = Begun(self.rollout.begin_ahead(self._read(following), group), self.num_steps, following)
-        return written
-
-    def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """What a resumed run needs to continue bitwise identically: arrays and JSON values. Waits for servers."""
-        arrays = {} if self.buffer is None else _prefixed("buffer", self.buffer.arrays())
-        begun = None if self._next is None else self._next.ended()
-        if begun is not None:
-            arrays |= _prefixed("next", begun.wait().arrays())
-        states = [stream.state() for stream in self.streams]
-        arrays["streams"] = np.stack([state.key for state in states])
-        seeds = None if self.seeds is None else self.seeds.state()
-        arrays |= {} if seeds is None else {"seeds": seeds.key}
-        if self.rollout.table is not None:
-            arrays["table"] = self.rollout.table.state()
-        arrays |= _prefixed("sampler", self.sampler.state())
-        facts = {
-            "num_micro_batches": self.num_micro_batches,
-            "num_steps": self.num_steps,
-            "epoch": self.epoch,
-            "sizes": self._sizes(),
-            "streams": [[state.used, state.position] for state in states],
-            "seeds": None if seeds is None else [seeds.used, seeds.position],
-            "metrics": {name: [*values] for name, values in self.rollout.collected["train"].values.items()},
-            "bonus": None if self.bonus is None else self.bonus.state(),
-            "next": None if begun is None else begun.step,
-        }
-        return arrays, facts
-
-    def restore(
-        self, arrays: dict[str, np.ndarray], facts: dict[str, Any], unlogged: Sequence[dict[str, np.ndarray]] = ()
-    ) -> bool:
-        """Continue from a saved `state`.
-
-        Args:
-            unlogged: the metrics of each step since the last log.
-
-        Returns:
-            Whether arguments have changed, so that new generations are formed, starting with the first prompt that no
-            finished generation has used. The position in the epoch is then counted from zero again.
-        """
-        states = zip(arrays["streams"], facts["streams"], strict=True)
-        for stream, (key, (used, position)) in zip(self.streams, states, strict=False):  # ranks may differ
-            stream.restore(GeneratorState(key, used, position))
-        if self.seeds is not None and facts.get("seeds") is not None:
-            self.seeds.restore(GeneratorState(arrays["seeds"], *facts["seeds"]))
-        if self.rollout.table is not None and "table" in arrays:
-            self.rollout.table.restore(arrays["table"])
-        self.num_steps = facts["num_steps"]
-        if self.bonus is not None and facts["bonus"] is not None:
-            self.bonus.restore(facts["bonus"])
-        collected = self.rollout.collected["train"]
-        collected.values.clear()
-        collected.extend(facts["metrics"])
-        if "generated" in facts:  # a checkpoint of an earlier version, whose metrics leave out the losses
-            for metrics in unlogged:
-                with suppress(KeyError):  # sums of another loss, if arguments have changed
-                    collected.extend(self.measure(metrics))
-        written = _under("next", arrays)
-        self._next = Begun(lambda: Written.of_arrays(written), facts["next"]) if written and self.ahead else None
-        return self._restore_place(_under("buffer", arrays), _under("sampler", arrays), facts)
-
-    def _restore_place(self, buffer: dict, sampler: dict, facts: dict[str, Any]) -> bool:
-        now = self._sizes()
-        then = facts.get("sizes", now)  # missing in earlier checkpoints
-        self.epoch, self.num_micro_batches = facts["epoch"], facts["num_micro_batches"]
-        self.buffer = Experience.of_arrays(buffer) if buffer else None
-        if ("order" in sampler) != ("order" in self.sampler.state()):  # a table then and a stream now, or vice versa
-            self.begin_epoch_again(self.epoch)
-            return True
-        self.sampler.restore(sampler)
-        changed = [f"{name} {then[name]} -> {now[name]}" for name in now if then[name] != now[name]]
-        unfinished = self.num_micro_batches % (then["steps_per_generation"] * then["num_iterations"]) > 0
-        moved, reasons = bool(changed), changed
-        if unfinished and self.buffer is not None:
-            other = self.logps.symmetric_difference(self.buffer.logps)
-            reasons = changed + [_REASONS[name] for name in sorted(other)]
-            moved = moved or (bool(other) and self.cycle.keeps_policy)  # then steps must start with a generation
-        if unfinished and reasons:
-            self.buffer = None
-            logger.warning(
-                "Resuming in the middle of a generation with changed arguments (%s): its completions are dropped and "
-                "its prompts are completed again.",
-                ", ".join(reasons),
-            )
-        if moved:
-            self.buffer, self._next, self.num_micro_batches = None, None, 0
-            self.sampler.repeat_chunk()
-        return moved
-
-    def _sizes(self) -> dict[str, int]:
-        """The sizes that define generations and micro-batches, named after the arguments."""
-        cycle = self.cycle
-        return {
-            "num_generations": cycle.group,
-            "prompts of a generation": cycle.prompts,
-            "steps_per_generation": cycle.parts,
-            "num_iterations": cycle.iterations,
-            "devices": len(self.streams),
-        }
-
-    @property
-    def micro_batches_done(self) -> int:
-        """The position in the epoch, in micro-batches of the current size."""
-        done = self.sampler.num_done * self.cycle.repeats // self.cycle.prompts
-        return done + self.num_micro_batches % self.cycle.repeats
-
-
-@dataclass
-class Begun:
-    """Completions that servers are generating.
-
-    wait: waits for them.
-    step: the number of steps taken before they were started.
-    prompts: the chunk of prompts, as the sampler returned it; None for the current one.
-    """
-
-    wait: Callable[[], Written]
-    step: int
-    prompts: Sequence[Any] | None = None
-
-    def is_for(self, prompts: Sequence[Any]) -> bool:
-        """Whether these are the completions of `prompts`."""
-        if self.prompts is None or self.prompts is prompts:
-            return True
-        return isinstance(prompts, np.ndarray) and np.array_equal(prompts, self.prompts)
-
-    def ended(self) -> Begun | None:
-        """Wait for the completions and return self; None if the servers failed, in which case a later `wait` raises."""
-        try:
-            written = self.wait()
-        except ServerError:
-            return None
-        self.wait = lambda: written
-        return self
-
-
-def _prefixed(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {f"{prefix}/{name}": array for name, array in arrays.items()}
-
-
-def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    start = f"{prefix}/"
-    return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
-
+from trl_jax.tasks.policy import PolicyTask, RolloutTask
 
 # Generations
 
@@ -845,7 +498,7 @@ class Experience:
             if values[0] is not None:
                 arrays[_SAVED_AS.get(name, name)] = np.concatenate(values)
         if any(row.images is not None for row in rows):
-            arrays |= _prefixed("images", images_to_arrays([row.images for row in rows]))
+            arrays |= prefixed("images", images_to_arrays([row.images for row in rows]))
         for name, values in (rows[0].extras or {}).items():
             every = [row.extras[name] for row in rows]
             arrays[f"{_EXTRAS}{name}"] = np.concatenate(every) if values.ndim else np.asarray(every)
@@ -864,7 +517,7 @@ class Experience:
 
         columns = [split("prompt", "prompt"), split("completion", "completion"), split("completion_mask", "completion")]
         logps = [split(name, "completion") for name in _LOGPS]
-        images = _under("images", arrays)
+        images = under_prefix("images", arrays)
         images = images_from_arrays(images) if images else [None] * len(arrays["advantage"])
         extras = [{} for _ in arrays["advantage"]]
         for name in (name.removeprefix(_OF_TOKENS) for name in arrays if name.startswith(_OF_TOKENS)):
@@ -927,7 +580,7 @@ class Written:
         arrays |= {name: np.concatenate(ids).astype(np.int32) for name, ids in parts.items()}
         arrays["sampling_logps"] = np.concatenate(self.sampling_logps)
         if self.images is not None:
-            arrays |= _prefixed("images", images_to_arrays(self.images))
+            arrays |= prefixed("images", images_to_arrays(self.images))
         if self.calls is None:
             return arrays
         told = np.frombuffer(_json_of(_with_pictures(self.messages, picture_to_json)).encode(), np.uint8)
@@ -941,7 +594,7 @@ class Written:
             return np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
 
         prompts, completions = ([ids.tolist() for ids in split("prompt", "prompt")], split("completion", "completion"))
-        images = _under("images", arrays)
+        images = under_prefix("images", arrays)
         made = cls(
             prompts, completions, all_written(completions), sampling_logps=split("sampling_logps", "completion"),
             images=images_from_arrays(images) if images else None,
@@ -998,3 +651,12 @@ def _with_pictures(messages: Sequence[Sequence[Mapping]], convert: Callable[[Any
 def all_written(completions: Sequence[np.ndarray]) -> list[np.ndarray]:
     """`by_model` for completions that the model generated without tools."""
     return [np.ones(len(own), bool) for own in completions]
+
+
+def prefixed(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {f"{prefix}/{name}": array for name, array in arrays.items()}
+
+
+def under_prefix(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    start = f"{prefix}/"
+    return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}

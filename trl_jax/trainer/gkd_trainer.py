@@ -23,7 +23,7 @@ from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.processes import several
-from trl_jax.rollout.rollout import BASE_SEED_WORDS
+from trl_jax.rollout.steps import BASE_SEED_WORDS
 from trl_jax.tasks.distillation import GkdTask, generalized_jsd_loss
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer

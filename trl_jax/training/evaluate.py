@@ -27,7 +27,8 @@ from trl_jax.data.batch import IGNORED, Batch, of_examples, padded_length
 from trl_jax.data.loader import EvalChunks, ExampleLoader, IndexedExample, StepBatch
 from trl_jax.mesh.mesh import distributed, fetched
 from trl_jax.rollout.completions_log import Collected
-from trl_jax.rollout.rollout import BASE_SEED_WORDS, RolloutSteps, step_examples
+from trl_jax.rollout.rollout import step_examples
+from trl_jax.rollout.steps import BASE_SEED_WORDS, RolloutSteps
 from trl_jax.tasks.task import TokenTask, by_micro_batch
 from trl_jax.training import data
 from trl_jax.training.data import ROW_IMAGES, Batches, Prefetched, RowImages, steps_of

@@ -33,7 +33,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_state import OPTIMIZER, random_state, write_adamw_moments
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import barrier, is_first, several
-from trl_jax.rollout.rollout import RolloutSteps
+from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.training import devices
 from trl_jax.training.checkpoint import (
     FACTS,

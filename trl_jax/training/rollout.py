@@ -36,7 +36,6 @@ from trl_jax.mesh.processes import is_first, of_each_process, several
 from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.rewards import raised_by
 from trl_jax.rollout.rollout import (
-    BASE_SEED_WORDS,
     TRL_LOGPS,
     Completed,
     Experience,
@@ -45,15 +44,14 @@ from trl_jax.rollout.rollout import (
     Logps,
     Rewards,
     Rollout,
-    RolloutSteps,
     Written,
     all_written,
     example_of,
     step_examples,
     with_rows,
 )
-from trl_jax.rollout.samplers import RepeatSampler, Sampler, StreamSampler
 from trl_jax.rollout.server import data_url
+from trl_jax.rollout.steps import BASE_SEED_WORDS, RepeatSampler, RolloutSteps, Sampler, StreamSampler
 from trl_jax.rollout.tools import Seen, Tools, written_by
 from trl_jax.tasks.policy import Cycle, EntropyBonus, RolloutTask
 from trl_jax.tasks.task import by_micro_batch

@@ -19,7 +19,7 @@ from trl_jax.data.image_rows import Encoder
 from trl_jax.data.loader import RunLength, run_length
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
-from trl_jax.rollout.rollout import RolloutSteps
+from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.training.events import Events, Interrupts
 from trl_jax.training.features import FeatureStore

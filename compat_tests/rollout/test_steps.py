@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-sampler = pytest.importorskip("trl_jax.rollout.samplers")
+from trl_jax.rollout import steps
 
 SHAPES = [(7, 3, 4), (8, 2, 1), (5, 5, 2), (640, 16, 6), (3, 1, 3)]
 
 
 def ours(rows, chunk, repeats, **options):
-    return sampler.RepeatSampler(rows, chunk=chunk, repeats=repeats, **options)
+    return steps.RepeatSampler(rows, chunk=chunk, repeats=repeats, **options)
 
 
 def epochs(made, count):
@@ -78,7 +78,7 @@ def test_a_second_run_begins_anew():
 def of_stream(rows, chunk, repeats, seed=None):
     stream = Dataset.from_dict({"prompt": [str(row) for row in range(rows)]}).to_iterable_dataset()
     stream = stream if seed is None else stream.shuffle(seed=seed, buffer_size=3)
-    return sampler.StreamSampler(stream, chunk=chunk, repeats=repeats)
+    return steps.StreamSampler(stream, chunk=chunk, repeats=repeats)
 
 
 def given(made, count):

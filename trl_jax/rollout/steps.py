@@ -1,0 +1,572 @@
+"""The steps of online training: which prompts each of them takes, when completions are generated, and what a checkpoint
+keeps of both."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar, Protocol
+
+import jax
+import numpy as np
+from datasets import IterableDataset
+
+from trl_jax.core.torch_random import GeneratorState, TorchGenerator
+from trl_jax.rollout.rollout import (
+    Completed,
+    Experience,
+    Rollout,
+    Row,
+    Written,
+    prefixed,
+    under_prefix,
+)
+from trl_jax.rollout.server import ServerError
+from trl_jax.tasks.policy import Cycle, EntropyBonus
+
+logger = logging.getLogger(__name__)
+
+BASE_SEED_WORDS = 2  # random words that torch's DataLoader draws per epoch to seed its workers
+# Saved log-probabilities that differ from those that a resumed run needs -> the argument that was changed.
+_REASONS = {
+    "old_logps": "gradient_accumulation_steps, whose steps use up a generation or do not",
+    "ref_logps": "beta, from or to 0",
+    "sampling_logps": "vllm_importance_sampling_correction or off_policy_mask_threshold",
+}
+
+
+@dataclass
+class RolloutSteps:
+    """Iterates over the steps of an epoch, which `set_epoch` starts.
+
+    Completions are generated with the current parameters. With `ahead`, the next generation starts before the steps of
+    this one, so its policy is one generation older. The logged staleness counts updates of the servers' weights, which
+    happen every `sync_steps` steps.
+
+    rows: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
+    sampler: yields the prompts of each epoch. `make_sampler` rebuilds it for a run, whose dataset may be another one.
+    measure: (metrics of a step, as NumPy) -> the metrics of its loss by name, a list with one number per micro-batch.
+    lay_out: (micro-batches of completions, the generation of each, step number, entropy coefficient) -> step batch.
+    bonus: the entropy coefficient of each step; None without an entropy bonus.
+    logps: the log-probabilities that completions have: "old_logps", "ref_logps", "sampling_logps".
+    streams: torch random streams, one per rank. Completions are sampled with the first one.
+    seeds: the random stream for the servers' seeds, which do not depend on the number of ranks; None without servers.
+    num_micro_batches: number of micro-batches since the start of the run; determines when to generate.
+    losses_first: whether loss metrics come first in the log, as in TRL if a step generates after a micro-batch.
+    num_steps_of_run: returns the number of steps in the run; nothing is generated ahead for later steps.
+    at_iterates: a context in which the policy has the parameters at which the next gradient is taken, as in TRL. With a
+        schedule-free optimizer, these differ from the averaged parameters that evaluation uses.
+    begin_step: called before a step generates: callbacks may change what rewards depend on.
+    """
+
+    rollout: Rollout
+    cycle: Cycle
+    rows: Callable[[Any], dict[str, Any]]
+    sampler: Sampler
+    lay_out: Callable[[list[list[Completed]], list[Experience], int, float | None], Any]
+    measure: Callable[[dict[str, np.ndarray]], dict[str, list[float]]]
+    streams: Sequence[TorchGenerator]
+    bonus: EntropyBonus | None = None
+    logps: frozenset[str] = frozenset()
+    make_sampler: Callable[[], Sampler] | None = None
+    num_micro_batches: int = 0
+    num_steps: int = 0
+    buffer: Experience | None = None
+    epoch: int = -1  # none yet
+    losses_first: bool = False
+    ahead: bool = False
+    sync_steps: int = 1
+    num_steps_of_run: Callable[[], int] = lambda: 0
+    seeds: TorchGenerator | None = None
+    at_iterates: Callable[[], AbstractContextManager] = nullcontext
+    begin_step: Callable[[], None] = lambda: None
+    recoverable: ClassVar[tuple[type[Exception], ...]] = (ServerError,)  # a later run can go on from the last step
+    _next: Begun | None = None
+    _begun_at: float = 0.0
+
+    def begin(self) -> None:
+        """Discard the state of an earlier run, whose completions came from another policy."""
+        self.buffer, self._next, self.num_micro_batches, self.num_steps, self.epoch = None, None, 0, 0, -1
+        if self.make_sampler is not None:
+            self.sampler = self.make_sampler()
+        self.sampler.begin()
+
+    def begin_epoch_again(self, epoch: int) -> None:
+        """Make the next `set_epoch(epoch)` restart that epoch with the current dataset and a new generation."""
+        self.buffer, self._next, self.num_micro_batches, self.epoch = None, None, 0, epoch - 1
+        self.sampler.begin(epoch)
+
+    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
+        """Start an epoch. A restored epoch continues at its saved position, so `skip` is ignored."""
+        del skip, skipped_digest
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        self.sampler.next_epoch()
+        for stream in self.streams:
+            stream.skip(BASE_SEED_WORDS)
+
+    def __len__(self) -> int:
+        """Steps per epoch; TypeError for a stream."""
+        if self.sampler.num_chunks is None:
+            raise TypeError("a stream of prompts has no length")
+        return -(-self.sampler.num_chunks * self.cycle.repeats // self.cycle.accumulation)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.sampler.has_next:
+            self.begin_step()
+            yield self._step()
+
+    def _step(self) -> Any:
+        """The next step. If a server fails, everything is as before the step, and may be saved."""
+        values, streams = self.rollout.collected["train"].values, [*self.streams, *filter(None, [self.seeds])]
+        states, metrics = [stream.state() for stream in streams], {name: [*own] for name, own in values.items()}
+        sampler, others = self.sampler.state(), (self.buffer, self._next, self.num_micro_batches)
+        try:
+            return self._collected()
+        except ServerError:
+            self.sampler.restore(sampler)
+            for stream, state in zip(streams, states, strict=True):
+                stream.restore(state)
+            values.clear()
+            values.update(metrics)
+            self.buffer, self._next, self.num_micro_batches = others
+            raise
+
+    def _collected(self) -> Any:
+        """Collect the micro-batches of one step (fewer at the end of an epoch) and lay them out as a batch."""
+        self._begun_at = time.monotonic()
+        parts, experiences, number, self.losses_first = [], [], self.num_steps, False
+        is_first = not self.rollout.collected["train"].values  # since the last log
+        while len(parts) < self.cycle.accumulation and self.sampler.has_next:
+            prompts = self.sampler.next()
+            if self.num_micro_batches % self.cycle.repeats == 0 or self.buffer is None:
+                self.buffer = self._generated(prompts)
+                self.losses_first = self.losses_first or (is_first and bool(parts))
+            part = self.num_micro_batches % self.cycle.parts
+            parts.append(self.buffer.part(part, self.cycle.parts, len(self.streams)))
+            experiences.append(self.buffer)
+            self.num_micro_batches += 1
+        self.num_steps += 1
+        return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
+
+    def pass_over(self, steps: int) -> int:
+        """Skip the first `steps` steps of a run without generating; the next step starts a new generation.
+
+        Returns how many of the skipped steps belong to the last epoch reached.
+        """
+        of_epoch = 0
+        for _ in range(steps):
+            if not self.sampler.has_next:
+                self.set_epoch(self.epoch + 1)
+                of_epoch = 0
+            parts = 0
+            while parts < self.cycle.accumulation and self.sampler.has_next:
+                self.sampler.next()
+                parts += 1
+            self.num_micro_batches += parts
+            self.num_steps, of_epoch = self.num_steps + 1, of_epoch + 1
+        return of_epoch
+
+    def finish(self) -> None:
+        """Wait for pending uploads at the end of a run."""
+        if self.rollout.table is not None:
+            self.rollout.table.finish()
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        """Wait for a step to finish, which the next generation would do anyway, and add its metrics to those since the
+        last log, in the order in which TRL records them."""
+        metrics = jax.device_get(metrics)
+        found = self.measure(metrics)
+        if self.bonus is not None:
+            self.bonus.stepped(metrics)
+            alone = len(found.get("policy_loss", ())) == 1
+            first = {"policy_loss": found.pop("policy_loss")} if alone else {}
+            coef = {"entropy_coef": self.bonus.taken()}  # TRL records it during the last micro-batch
+            found = first | coef | found if first else found | coef
+        collected = self.rollout.collected["train"]
+        collected.extend(found, first=self.losses_first)
+        collected.extend({"step_time": [time.monotonic() - self._begun_at]})
+
+    def _generated(self, prompts: Sequence[Any]) -> Experience:
+        """Generate completions for these prompts and shuffle them within each rank."""
+        rows = self._read(prompts)
+        with self.at_iterates():
+            written = self._written(prompts, rows) if self.ahead else None
+            experience = self.rollout.make(rows, self.cycle.group, "train", written)
+        size = len(rows) // len(self.streams)
+        order = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
+        return experience.ordered(np.concatenate(order).tolist())
+
+    def _read(self, prompts: Sequence[Any]) -> list[Row]:
+        return [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
+
+    def _written(self, prompts: Sequence[Any], rows: Sequence[Row]) -> Written:
+        """Wait for the completions of these rows, which were started before the steps of the previous generation, or
+        start them now if there was none. Then start those of the next generation."""
+        group = self.cycle.group
+        begun, self._next = self._next, None
+        if begun is None or not begun.is_for(prompts):  # a callback may have ended the epoch
+            begun = Begun(self.rollout.begin_ahead(rows, group), self.num_steps)
+        written = begun.wait()
+        begun.wait = lambda: written
+        staleness = self.num_steps // self.sync_steps - begun.step // self.sync_steps
+        self.rollout.collected["train"].add(iter([("sample/staleness_mean", float(staleness))]))
+        still = self.num_micro_batches + self.cycle.repeats < self.num_steps_of_run() * self.cycle.accumulation
+        following = self.sampler.following() if still else None
+        if following is not None:
+            self._next = Begun(self.rollout.begin_ahead(self._read(following), group), self.num_steps, following)
+        return written
+
+    def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """What a resumed run needs to continue bitwise identically: arrays and JSON values. Waits for servers."""
+        arrays = {} if self.buffer is None else prefixed("buffer", self.buffer.arrays())
+        begun = None if self._next is None else self._next.ended()
+        if begun is not None:
+            arrays |= prefixed("next", begun.wait().arrays())
+        states = [stream.state() for stream in self.streams]
+        arrays["streams"] = np.stack([state.key for state in states])
+        seeds = None if self.seeds is None else self.seeds.state()
+        arrays |= {} if seeds is None else {"seeds": seeds.key}
+        if self.rollout.table is not None:
+            arrays["table"] = self.rollout.table.state()
+        arrays |= prefixed("sampler", self.sampler.state())
+        facts = {
+            "num_micro_batches": self.num_micro_batches,
+            "num_steps": self.num_steps,
+            "epoch": self.epoch,
+            "sizes": self._sizes(),
+            "streams": [[state.used, state.position] for state in states],
+            "seeds": None if seeds is None else [seeds.used, seeds.position],
+            "metrics": {name: [*values] for name, values in self.rollout.collected["train"].values.items()},
+            "bonus": None if self.bonus is None else self.bonus.state(),
+            "next": None if begun is None else begun.step,
+        }
+        return arrays, facts
+
+    def restore(
+        self, arrays: dict[str, np.ndarray], facts: dict[str, Any], unlogged: Sequence[dict[str, np.ndarray]] = ()
+    ) -> bool:
+        """Continue from a saved `state`.
+
+        Args:
+            unlogged: the metrics of each step since the last log.
+
+        Returns:
+            Whether arguments have changed, so that new generations are formed, starting with the first prompt that no
+            finished generation has used. The position in the epoch is then counted from zero again.
+        """
+        states = zip(arrays["streams"], facts["streams"], strict=True)
+        for stream, (key, (used, position)) in zip(self.streams, states, strict=False):  # ranks may differ
+            stream.restore(GeneratorState(key, used, position))
+        if self.seeds is not None and facts.get("seeds") is not None:
+            self.seeds.restore(GeneratorState(arrays["seeds"], *facts["seeds"]))
+        if self.rollout.table is not None and "table" in arrays:
+            self.rollout.table.restore(arrays["table"])
+        self.num_steps = facts["num_steps"]
+        if self.bonus is not None and facts["bonus"] is not None:
+            self.bonus.restore(facts["bonus"])
+        collected = self.rollout.collected["train"]
+        collected.values.clear()
+        collected.extend(facts["metrics"])
+        if "generated" in facts:  # a checkpoint of an earlier version, whose metrics leave out the losses
+            for metrics in unlogged:
+                with suppress(KeyError):  # sums of another loss, if arguments have changed
+                    collected.extend(self.measure(metrics))
+        written = under_prefix("next", arrays)
+        self._next = Begun(lambda: Written.of_arrays(written), facts["next"]) if written and self.ahead else None
+        return self._restore_place(under_prefix("buffer", arrays), under_prefix("sampler", arrays), facts)
+
+    def _restore_place(self, buffer: dict, sampler: dict, facts: dict[str, Any]) -> bool:
+        now = self._sizes()
+        then = facts.get("sizes", now)  # missing in earlier checkpoints
+        self.epoch, self.num_micro_batches = facts["epoch"], facts["num_micro_batches"]
+        self.buffer = Experience.of_arrays(buffer) if buffer else None
+        if ("order" in sampler) != ("order" in self.sampler.state()):  # a table then and a stream now, or vice versa
+            self.begin_epoch_again(self.epoch)
+            return True
+        self.sampler.restore(sampler)
+        changed = [f"{name} {then[name]} -> {now[name]}" for name in now if then[name] != now[name]]
+        unfinished = self.num_micro_batches % (then["steps_per_generation"] * then["num_iterations"]) > 0
+        moved, reasons = bool(changed), changed
+        if unfinished and self.buffer is not None:
+            other = self.logps.symmetric_difference(self.buffer.logps)
+            reasons = changed + [_REASONS[name] for name in sorted(other)]
+            moved = moved or (bool(other) and self.cycle.keeps_policy)  # then steps must start with a generation
+        if unfinished and reasons:
+            self.buffer = None
+            logger.warning(
+                "Resuming in the middle of a generation with changed arguments (%s): its completions are dropped and "
+                "its prompts are completed again.",
+                ", ".join(reasons),
+            )
+        if moved:
+            self.buffer, self._next, self.num_micro_batches = None, None, 0
+            self.sampler.repeat_chunk()
+        return moved
+
+    def _sizes(self) -> dict[str, int]:
+        """The sizes that define generations and micro-batches, named after the arguments."""
+        cycle = self.cycle
+        return {
+            "num_generations": cycle.group,
+            "prompts of a generation": cycle.prompts,
+            "steps_per_generation": cycle.parts,
+            "num_iterations": cycle.iterations,
+            "devices": len(self.streams),
+        }
+
+    @property
+    def micro_batches_done(self) -> int:
+        """The position in the epoch, in micro-batches of the current size."""
+        done = self.sampler.num_done * self.cycle.repeats // self.cycle.prompts
+        return done + self.num_micro_batches % self.cycle.repeats
+
+
+@dataclass
+class Begun:
+    """Completions that servers are generating.
+
+    wait: waits for them.
+    step: the number of steps taken before they were started.
+    prompts: the chunk of prompts, as the sampler returned it; None for the current one.
+    """
+
+    wait: Callable[[], Written]
+    step: int
+    prompts: Sequence[Any] | None = None
+
+    def is_for(self, prompts: Sequence[Any]) -> bool:
+        """Whether these are the completions of `prompts`."""
+        if self.prompts is None or self.prompts is prompts:
+            return True
+        return isinstance(prompts, np.ndarray) and np.array_equal(prompts, self.prompts)
+
+    def ended(self) -> Begun | None:
+        """Wait for the completions and return self; None if the servers failed, in which case a later `wait` raises."""
+        try:
+            written = self.wait()
+        except ServerError:
+            return None
+        self.wait = lambda: written
+        return self
+
+
+# Prompt samplers, with the same order of prompts as TRL
+
+
+class Sampler(Protocol):
+    """Yields the prompts of each micro-batch, epoch by epoch."""
+
+    num_chunks: int | None  # per epoch; None if unknown
+
+    def begin(self, epoch: int = 0) -> None:
+        """Rewind to just before this epoch."""
+
+    def next_epoch(self) -> None: ...
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the epoch has another micro-batch."""
+
+    def next(self) -> Any:
+        """Advance to the next micro-batch and return its chunk of prompts, whether or not it starts a generation."""
+
+    def following(self) -> Any | None:
+        """Peek at the chunk after the current one without advancing; at the end of an epoch, at the first one of the
+        next epoch. None at the end of a stream."""
+
+    @property
+    def num_done(self) -> int:
+        """Number of prompts of this epoch whose chunks have been yielded all `repeats` times."""
+
+    def repeat_chunk(self) -> None:
+        """Restart the current chunk from its first micro-batch."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Arrays for `restore`."""
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Continue from `state`. If its chunk size or number of repeats is different, continue after the prompts that
+        were done."""
+
+
+class RepeatSampler:
+    """Chunks of prompts, each yielded `repeats` times in a row; an incomplete last chunk is dropped.
+
+    All epochs draw from one random stream, epoch e using its e-th permutation, as in TRL's RepeatSampler.
+
+    Args:
+        rows: number of rows in the dataset.
+        chunk: prompts per generation.
+        repeats: micro-batches per generation.
+        wraps: cycle through the dataset in order; each epoch starts after the last prompt of the previous one. Cannot
+            be combined with `shuffle`.
+    """
+
+    def __init__(self, rows: int, *, chunk: int, repeats: int, shuffle: bool, seed: int, wraps: bool = False):
+        self._rows, self._chunk, self._repeats = rows, chunk, repeats
+        self._shuffle, self._seed, self._wraps = shuffle, seed, wraps
+        self.num_chunks = max(rows // chunk, 1) if wraps else rows // chunk
+        self.begin()
+
+    def begin(self, epoch: int = 0) -> None:
+        self._stream = TorchGenerator(self._seed)
+        for _ in range(epoch):
+            self.next_epoch()
+        self._order, self._start, self._given = np.zeros(0, np.int64), 0, 0
+
+    def next_epoch(self) -> None:
+        if self._wraps:
+            self._order = self._after_last(self.num_chunks * self._chunk)
+        else:
+            self._order = self._drawn(self._stream)
+        self._start = self._given = 0
+
+    def _drawn(self, stream: TorchGenerator) -> np.ndarray:
+        """The order of an epoch, from the stream's current state."""
+        return stream.permutation(self._rows) if self._shuffle else np.arange(self._rows)
+
+    def _after_last(self, count: int) -> np.ndarray:
+        """The indices of the next `count` prompts, wrapping around at the end of the dataset."""
+        first = self._order[-1] + 1 if len(self._order) else 0
+        return (first + np.arange(count)) % self._rows
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the epoch has another micro-batch."""
+        chunks = (len(self._order) - self._start) // self._chunk
+        return self._given < chunks * self._repeats
+
+    def next(self) -> np.ndarray:
+        """Row indices of the next micro-batch's prompts, int64 `[chunk]`."""
+        first = self.num_done
+        self._given += 1
+        return self._order[first : first + self._chunk]
+
+    def following(self) -> np.ndarray | None:
+        first = self._start + (max(self._given - 1, 0) // self._repeats + 1) * self._chunk
+        if first + self._chunk <= len(self._order):
+            return self._order[first : first + self._chunk]
+        if self._wraps:
+            return self._after_last(self._chunk)
+        stream = TorchGenerator(self._seed)
+        stream.restore(self._stream.state())
+        return self._drawn(stream)[: self._chunk]
+
+    @property
+    def num_done(self) -> int:
+        return self._start + self._given // self._repeats * self._chunk
+
+    def repeat_chunk(self) -> None:
+        self._start, self._given = self.num_done, 0
+
+    def state(self) -> dict[str, np.ndarray]:
+        state = self._stream.state()
+        numbers = np.asarray([self._given, state.used, state.position], np.int64)
+        sizes = np.asarray([self._chunk, self._repeats, self._start], np.int64)
+        return {"order": self._order, "stream": state.key, "numbers": numbers, "sizes": sizes}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        self._order, (given, used, position) = state["order"], state["numbers"].tolist()
+        self._stream.restore(GeneratorState(state["stream"], used, position))
+        sizes = self._chunk, self._repeats
+        chunk, repeats, start = state["sizes"].tolist() if "sizes" in state else (*sizes, 0)  # earlier checkpoints
+        if (chunk, repeats) == sizes:
+            self._start, self._given = start, given
+        else:
+            self._start, self._given = start + given // repeats * chunk, 0
+
+
+class StreamSampler:
+    """`RepeatSampler` for a streaming dataset: yields rows instead of indices, in the order of the stream.
+
+    Args:
+        stream: read in its own order (shuffle it beforehand); `set_epoch` is called before each epoch, as in TRL.
+        chunk, repeats: see `RepeatSampler`.
+    """
+
+    num_chunks = None
+
+    def __init__(self, stream: IterableDataset, *, chunk: int, repeats: int):
+        self._stream, self._size, self._repeats = stream, chunk, repeats
+        self.begin()
+
+    def begin(self, epoch: int = 0) -> None:
+        self._epoch, self._start, self._chunks, self._given = epoch - 1, 0, 0, 0
+        self._rows: Iterator[dict[str, Any]] = iter(())
+        self._chunk: list[dict[str, Any]] = []
+        self._following: list[dict[str, Any]] | None = None  # chunk that `following` has read ahead
+
+    def next_epoch(self) -> None:
+        """Raises ValueError if the epoch has fewer prompts than one chunk."""
+        self._open(self._epoch + 1, 0)
+        if not self.has_next:
+            raise ValueError(
+                f"train_dataset, a stream, must have at least the {self._size} prompts of a generation "
+                f"(generation_batch_size / num_generations), got {len(self._chunk)}. Add prompts, or lower "
+                "per_device_train_batch_size."
+            )
+
+    def _open(self, epoch: int, start: int, chunks: int = 0) -> None:
+        """Start reading an epoch after its first `start` prompts and `chunks` chunks."""
+        self._epoch, self._start, self._chunks, self._given, self._chunk = epoch, start, chunks, 0, []
+        self._following = None
+        self._stream.set_epoch(epoch)
+        self._rows = islice(iter(self._stream), start + chunks * self._size, None)
+
+    @property
+    def has_next(self) -> bool:
+        if self._epoch < 0:
+            return False
+        if not self._chunk or self._given == self._repeats:
+            following, self._following = self._following, None
+            self._chunk, self._given = list(islice(self._rows, self._size)) if following is None else following, 0
+            self._chunks += 1
+        return len(self._chunk) == self._size
+
+    def next(self) -> list[dict[str, Any]]:
+        """Return the current chunk of rows, which `has_next` has read. Call only if `has_next`."""
+        self._given += 1
+        return self._chunk
+
+    def following(self) -> list[dict[str, Any]] | None:
+        if self._following is None:
+            self._following = list(islice(self._rows, self._size))
+        return self._following if len(self._following) == self._size else None
+
+    @property
+    def num_done(self) -> int:
+        return self._start + _done(self._chunks, self._given, self._repeats) * self._size
+
+    def repeat_chunk(self) -> None:
+        self._open(self._epoch, self.num_done)
+
+    def state(self) -> dict[str, np.ndarray]:
+        # numbers: the epoch, the number of chunks read, and how often the last one was yielded
+        numbers, sizes = [self._epoch, self._chunks, self._given], [self._size, self._repeats, self._start]
+        return {"numbers": np.asarray(numbers, np.int64), "sizes": np.asarray(sizes, np.int64)}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        epoch, chunks, given = state["numbers"].tolist()
+        sizes = self._size, self._repeats
+        size, repeats, start = state["sizes"].tolist() if "sizes" in state else (*sizes, 0)  # earlier checkpoints
+        self.begin()
+        if epoch < 0:
+            return
+        if (size, repeats) != sizes:
+            self._open(epoch, start + _done(chunks, given, repeats) * size)
+            return
+        self._open(epoch, start, max(chunks - 1, 0))
+        if chunks:
+            self._chunk, self._chunks = list(islice(self._rows, self._size)), chunks
+        self._given = given
+
+
+def _done(chunks: int, given: int, repeats: int) -> int:
+    """Number of chunks yielded all `repeats` times, if the last of `chunks` was yielded `given` times."""
+    return chunks - (chunks > 0 and given < repeats)
