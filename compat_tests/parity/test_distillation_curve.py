@@ -100,7 +100,7 @@ def test_the_runs_are_such_as_could_differ(curves):
 
 
 def no_permutation(self, prompts):
-    rows = [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
+    rows = [self.read_row(index) for index in prompts for _ in range(self.cycle.group)]
     return self.rollout.make(rows, self.cycle.group, "train")
 
 
@@ -118,7 +118,7 @@ def the_first_word_left_out(self, prompt_ids, group, *more):
 
 
 BROKEN = {
-    "order of the micro-batches": ("mixed", RolloutSteps, "_generated", no_permutation),
+    "order of the micro-batches": ("mixed", RolloutSteps, "_generate", no_permutation),
     "direction of the divergence": ("mixed", "trl_jax.tasks.distillation", "divergences", the_other_way_round),
     "temperature of the loss": ("forward", "trl_jax.tasks.distillation", "divergences", at_temperature_one),
     "what is learned from": ("default", PolicyWriter, "complete", the_first_word_left_out),

@@ -149,7 +149,7 @@ def test_the_runs_are_such_as_could_differ(curves, trainer, name):
 
 
 def no_permutation(self, prompts):
-    rows = [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
+    rows = [self.read_row(index) for index in prompts for _ in range(self.cycle.group)]
     return self.rollout.make(rows, self.cycle.group, "train")
 
 
@@ -172,7 +172,7 @@ def without_the_last_token(self, prompt_ids, group, *more):
 
 
 MUTANTS = [
-    ("default", "trl_jax.rollout.steps.RolloutSteps._generated", no_permutation, "tokens were drawn"),
+    ("default", "trl_jax.rollout.steps.RolloutSteps._generate", no_permutation, "tokens were drawn"),
     ("default", "trl_jax.rollout.steps.BASE_SEED_WORDS", 0, "tokens were drawn"),
     ("default", "trl_jax.training.rollout.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
     ("epochs", "trl_jax.rollout.steps.RepeatSampler.next_epoch", the_same_order_each_epoch, "tokens were drawn"),

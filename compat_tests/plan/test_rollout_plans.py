@@ -84,7 +84,7 @@ def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monk
         monkeypatch.setattr(generator, name, call)
     source, parts = begun(real.parts.setup.rollout), real.parts
     batch = parts.train_step.placed(next(iter(source))).arrays
-    assert {len(row.completion) for row in source.buffer.rows} == {40}
+    assert {len(row.completion) for row in source.generation.rows} == {40}
     tx = parts.training.made_optimizer()
     state = parts.train_step.new_optimizer_state(tx)
     with parts.setup.on_device():

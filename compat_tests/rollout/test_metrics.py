@@ -50,20 +50,20 @@ def test_an_infinite_reward_is_infinitely_far_from_the_others(values):
 
 
 def test_means_since_the_last_log():
-    collected = metrics.Collected()
+    log = metrics.MetricLog()
     for values in ([("b", 1.0), ("a", NAN)], [("b", 2.0), ("c", 4.0), ("a", NAN)], [("c", NAN)]):
-        collected.add(iter(values))
-    collected.set("num_tokens", 5.0)
-    collected.set("num_tokens", 9.0)
-    values = collected.values
-    assert list(collected.taken().items()) == [("b", 1.5), ("a", None), ("c", 4.0), ("num_tokens", 9.0)]
-    assert collected.taken() == {} and collected.values is values
+        log.add(values)
+    log.set("num_tokens", 5.0)
+    log.set("num_tokens", 9.0)
+    values = log.values
+    assert list(log.take().items()) == [("b", 1.5), ("a", None), ("c", 4.0), ("num_tokens", 9.0)]
+    assert log.take() == {} and log.values is values
 
 
 def test_metrics_of_the_loss_come_first_in_the_same_lists():
-    collected = metrics.Collected()
-    collected.extend({"reward": [1.0], "kl": [2.0]})
-    kept, kl = collected.values, collected.values["kl"]
-    collected.extend({"entropy": [3.0], "kl": [4.0]}, first=True)
+    log = metrics.MetricLog()
+    log.extend({"reward": [1.0], "kl": [2.0]})
+    kept, kl = log.values, log.values["kl"]
+    log.extend({"entropy": [3.0], "kl": [4.0]}, first=True)
     assert list(kept.items()) == [("entropy", [3.0]), ("kl", [4.0, 2.0]), ("reward", [1.0])]
-    assert collected.values is kept and kept["kl"] is kl
+    assert log.values is kept and kept["kl"] is kl

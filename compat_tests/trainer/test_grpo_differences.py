@@ -42,7 +42,7 @@ def make(checkpoint, tmp_path):
 
 def rows_of(trainer):
     """The completions of the last generation."""
-    return trainer.parts.setup.rollout.buffer.rows
+    return trainer.parts.setup.rollout.generation.rows
 
 
 @only_thorough

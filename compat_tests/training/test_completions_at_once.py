@@ -49,7 +49,7 @@ def queues(monkeypatch):
 def completions(trainer):
     source = begun(trainer.parts.setup.rollout)
     next(iter(source))
-    return [row.completion.tolist() for row in source.buffer.rows], source.streams[0].words(3).tolist()
+    return [row.completion.tolist() for row in source.generation.rows], source.streams[0].words(3).tolist()
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("GRPO", {"num_generations": 4}), ("RLOO", {}), ("Distillation", {})])

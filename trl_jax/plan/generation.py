@@ -235,7 +235,7 @@ def sizes(run: Setup, *, evaluates: bool) -> list[Size]:
 
 def begun(source: RolloutSteps) -> RolloutSteps:
     """Start the steps of the first epoch."""
-    source.begin()
+    source.begin(lambda: None)
     source.set_epoch(0)
     return source
 

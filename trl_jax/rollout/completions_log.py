@@ -541,7 +541,7 @@ def write_picture(folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
 # Metrics, with TRL's names and order
 
 
-class Collected:
+class MetricLog:
     """Metric values by name since the last log, in the order in which names first appeared.
 
     prefix: of the names in logs.
@@ -552,7 +552,7 @@ class Collected:
         self.prefix = prefix
         self.values: dict[str, list[float]] = defaultdict(list)
 
-    def add(self, metrics: Iterator[tuple[str, float]]) -> None:
+    def add(self, metrics: Iterable[tuple[str, float]]) -> None:
         for name, value in metrics:
             self.values[name].append(value)
 
@@ -578,11 +578,20 @@ class Collected:
         real = {name: [value for value in found if not math.isnan(value)] for name, found in self.values.items()}
         return {name: sum(found) / len(found) if found else None for name, found in real.items()}
 
-    def taken(self) -> dict[str, float | None]:
+    def take(self) -> dict[str, float | None]:
         """Return the means, and clear the values."""
         means = self.means()
         self.values.clear()
         return means
+
+    def copied(self) -> dict[str, list[float]]:
+        """A copy of the values, for `restore`."""
+        return {name: [*values] for name, values in self.values.items()}
+
+    def restore(self, values: Mapping[str, list[float]]) -> None:
+        """Replace all values by those that were copied."""
+        self.values.clear()
+        self.extend(values)
 
 
 def length_metrics(lengths: Sequence[int], truncated: np.ndarray) -> Iterator[tuple[str, float]]:

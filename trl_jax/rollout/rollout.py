@@ -18,8 +18,8 @@ from trl_jax.generation.generator import StopRule
 from trl_jax.hub.vision.processor import picture_from_json, picture_to_json
 from trl_jax.losses.advantages import Advantages
 from trl_jax.rollout.completions_log import (
-    Collected,
     CompletionsLog,
+    MetricLog,
     group_reward_metrics,
     length_metrics,
     reward_metrics,
@@ -91,8 +91,8 @@ class Rollout:
     begin: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     own: OwnMethods | None = None
     stop: StopRule | None = None
-    collected: dict[str, Collected] = field(
-        default_factory=lambda: {"train": Collected(), "eval": Collected(prefix="eval_")}
+    metrics: dict[str, MetricLog] = field(
+        default_factory=lambda: {"train": MetricLog(), "eval": MetricLog(prefix="eval_")}
     )
     _ready: Written | None = None  # completions that were generated ahead, of the rows that are scored next
 
@@ -114,7 +114,7 @@ class Rollout:
     def scored(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
         """As `make`, but without a user-defined `_generate_and_score_completions`."""
         rows = self.begin(rows)
-        metrics, prompts = self.collected[mode], self.writer.prompts(rows)
+        metrics, prompts = self.metrics[mode], self.writer.prompts(rows)
         next_thing = "training" if mode == "train" else "evaluating"
         made = (self if self.own is None else self.own).written(prompts, group, mode)
         dropped = self._truncated(made) & self.drops_truncated
@@ -142,12 +142,12 @@ class Rollout:
         """Generate one completion per prompt, and add length and token metrics."""
         ready, self._ready = self._ready, None
         made = self.writer.write(prompts, group) if ready is None else self.writer.checked(ready)
-        metrics = self.collected[mode]
+        metrics = self.metrics[mode]
         lengths = [int(own.sum()) for own in made.by_model]
         tokens = sum(map(len, made.prompt_ids)) + sum(lengths)
         metrics.set("num_tokens", self.saw_tokens(tokens if mode == "train" else 0))
         metrics.add(length_metrics(lengths, self._truncated(made)))
-        metrics.add(iter(made.metrics.items()))
+        metrics.add(made.metrics.items())
         return made
 
     def _truncated(self, made: Written) -> np.ndarray:
@@ -236,7 +236,7 @@ class Judge:
         made: Written,
         completion_mask: Sequence[np.ndarray],
         group: int,
-        metrics: Collected,
+        metrics: MetricLog,
     ) -> Judged:
         """Score completions; each prompt is repeated `group` times.
 
@@ -254,14 +254,14 @@ class Judge:
             sampling = made.sampling_logps
         kl = _divergence(old, ref, completion_mask)
         if self.task.divergence_in_reward and self.task.beta:
-            metrics.add(iter([("kl", float(kl.sum() / max(1, sum(own.sum() for own in completion_mask))))]))
+            metrics.add([("kl", float(kl.sum() / max(1, sum(own.sum() for own in completion_mask))))])
         task = replace(self.task, reward_weights=tuple(self.rewards.current_weights.tolist()))
         advantages = task.advantages(rewards, group, kl)
         if self.task.metrics_by_group:
             metrics.add(group_reward_metrics(self.rewards.names, rewards, advantages, group))
         else:
             metrics.add(reward_metrics(self.rewards.names, rewards, advantages))
-        metrics.add(iter(self.rewards.metrics().items()))
+        metrics.add(self.rewards.metrics().items())
         if self.task.correction is not None:
             metrics.add(sampling_metrics(self.task.correction, old, sampling, completion_mask))
         return Judged(rewards, advantages, (old, ref, sampling))

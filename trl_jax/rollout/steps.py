@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar, Protocol
 
@@ -16,6 +17,7 @@ import numpy as np
 from datasets import IterableDataset
 
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
+from trl_jax.rollout.completions_log import MetricLog
 from trl_jax.rollout.rollout import (
     Completed,
     Experience,
@@ -47,57 +49,60 @@ class RolloutSteps:
     this one, so its policy is one generation older. The logged staleness counts updates of the servers' weights, which
     happen every `sync_steps` steps.
 
-    rows: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
-    sampler: yields the prompts of each epoch. `make_sampler` rebuilds it for a run, whose dataset may be another one.
-    measure: (metrics of a step, as NumPy) -> the metrics of its loss by name, a list with one number per micro-batch.
+    read_row: maps what the sampler yields (an index, or a row of a stream) to a row of the dataset.
+    make_sampler: creates the sampler of a run, which yields the prompts of each epoch.
     lay_out: (micro-batches of completions, the generation of each, step number, entropy coefficient) -> step batch.
-    bonus: the entropy coefficient of each step; None without an entropy bonus.
-    logps: the log-probabilities that completions have: "old_logps", "ref_logps", "sampling_logps".
+    measure: (metrics of a step, as NumPy) -> the metrics of its loss by name, a list with one number per micro-batch.
     streams: torch random streams, one per rank. Completions are sampled with the first one.
     seeds: the random stream for the servers' seeds, which do not depend on the number of ranks; None without servers.
-    num_micro_batches: number of micro-batches since the start of the run; determines when to generate.
-    losses_first: whether loss metrics come first in the log, as in TRL if a step generates after a micro-batch.
+    bonus: the entropy coefficient of each step; None without an entropy bonus.
+    needed_logps: which of "old_logps", "ref_logps" and "sampling_logps" the task needs.
     num_steps_of_run: returns the number of steps in the run; nothing is generated ahead for later steps.
     at_iterates: a context in which the policy has the parameters at which the next gradient is taken, as in TRL. With a
-        schedule-free optimizer, these differ from the averaged parameters that evaluation uses.
-    begin_step: called before a step generates: callbacks may change what rewards depend on.
+        schedule-free optimizer, these differ from the averaged parameters that evaluation uses. `TrainStep` sets it.
+
+    State:
+        num_micro_batches: since the start of the run; determines when to generate.
+        num_steps: since the start of the run.
+        generation: the one that steps are taken from; None before the first.
+        epoch: -1 before the first.
     """
 
     rollout: Rollout
     cycle: Cycle
-    rows: Callable[[Any], dict[str, Any]]
-    sampler: Sampler
+    read_row: Callable[[Any], Row]
+    make_sampler: Callable[[], Sampler]
     lay_out: Callable[[list[list[Completed]], list[Experience], int, float | None], Any]
     measure: Callable[[dict[str, np.ndarray]], dict[str, list[float]]]
     streams: Sequence[TorchGenerator]
-    bonus: EntropyBonus | None = None
-    logps: frozenset[str] = frozenset()
-    make_sampler: Callable[[], Sampler] | None = None
-    num_micro_batches: int = 0
-    num_steps: int = 0
-    buffer: Experience | None = None
-    epoch: int = -1  # none yet
-    losses_first: bool = False
+    seeds: TorchGenerator | None
+    bonus: EntropyBonus | None
+    needed_logps: frozenset[str]
+    num_steps_of_run: Callable[[], int]
     ahead: bool = False
     sync_steps: int = 1
-    num_steps_of_run: Callable[[], int] = lambda: 0
-    seeds: TorchGenerator | None = None
     at_iterates: Callable[[], AbstractContextManager] = nullcontext
-    begin_step: Callable[[], None] = lambda: None
-    recoverable: ClassVar[tuple[type[Exception], ...]] = (ServerError,)  # a later run can go on from the last step
-    _next: Begun | None = None
-    _begun_at: float = 0.0
 
-    def begin(self) -> None:
-        """Discard the state of an earlier run, whose completions came from another policy."""
-        self.buffer, self._next, self.num_micro_batches, self.num_steps, self.epoch = None, None, 0, 0, -1
-        if self.make_sampler is not None:
-            self.sampler = self.make_sampler()
-        self.sampler.begin()
+    recoverable: ClassVar[tuple[type[Exception], ...]] = (ServerError,)  # a later run can go on from the last step
+
+    def __post_init__(self) -> None:
+        self._losses_first, self._begun_at = False, 0.0
+        self.begin(lambda: None)
+
+    def begin(self, begin_step: Callable[[], None]) -> None:
+        """Discard the state of an earlier run, whose completions came from another policy, and read its dataset anew.
+
+        Args:
+            begin_step: called before a step generates: callbacks may change what rewards depend on.
+        """
+        self.generation: Experience | None = None
+        self._next: Begun | None = None
+        self.num_micro_batches, self.num_steps, self.epoch = 0, 0, -1
+        self.sampler, self._begin_step = self.make_sampler(), begin_step
 
     def begin_epoch_again(self, epoch: int) -> None:
         """Make the next `set_epoch(epoch)` restart that epoch with the current dataset and a new generation."""
-        self.buffer, self._next, self.num_micro_batches, self.epoch = None, None, 0, epoch - 1
+        self.generation, self._next, self.num_micro_batches, self.epoch = None, None, 0, epoch - 1
         self.sampler.begin(epoch)
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
@@ -118,41 +123,41 @@ class RolloutSteps:
 
     def __iter__(self) -> Iterator[Any]:
         while self.sampler.has_next:
-            self.begin_step()
+            self._begin_step()
             yield self._step()
 
     def _step(self) -> Any:
         """The next step. If a server fails, everything is as before the step, and may be saved."""
-        values, streams = self.rollout.collected["train"].values, [*self.streams, *filter(None, [self.seeds])]
-        states, metrics = [stream.state() for stream in streams], {name: [*own] for name, own in values.items()}
-        sampler, others = self.sampler.state(), (self.buffer, self._next, self.num_micro_batches)
+        streams = [*self.streams, *([] if self.seeds is None else [self.seeds])]
+        before = self.sampler.state(), [stream.state() for stream in streams], self._metrics.copied()
+        place = self.generation, self._next, self.num_micro_batches
         try:
-            return self._collected()
+            return self._next_batch()
         except ServerError:
+            sampler, states, metrics = before
             self.sampler.restore(sampler)
             for stream, state in zip(streams, states, strict=True):
                 stream.restore(state)
-            values.clear()
-            values.update(metrics)
-            self.buffer, self._next, self.num_micro_batches = others
+            self._metrics.restore(metrics)
+            self.generation, self._next, self.num_micro_batches = place
             raise
 
-    def _collected(self) -> Any:
-        """Collect the micro-batches of one step (fewer at the end of an epoch) and lay them out as a batch."""
+    def _next_batch(self) -> Any:
+        """Lay out the micro-batches of one step (fewer at the end of an epoch), and generate when one is due."""
         self._begun_at = time.monotonic()
-        parts, experiences, number, self.losses_first = [], [], self.num_steps, False
-        is_first = not self.rollout.collected["train"].values  # since the last log
-        while len(parts) < self.cycle.accumulation and self.sampler.has_next:
+        micro_batches, generations, self._losses_first = [], [], False
+        is_first = not self._metrics.values  # since the last log
+        while len(micro_batches) < self.cycle.accumulation and self.sampler.has_next:
             prompts = self.sampler.next()
-            if self.num_micro_batches % self.cycle.repeats == 0 or self.buffer is None:
-                self.buffer = self._generated(prompts)
-                self.losses_first = self.losses_first or (is_first and bool(parts))
+            if self.num_micro_batches % self.cycle.repeats == 0 or self.generation is None:
+                self.generation = self._generate(prompts)
+                self._losses_first = self._losses_first or (is_first and bool(micro_batches))
             part = self.num_micro_batches % self.cycle.parts
-            parts.append(self.buffer.part(part, self.cycle.parts, len(self.streams)))
-            experiences.append(self.buffer)
+            micro_batches.append(self.generation.part(part, self.cycle.parts, len(self.streams)))
+            generations.append(self.generation)
             self.num_micro_batches += 1
-        self.num_steps += 1
-        return self.lay_out(parts, experiences, number, None if self.bonus is None else self.bonus.next())
+        number, self.num_steps = self.num_steps, self.num_steps + 1
+        return self.lay_out(micro_batches, generations, number, None if self.bonus is None else self.bonus.next())
 
     def pass_over(self, steps: int) -> int:
         """Skip the first `steps` steps of a run without generating; the next step starts a new generation.
@@ -184,50 +189,53 @@ class RolloutSteps:
         found = self.measure(metrics)
         if self.bonus is not None:
             self.bonus.stepped(metrics)
-            alone = len(found.get("policy_loss", ())) == 1
-            first = {"policy_loss": found.pop("policy_loss")} if alone else {}
             coef = {"entropy_coef": self.bonus.taken()}  # TRL records it during the last micro-batch
-            found = first | coef | found if first else found | coef
-        collected = self.rollout.collected["train"]
-        collected.extend(found, first=self.losses_first)
-        collected.extend({"step_time": [time.monotonic() - self._begun_at]})
+            if len(found.get("policy_loss", ())) == 1:
+                found = {"policy_loss": found.pop("policy_loss")} | coef | found
+            else:
+                found = found | coef
+        self._metrics.extend(found, first=self._losses_first)
+        self._metrics.extend({"step_time": [time.monotonic() - self._begun_at]})
 
-    def _generated(self, prompts: Sequence[Any]) -> Experience:
+    @property
+    def _metrics(self) -> MetricLog:
+        return self.rollout.metrics["train"]
+
+    def _generate(self, prompts: Sequence[Any]) -> Experience:
         """Generate completions for these prompts and shuffle them within each rank."""
-        rows = self._read(prompts)
+        rows = self._rows_of(prompts)
         with self.at_iterates():
-            written = self._written(prompts, rows) if self.ahead else None
+            written = self._take_ahead(prompts, rows) if self.ahead else None
             experience = self.rollout.make(rows, self.cycle.group, "train", written)
         size = len(rows) // len(self.streams)
         order = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
         return experience.ordered(np.concatenate(order).tolist())
 
-    def _read(self, prompts: Sequence[Any]) -> list[Row]:
-        return [self.rows(index) for index in prompts for _ in range(self.cycle.group)]
+    def _rows_of(self, prompts: Sequence[Any]) -> list[Row]:
+        return [self.read_row(index) for index in prompts for _ in range(self.cycle.group)]
 
-    def _written(self, prompts: Sequence[Any], rows: Sequence[Row]) -> Written:
+    def _take_ahead(self, prompts: Sequence[Any], rows: Sequence[Row]) -> Written:
         """Wait for the completions of these rows, which were started before the steps of the previous generation, or
         start them now if there was none. Then start those of the next generation."""
         group = self.cycle.group
         begun, self._next = self._next, None
         if begun is None or not begun.is_for(prompts):  # a callback may have ended the epoch
             begun = Begun(self.rollout.begin_ahead(rows, group), self.num_steps)
-        written = begun.wait()
-        begun.wait = lambda: written
+        written = begun.completions
         staleness = self.num_steps // self.sync_steps - begun.step // self.sync_steps
-        self.rollout.collected["train"].add(iter([("sample/staleness_mean", float(staleness))]))
+        self._metrics.extend({"sample/staleness_mean": [float(staleness)]})
         still = self.num_micro_batches + self.cycle.repeats < self.num_steps_of_run() * self.cycle.accumulation
         following = self.sampler.following() if still else None
         if following is not None:
-            self._next = Begun(self.rollout.begin_ahead(self._read(following), group), self.num_steps, following)
+            self._next = Begun(self.rollout.begin_ahead(self._rows_of(following), group), self.num_steps, following)
         return written
 
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """What a resumed run needs to continue bitwise identically: arrays and JSON values. Waits for servers."""
-        arrays = {} if self.buffer is None else prefixed("buffer", self.buffer.arrays())
+        arrays = {} if self.generation is None else prefixed("buffer", self.generation.arrays())
         begun = None if self._next is None else self._next.ended()
         if begun is not None:
-            arrays |= prefixed("next", begun.wait().arrays())
+            arrays |= prefixed("next", begun.completions.arrays())
         states = [stream.state() for stream in self.streams]
         arrays["streams"] = np.stack([state.key for state in states])
         seeds = None if self.seeds is None else self.seeds.state()
@@ -242,7 +250,7 @@ class RolloutSteps:
             "sizes": self._sizes(),
             "streams": [[state.used, state.position] for state in states],
             "seeds": None if seeds is None else [seeds.used, seeds.position],
-            "metrics": {name: [*values] for name, values in self.rollout.collected["train"].values.items()},
+            "metrics": self._metrics.copied(),
             "bonus": None if self.bonus is None else self.bonus.state(),
             "next": None if begun is None else begun.step,
         }
@@ -270,13 +278,11 @@ class RolloutSteps:
         self.num_steps = facts["num_steps"]
         if self.bonus is not None and facts["bonus"] is not None:
             self.bonus.restore(facts["bonus"])
-        collected = self.rollout.collected["train"]
-        collected.values.clear()
-        collected.extend(facts["metrics"])
+        self._metrics.restore(facts["metrics"])
         if "generated" in facts:  # a checkpoint of an earlier version, whose metrics leave out the losses
             for metrics in unlogged:
                 with suppress(KeyError):  # sums of another loss, if arguments have changed
-                    collected.extend(self.measure(metrics))
+                    self._metrics.extend(self.measure(metrics))
         written = under_prefix("next", arrays)
         self._next = Begun(lambda: Written.of_arrays(written), facts["next"]) if written and self.ahead else None
         return self._restore_place(under_prefix("buffer", arrays), under_prefix("sampler", arrays), facts)
@@ -285,7 +291,7 @@ class RolloutSteps:
         now = self._sizes()
         then = facts.get("sizes", now)  # missing in earlier checkpoints
         self.epoch, self.num_micro_batches = facts["epoch"], facts["num_micro_batches"]
-        self.buffer = Experience.of_arrays(buffer) if buffer else None
+        self.generation = Experience.of_arrays(buffer) if buffer else None
         if ("order" in sampler) != ("order" in self.sampler.state()):  # a table then and a stream now, or vice versa
             self.begin_epoch_again(self.epoch)
             return True
@@ -293,19 +299,19 @@ class RolloutSteps:
         changed = [f"{name} {then[name]} -> {now[name]}" for name in now if then[name] != now[name]]
         unfinished = self.num_micro_batches % (then["steps_per_generation"] * then["num_iterations"]) > 0
         moved, reasons = bool(changed), changed
-        if unfinished and self.buffer is not None:
-            other = self.logps.symmetric_difference(self.buffer.logps)
+        if unfinished and self.generation is not None:
+            other = self.needed_logps.symmetric_difference(self.generation.logps)
             reasons = changed + [_REASONS[name] for name in sorted(other)]
             moved = moved or (bool(other) and self.cycle.keeps_policy)  # then steps must start with a generation
         if unfinished and reasons:
-            self.buffer = None
+            self.generation = None
             logger.warning(
                 "Resuming in the middle of a generation with changed arguments (%s): its completions are dropped and "
                 "its prompts are completed again.",
                 ", ".join(reasons),
             )
         if moved:
-            self.buffer, self._next, self.num_micro_batches = None, None, 0
+            self.generation, self._next, self.num_micro_batches = None, None, 0
             self.sampler.repeat_chunk()
         return moved
 
@@ -340,6 +346,11 @@ class Begun:
     step: int
     prompts: Sequence[Any] | None = None
 
+    @cached_property
+    def completions(self) -> Written:
+        """The completions, once the servers have generated them. If they fail, the next access waits again."""
+        return self.wait()
+
     def is_for(self, prompts: Sequence[Any]) -> bool:
         """Whether these are the completions of `prompts`."""
         if self.prompts is None or self.prompts is prompts:
@@ -347,12 +358,11 @@ class Begun:
         return isinstance(prompts, np.ndarray) and np.array_equal(prompts, self.prompts)
 
     def ended(self) -> Begun | None:
-        """Wait for the completions and return self; None if the servers failed, in which case a later `wait` raises."""
+        """Wait for the completions and return self; None if the servers failed."""
         try:
-            written = self.wait()
+            _ = self.completions
         except ServerError:
             return None
-        self.wait = lambda: written
         return self
 
 

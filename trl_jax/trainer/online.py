@@ -227,23 +227,23 @@ class RolloutTrainer(BaseTrainer):
         Inside a user-defined loss, they are arrays of the current step."""
         if self._own_pass is not None:
             return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
-        return {mode: collected.values for mode, collected in self._setup.rollout.rollout.collected.items()}
+        return {mode: log.values for mode, log in self._setup.rollout.rollout.metrics.items()}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        collected = self._setup.rollout.rollout.collected["train" if self.model.training else "eval"]
-        logs |= {f"{collected.prefix}{name}": value for name, value in collected.means().items()}
+        metrics = self._setup.rollout.rollout.metrics["train" if self.model.training else "eval"]
+        logs |= {f"{metrics.prefix}{name}": value for name, value in metrics.means().items()}
         try:
             super().log(logs, start_time)
         finally:  # otherwise a checkpoint would have them again
-            collected.values.clear()
+            metrics.values.clear()
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        collected = self._setup.rollout.rollout.collected["eval"]
-        before, collected.prefix = collected.prefix, f"{prefix}_"
+        metrics = self._setup.rollout.rollout.metrics["eval"]
+        before, metrics.prefix = metrics.prefix, f"{prefix}_"
         try:
             return super()._evaluate_one(dataset, prefix)
         finally:
-            collected.prefix = before
+            metrics.prefix = before
 
     @property
     def _logs(self) -> dict[str, Any]:

@@ -83,47 +83,58 @@ def rollout_steps(
     setup: Setup, parts: RolloutParts, forward: Forward, sharded_step: ShardedStep | None
 ) -> RolloutSteps:
     """Assemble the source of steps for online training."""
-    cycle, args = setup.task.cycle, setup.args
+    args, tools = setup.args, parts.sampling.tools
     streams, line = [TorchGenerator(args.seed + rank) for rank in range(setup.shards)], ProgressLine(setup.events)
-    tools = parts.sampling.tools  # called a different number of times in each process
-    # A server completes the prompts of all processes together.
-    alone = parts.server is None and (tools is not None or exact_draws(args.compute_dtype))
-    alone = several() and (alone or parts.rollout_func is not None)
     seeds = None if parts.server is None else TorchGenerator(args.seed)
+    alone = several() and _completes_alone(parts, args.compute_dtype)
     writer = PolicyWriter(setup, parts, streams[own_rank(setup.shards) if alone else 0], line, alone, seeds)
     writer = RankWriter(writer, streams) if alone else writer
-    environments = None if tools is None else tools.environments
     logps = CompletionLogps(setup, forward, sharded_step)
     rollout = Rollout(
-        writer,
-        None if parts.rewards is None else _judge(setup.task, parts.rewards, logps, line),
-        frozenset({*parts.sampling.ends, setup.processing_class.pad_token_id}),
-        parts.drops_truncated,
-        partial(_count_tokens, setup.events),
-        parts.table if is_first() else None,
-        line,
+        writer=writer,
+        judge=None if parts.rewards is None else _judge(setup.task, parts.rewards, logps, line),
+        ends=frozenset({*parts.sampling.ends, setup.processing_class.pad_token_id}),
+        drops_truncated=parts.drops_truncated,
+        saw_tokens=partial(_count_tokens, setup.events),
+        table=parts.table if is_first() else None,
+        tell=line,
         stop=stop_rule(setup.model, parts.sampling.options, setup.processing_class),
-        **(
-            {}
-            if environments is None
-            else {"begin": partial(begin_own, environments) if several() else environments.begin}
-        ),
+        own=parts.own,
     )
+    if tools is not None and tools.environments is not None:
+        rollout.begin = partial(begin_own, tools.environments) if several() else tools.environments.begin
     if parts.own is not None:
-        parts.own.rollout, parts.own.writer, rollout.own = rollout, writer, parts.own
+        parts.own.rollout = rollout
 
-    def sampler() -> Sampler:
+    def make_sampler() -> Sampler:
         return _sampler(readable(setup, setup.train_dataset, "train"), setup.task.cycle, setup.args.seed, parts.shuffle)
 
     def measure(metrics: dict[str, np.ndarray]) -> dict[str, list[float]]:
         return by_micro_batch(setup.objective, metrics, "train")
 
     return RolloutSteps(
-        rollout, cycle, RowReader(setup, "train"), sampler(), StepMaker(setup), measure, streams,
-        parts.bonus, setup.task.logps, sampler,
-        ahead=parts.server is not None and parts.server.ahead, num_steps_of_run=lambda: setup.state.max_steps,
-        sync_steps=1 if parts.server is None else parts.server.sync_steps, seeds=seeds,
-    )  # fmt: skip
+        rollout,
+        setup.task.cycle,
+        read_row=RowReader(setup, "train"),
+        make_sampler=make_sampler,
+        lay_out=StepMaker(setup),
+        measure=measure,
+        streams=streams,
+        seeds=seeds,
+        bonus=parts.bonus,
+        needed_logps=setup.task.logps,
+        num_steps_of_run=lambda: setup.state.max_steps,
+        ahead=parts.server is not None and parts.server.ahead,
+        sync_steps=1 if parts.server is None else parts.server.sync_steps,
+    )
+
+
+def _completes_alone(parts: RolloutParts, dtype: str) -> bool:
+    """Whether each of several processes completes only its own prompts: always with a `rollout_func`. A server completes
+    the prompts of all processes together. Without one, each process calls tools a different number of times."""
+    if parts.rollout_func is not None:
+        return True
+    return parts.server is None and (parts.sampling.tools is not None or exact_draws(dtype))
 
 
 def _judge(task: RolloutTask, rewards: Rewards, logps: CompletionLogps, line: ProgressLine) -> Judge:
@@ -650,7 +661,7 @@ class OwnRollout:
     score, generate, tokenize: the user-defined methods in OWN_METHODS; None for those that are not overridden.
     grpo_form: whether results have GRPO's form, or RLOO's, which is shorter.
     keeps_extras: whether additional values per completion are kept for a user-defined loss.
-    rollout, writer: set when the run is assembled.
+    rollout: set when the run is assembled.
     """
 
     name: str
@@ -661,7 +672,6 @@ class OwnRollout:
     keeps_extras: bool
     pad_token_id: int
     rollout: Rollout | None = None
-    writer: Any = None
     _now: tuple[int, str] | None = None
     _made: dict[str, Any] = field(default_factory=dict)
 
@@ -709,7 +719,7 @@ class OwnRollout:
 
     def encoded(self, prompts: list) -> tuple[list[list[int]], list[TextImages] | None]:
         if self.tokenize is None:
-            return self.writer.encoded(prompts)
+            return self.rollout.writer.encoded(prompts)
         outputs = self.tokenize(prompts)
         (given, images), _ = self._taken("_tokenize_prompts")
         ids = [list(map(int, own)) for own in outputs[0]]
@@ -734,7 +744,7 @@ class OwnRollout:
         made = self.rollout.written(prompts, group, mode)
         texts = made.messages
         if texts is None:
-            texts = self.writer.completions(prompts, made.prompt_ids, made.completion_ids)
+            texts = self.rollout.writer.completions(prompts, made.prompt_ids, made.completion_ids)
         ids, written = ([list(map(int, own)) for own in part] for part in (made.prompt_ids, made.completion_ids))
         outputs = ids, written, texts
         if self.grpo_form:
@@ -747,7 +757,7 @@ class OwnRollout:
 
     def default_tokenize(self, prompts: list) -> tuple:
         self._within("_tokenize_prompts")
-        ids, images = self.writer.encoded(prompts)
+        ids, images = self.rollout.writer.encoded(prompts)
         self._made["_tokenize_prompts"] = (ids, images), None
         return [list(own) for own in ids], None, {}
 

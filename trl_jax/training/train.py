@@ -199,8 +199,7 @@ class Training:
         self._checkpointer.forget_dataset()
         begin_state(setup.events, setup.train_batch_size)
         if setup.rollout is not None:
-            setup.rollout.begin()
-            setup.rollout.begin_step = self._begin_step
+            setup.rollout.begin(self._begin_step)
         random_before, progress = None, LoopProgress()
         if found is not None:
             random_before = None if found.model_only else RandomState(setup.random_streams)
