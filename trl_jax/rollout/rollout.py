@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
-from trl_jax.data.batch import IGNORED, Batch, CompletionRows, Context, Example, Extras, padded_length
+from trl_jax.data.batch import IGNORED, Context, Example, Extras
 from trl_jax.data.images import TextImages, images_from_arrays, images_to_arrays
 from trl_jax.data.packed import by_shard
 from trl_jax.generation.generator import StopRule
@@ -100,7 +100,7 @@ class Rollout:
         """Start completing rows; the returned function waits for the completions."""
         return self.writer.begin(self.writer.prompts(rows), group)
 
-    def make(self, rows: Sequence[dict[str, Any]], group: int, mode: str, written: Written | None = None) -> Experience:
+    def make(self, rows: Sequence[Row], group: int, mode: str, written: Written | None = None) -> Experience:
         """Generate completions for the prompts of these rows and score them.
 
         Args:
@@ -109,34 +109,45 @@ class Rollout:
             written: the completions, if they were generated ahead.
         """
         self._ready = written
-        return (self if self.own is None else self.own).scored(rows, group, mode)
+        return self._methods.scored(rows, group, mode)
 
-    def scored(self, rows: Sequence[dict[str, Any]], group: int, mode: str) -> Experience:
+    @property
+    def _methods(self) -> OwnMethods:
+        """The user-defined methods, which call those of this object, or this object."""
+        return self if self.own is None else self.own
+
+    def scored(self, rows: Sequence[Row], group: int, mode: str) -> Experience:
         """As `make`, but without a user-defined `_generate_and_score_completions`."""
         rows = self.begin(rows)
-        metrics, prompts = self.metrics[mode], self.writer.prompts(rows)
-        next_thing = "training" if mode == "train" else "evaluating"
-        made = (self if self.own is None else self.own).written(prompts, group, mode)
+        prompts, next_thing = self.writer.prompts(rows), "training" if mode == "train" else "evaluating"
+        made = self._methods.written(prompts, group, mode)
         dropped = self._truncated(made) & self.drops_truncated
-        completion_mask = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
-        ids, written = ([np.asarray(own, np.int32) for own in part] for part in (made.prompt_ids, made.completion_ids))
+        masks = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
+        completions = [
+            Completed(np.asarray(prompt, np.int32), np.asarray(ids, np.int32), mask, 0.0, images=images)
+            for prompt, ids, mask, images in zip(
+                made.prompt_ids, made.completion_ids, masks, made.images_of_each, strict=True
+            )
+        ]
         if self.judge is None:
             self.tell(next_thing)
             if self.table is not None:
-                self.table.add(mode, self.writer.decoded(ids), self.writer.decoded(written))
-            rows = zip(ids, written, completion_mask, made.images_of_each, strict=True)
-            return Experience([Completed(*row, 0.0, images=images) for *row, images in rows])
+                self.table.add(mode, *map(self.writer.decoded, (made.prompt_ids, made.completion_ids)))
+            return Experience(completions)
         texts = made.messages
         if texts is None:
             texts = self.writer.completions(prompts, made.prompt_ids, made.completion_ids)
-        judged = self.judge(rows, prompts, texts, made, completion_mask, group, metrics)
+        judged = self.judge(rows, prompts, texts, made, masks, group, self.metrics[mode])
         self.tell(f"{judged}, {next_thing}")
         advantages = judged.advantages.advantages
         if self.table is not None:
             self.table.names = self.judge.rewards.columns
             self.table.add(mode, prompts, texts, judged.rewards, advantages, self.judge.rewards.extra())
-        of_each = ids, written, completion_mask, advantages.tolist(), *judged.logps, made.images_of_each
-        return Experience(list(map(Completed, *of_each)))
+        scores = zip(advantages.tolist(), judged.old_logps, judged.ref_logps, judged.sampling_logps, strict=True)
+        return Experience([
+            row._replace(advantage=advantage, old_logps=old, ref_logps=ref, sampling_logps=sampling)
+            for row, (advantage, old, ref, sampling) in zip(completions, scores, strict=True)
+        ])  # fmt: skip
 
     def written(self, prompts: list, group: int, mode: str) -> Written:
         """Generate one completion per prompt, and add length and token metrics."""
@@ -197,13 +208,15 @@ class Judged(NamedTuple):
 
     rewards: float32 `[B, F]`.
     advantages: the result of `PolicyTask.advantages`.
-    logps: log-probabilities of each completion's tokens from the policy that generated it, the reference, and the
-        sampler; each None if not needed.
+    old_logps, ref_logps, sampling_logps: for each completion, the log-probabilities of its tokens from the policy that
+        generated it, the reference, and the sampler; None for each if not needed.
     """
 
     rewards: np.ndarray
     advantages: Advantages
-    logps: tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None], Sequence[np.ndarray | None]]
+    old_logps: Sequence[np.ndarray | None]
+    ref_logps: Sequence[np.ndarray | None]
+    sampling_logps: Sequence[np.ndarray | None]
 
     def __str__(self) -> str:
         """The mean reward, for the progress line."""
@@ -230,7 +243,7 @@ class Judge:
 
     def __call__(
         self,
-        rows: Sequence[dict[str, Any]],
+        rows: Sequence[Row],
         prompts: list,
         texts: list,
         made: Written,
@@ -264,7 +277,7 @@ class Judge:
         metrics.add(self.rewards.metrics().items())
         if self.task.correction is not None:
             metrics.add(sampling_metrics(self.task.correction, old, sampling, completion_mask))
-        return Judged(rewards, advantages, (old, ref, sampling))
+        return Judged(rewards, advantages, old, ref, sampling)
 
     def _logps(self, made: Written, completion_mask: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
         """The policy's and the reference's log-probabilities; None for each completion if not needed."""
@@ -319,9 +332,9 @@ def example_of(
 
 def step_examples(
     task: RolloutTask,
-    parts: Sequence[Sequence[Completed]],
+    micro_batches: Sequence[Sequence[Completed]],
     generations: Sequence[Experience],
-    part: float,
+    share: float,
     ranks: int,
     numbers: Mapping[str, float],
     virtual: VirtualTokens = NO_VIRTUAL_TOKENS,
@@ -330,88 +343,28 @@ def step_examples(
 
     Args:
         generations: for each micro-batch, the generation that it is a slice of.
-        part: micro-batches of the step / micro-batches of a generation.
+        share: micro-batches of the step / micro-batches of a generation.
         ranks: number of ranks over which a micro-batch is divided.
         numbers: extras with the same value for all completions.
         virtual: virtual tokens before each text.
     """
     groups = []
-    for rows, generation in zip(parts, generations, strict=True):
+    for rows, generation in zip(micro_batches, generations, strict=True):
         lengths = np.asarray([row.num_tokens for row in rows], np.float32)
-        completion_weight = np.full(len(rows), 1 / (len(parts) * len(rows)), np.float32)
-        member = np.zeros((ranks, len(rows)), bool)
+        completion_weight = np.full(len(rows), 1 / (len(micro_batches) * len(rows)), np.float32)
+        of_rank = np.zeros((ranks, len(rows)), bool)
         for rank, own in enumerate(by_shard([range(len(rows))], ranks)):
-            member[rank, own] = True
+            of_rank[rank, own] = True
         tokens = generation.num_tokens
-        weights = task.token_weights(lengths, completion_weight, member, generated_tokens=tokens, part=part)
-        made = [_with_numbers(task, *row, numbers) for row in zip(rows, weights.tolist(), strict=True)]
-        groups.append([example.behind(virtual, predicted=False) for example in made])
+        weights = task.token_weights(lengths, completion_weight, of_rank, generated_tokens=tokens, part=share)
+        examples = []
+        for row, weight in zip(rows, weights.tolist(), strict=True):
+            own, of_tokens = task.numbers(row)
+            of_row = {**own, "token_weight": weight, **numbers}
+            example = example_of(row.prompt, row.completion, row.completion_mask, of_row, of_tokens, row.images)
+            examples.append(example.behind(virtual, predicted=False))
+        groups.append(examples)
     return groups
-
-
-def _with_numbers(task: RolloutTask, row: Completed, weight: float, numbers: Mapping[str, float]) -> Example:
-    own, of_tokens = task.numbers(row)
-    numbers = {**own, "token_weight": weight, **numbers}
-    return example_of(row.prompt, row.completion, row.completion_mask, numbers, of_tokens, row.images)
-
-
-def with_rows(
-    arrays: Batch,
-    parts: Sequence[Sequence[Completed]],
-    generations: Sequence[Experience],
-    *,
-    shards: int,
-    longest: int,
-    pad_token_id: int,
-    multiple: int,
-    numbers: Mapping[str, float],
-) -> Batch:
-    """Add the completions as rows to the arrays of a step, for a user-defined loss.
-
-    Args:
-        parts, generations: as for `step_examples`.
-        shards: number of shards over which each micro-batch is divided.
-        longest: minimum width of the completions, in tokens.
-        multiple: the multiple to which TRL would pad rows.
-        numbers: scalars of the step, by name.
-    """
-    every = [row for generation in generations for row in generation.rows]
-    prompt, completion = (-(-length // multiple) * multiple for length in _longest(every))
-    widths = padded_length(prompt, "auto"), padded_length(max(completion, longest), "auto")
-    leading, reads = arrays.weight.shape, arrays.reads.shape[-1]
-
-    def filled(width: int, value: int) -> np.ndarray:
-        return np.full((*leading, width), value, np.int32)
-
-    prompts, completions = (filled(width, pad_token_id) for width in widths)
-    prompt_mask, mask, read = filled(widths[0], 0), filled(widths[1], 0), filled(widths[1], reads)
-    extras = {
-        name: np.zeros((*leading, *(widths[1:] if values.ndim else ())), values.dtype)
-        for name, values in (every[0].extras or {}).items()
-    }
-    scalars = {name: np.full((*leading[:-1], 1), value, np.float32) for name, value in numbers.items()}
-    for name in ("generated_tokens", "prompt_width", "completion_width"):
-        scalars[name] = np.ones((*leading[:-1], 1), np.float32)
-    scalars["micro_batches"] = np.full((*leading[:-1], 1), len(parts), np.float32)
-    runs = zip(np.ndindex(leading[:-1]), by_shard(parts, shards), strict=False)  # a short step has fewer
-    for number, (index, rows) in enumerate(runs):
-        generation = generations[number // shards]
-        scalars["generated_tokens"][index] = generation.num_tokens
-        for name, length in zip(("prompt", "completion"), _longest(generation.rows), strict=True):
-            scalars[f"{name}_width"][index] = -(-length // multiple) * multiple
-        for slot, row in enumerate(rows):
-            at, length = (*index, slot), len(row.completion)
-            prompts[at][widths[0] - len(row.prompt) :], prompt_mask[at][widths[0] - len(row.prompt) :] = row.prompt, 1
-            completions[at][:length], mask[at][:length] = row.completion, row.completion_mask
-            read[at][:length][row.completion_mask] = np.flatnonzero(arrays.text[index] == slot)
-            for name, values in (row.extras or {}).items():
-                extras[name][(*at, slice(length))[: extras[name].ndim]] = values
-    return arrays._replace(completions=CompletionRows(prompts, prompt_mask, completions, mask, read, scalars, extras))
-
-
-def _longest(rows: Sequence[Completed]) -> tuple[int, int]:
-    """The lengths of the longest prompt and the longest completion."""
-    return max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
 
 
 # Completions with advantages, as trained on and checkpointed
@@ -447,9 +400,12 @@ class Completed(NamedTuple):
         return int(self.completion_mask.sum())
 
 
-_LOGPS = ("old_logps", "ref_logps", "sampling_logps")
-_OF_TRL = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
-TRL_LOGPS = dict(zip(_OF_TRL, _LOGPS, strict=True))
+TRL_LOGPS = {
+    "old_per_token_logps": "old_logps",
+    "ref_per_token_logps": "ref_logps",
+    "sampling_per_token_logps": "sampling_logps",
+}
+_LOGPS = tuple(TRL_LOGPS.values())
 _SAVED_AS = {"completion_mask": "counted"}  # the name used in checkpoints
 _EXTRAS, _OF_TOKENS = "extras/", "of_tokens/"  # prefixes of user-defined numbers, and of whether they are per token
 

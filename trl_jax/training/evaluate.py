@@ -36,7 +36,7 @@ from trl_jax.training.devices import ShardedStep
 from trl_jax.training.forward import Forward, PolicyEqualsReference, aux_loss_sums, aux_loss_weight
 from trl_jax.training.logging import tell_first
 from trl_jax.training.metrics import speed_metrics, task_metrics
-from trl_jax.training.rollout import CommonNumbers, RowReader, readable, rows_of_script
+from trl_jax.training.rollout import RowReader, readable, shared_numbers
 from trl_jax.training.script_loss import UserLoss, UserLossEvaluation, UserPrediction, inputs_of
 from trl_jax.training.script_model import BoundModel, task_loss
 from trl_jax.training.state import Setup
@@ -50,7 +50,7 @@ class CompletionEvaluator:
 
     def __init__(self, setup: Setup, forward: Forward, sharded_step: ShardedStep | None, source: RolloutSteps):
         self._setup, self._source = setup, source
-        self._numbers = CommonNumbers(setup.task, PolicyEqualsReference(setup))
+        self._equals_reference = PolicyEqualsReference(setup)
         self._forward, self._sharded_step = forward, sharded_step
         self.recompile()
 
@@ -130,11 +130,13 @@ class CompletionEvaluator:
         layout = replace(data.step_layout(setup, training=False), accumulation=1)
         if setup.script_loss is not None:  # a user-defined loss takes means over rows
             layout = replace(layout, batch_size=-(-len(rows) // layout.shards) * layout.shards)
-        bonus = None if self._source.bonus is None else self._source.bonus.next()
-        numbers = self._numbers(bonus)
+        entropy_coef = None if self._source.bonus is None else self._source.bonus.next()
+        numbers = shared_numbers(task, entropy_coef, self._equals_reference)
         groups = step_examples(task, [experience.rows], [experience], 1.0, layout.shards, numbers, setup.virtual)
         arrays = layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0).arrays
-        return arrays if setup.script_loss is None else rows_of_script(setup, arrays, [experience.rows], [experience])
+        if setup.script_loss is None:
+            return arrays
+        return setup.script_loss.with_rows(arrays, [experience.rows], [experience])
 
     def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         setup = self._setup

@@ -19,7 +19,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.core.text import brief
 from trl_jax.core.torch_random import TorchGenerator, default_generator
-from trl_jax.data import prompts as rows
+from trl_jax.data import prompts as prompt_rows
 from trl_jax.data.batch import Batch
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
 from trl_jax.data.image_rows import pictures_in
@@ -48,7 +48,6 @@ from trl_jax.rollout.rollout import (
     all_written,
     example_of,
     step_examples,
-    with_rows,
 )
 from trl_jax.rollout.server import data_url
 from trl_jax.rollout.steps import BASE_SEED_WORDS, RepeatSampler, RolloutSteps, Sampler, StreamSampler
@@ -130,8 +129,9 @@ def rollout_steps(
 
 
 def _completes_alone(parts: RolloutParts, dtype: str) -> bool:
-    """Whether each of several processes completes only its own prompts: always with a `rollout_func`. A server completes
-    the prompts of all processes together. Without one, each process calls tools a different number of times."""
+    """Whether each of several processes completes only its own prompts: always with a `rollout_func`. A server
+    completes the prompts of all processes together. Without one, each process calls tools a different number of times.
+    """
     if parts.rollout_func is not None:
         return True
     return parts.server is None and (parts.sampling.tools is not None or exact_draws(dtype))
@@ -147,7 +147,7 @@ def readable(setup: Setup, dataset: Dataset | IterableDataset, name: str) -> Dat
     """The dataset; rows of a stream are checked as they are read."""
     if not isinstance(dataset, IterableDataset):
         return dataset
-    return rows.checked_stream(dataset, name, setup.processing_class, images=setup.encoder is not None)
+    return prompt_rows.checked_stream(dataset, name, setup.processing_class, images=setup.encoder is not None)
 
 
 def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, shuffle: bool) -> Sampler:
@@ -204,7 +204,7 @@ class RowReader:
             return _copied(index)  # the completions of a prompt do not share it: reward functions may change it
         if has_transform(dataset):
             row = dataset[int(index)]
-            rows.check_row(row, int(index), self._name, setup.processing_class, images=setup.encoder is not None)
+            prompt_rows.check_row(row, int(index), self._name, setup.processing_class, images=setup.encoder is not None)
             return row
         if setup.encoder is None:
             return dataset[int(index)]
@@ -225,18 +225,14 @@ def _count_tokens(events: Events, tokens: int) -> int:
     return events.state.num_input_tokens_seen
 
 
-class CommonNumbers:
-    """The numbers that all completions of a step share."""
-
-    def __init__(self, task: RolloutTask, equals_reference: PolicyEqualsReference):
-        self._task, self._equals_reference = task, equals_reference
-
-    def __call__(self, coef: float | None) -> dict[str, float]:
-        """`coef`: the coefficient of the entropy bonus; None without one."""
-        numbers = {} if coef is None else {"entropy_coef": coef}
-        if self._task.diverges_in_loss:
-            numbers["at_reference"] = float(self._equals_reference())
-        return numbers
+def shared_numbers(
+    task: RolloutTask, entropy_coef: float | None, equals_reference: PolicyEqualsReference
+) -> dict[str, float]:
+    """The numbers that all completions of a step share. `entropy_coef` is None without an entropy bonus."""
+    numbers = {} if entropy_coef is None else {"entropy_coef": entropy_coef}
+    if task.diverges_in_loss:
+        numbers["at_reference"] = float(equals_reference())
+    return numbers
 
 
 class StepMaker:
@@ -244,37 +240,29 @@ class StepMaker:
 
     def __init__(self, setup: Setup):
         self._setup, self._layout = setup, data.step_layout(setup, training=True)
-        self._numbers = CommonNumbers(setup.task, PolicyEqualsReference(setup))
+        self._equals_reference = PolicyEqualsReference(setup)
 
     def __call__(
-        self, parts: list[list[Completed]], generations: list[Experience], number: int, coef: float | None
+        self,
+        micro_batches: list[list[Completed]],
+        generations: list[Experience],
+        number: int,
+        entropy_coef: float | None,
     ) -> StepBatch:
-        task, layout = self._setup.task, self._layout
-        part = len(parts) / task.cycle.parts
-        numbers, seen = self._numbers(coef), [self._seen(rows) for rows in parts]
-        groups = step_examples(task, seen, generations, part, layout.shards, numbers, self._setup.virtual)
+        setup, layout = self._setup, self._layout
+        share = len(micro_batches) / setup.task.cycle.parts
+        numbers = shared_numbers(setup.task, entropy_coef, self._equals_reference)
+        with_images = [self._with_features(rows) for rows in micro_batches]
+        groups = step_examples(setup.task, with_images, generations, share, layout.shards, numbers, setup.virtual)
         step = layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
-        if self._setup.script_loss is None:
+        if setup.script_loss is None:
             return step
-        return step._replace(arrays=rows_of_script(self._setup, step.arrays, parts, generations))
+        return step._replace(arrays=setup.script_loss.with_rows(step.arrays, micro_batches, generations))
 
-    def _seen(self, rows: list[Completed]) -> list[Completed]:
+    def _with_features(self, rows: list[Completed]) -> list[Completed]:
         """Add the features of their images to completions: checkpoints lack them."""
         images = _with_features(self._setup, [row.images for row in rows])
         return [row._replace(images=own) for row, own in zip(rows, images, strict=True)]
-
-
-def rows_of_script(
-    setup: Setup, arrays: Batch, parts: Sequence[Sequence[Completed]], generations: Sequence[Experience]
-) -> Batch:
-    """Add the rows that a user-defined loss gets to the arrays of a step; arguments as in `with_rows`."""
-    state = setup.state
-    return with_rows(
-        arrays, parts, generations, shards=setup.shards, longest=setup.args.max_completion_length,
-        pad_token_id=setup.processing_class.pad_token_id,
-        multiple=setup.pad_to_multiple_of if isinstance(setup.pad_to_multiple_of, int) else 1,
-        numbers={"global_step": state.global_step, "epoch": state.epoch or 0.0},
-    )  # fmt: skip
 
 
 def _with_features(setup: Setup, images: Sequence[TextImages | None]) -> Sequence[TextImages | None]:
@@ -317,7 +305,9 @@ class PolicyWriter:
         self._turns: TurnCache | None = None  # inside a `rollout_func`: of the last texts that it had completed
 
     def prompts(self, found: Sequence[dict[str, Any]]) -> list:
-        return [row["prompt"] for row in found] if self._setup.encoder is None else rows.prompts_with_images(found)
+        return (
+            [row["prompt"] for row in found] if self._setup.encoder is None else prompt_rows.prompts_with_images(found)
+        )
 
     @contextlib.contextmanager
     def prepared(self, prompts: list) -> Iterator[None]:
@@ -352,7 +342,7 @@ class PolicyWriter:
     def _check(self, prompts: list) -> None:
         for prompt in prompts:
             check_no_media(prompt, f"The prompt {brief(prompt)}", images=self._setup.encoder is not None)
-        if self._sampling.tools is not None and not rows.is_conversation(prompts[0]):
+        if self._sampling.tools is not None and not prompt_rows.is_conversation(prompts[0]):
             raise ValueError(
                 f"tools= answer in messages, and a prompt is the text {brief(prompts[0])}. Make prompts of messages, "
                 'as in [{"role": "user", "content": "..."}].'
@@ -380,7 +370,7 @@ class PolicyWriter:
             )
         if setup.encoder is None:
             return made
-        return replace(made, images=rows.placed_images(prompts, made.prompt_ids, setup.encoder))
+        return replace(made, images=prompt_rows.placed_images(prompts, made.prompt_ids, setup.encoder))
 
     def _written(self, prompts: list, group: int) -> Written:
         tools = self._sampling.tools
@@ -501,9 +491,9 @@ class PolicyWriter:
     ) -> tuple[list[list[int]], list[TextImages] | None]:
         options = {"template_options": template_options, "max_prompt_length": self._sampling.max_prompt_length}
         if self._setup.encoder is not None:
-            ids, images = rows.encoded_prompts(prompts, self._setup.encoder, **options)
+            ids, images = prompt_rows.encoded_prompts(prompts, self._setup.encoder, **options)
             return ids, list(_with_features(self._setup, images))
-        return rows.prompt_ids(prompts, self._setup.chat_tokenizer, **options), None
+        return prompt_rows.prompt_ids(prompts, self._setup.chat_tokenizer, **options), None
 
     def complete(
         self,
@@ -567,7 +557,7 @@ class PolicyWriter:
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         known = prompt_ids if self._sampling.parses_messages else None
-        return rows.completion_texts(prompts, completion_ids, self._setup.processing_class, known)
+        return prompt_rows.completion_texts(prompts, completion_ids, self._setup.processing_class, known)
 
 
 def _url_of(picture: Any) -> str:
