@@ -143,7 +143,7 @@ def true_scores(folder, pairs) -> tuple[np.ndarray, np.ndarray]:
 
 def spied_completions(monkeypatch) -> list[list[list[int]]]:
     """A list to which the token ids of our trainers' completions are appended, one item per micro-batch."""
-    from trl_jax.training.rollout import Completer
+    from trl_jax.training.data import Completer
 
     written, complete = [], Completer.__call__
 

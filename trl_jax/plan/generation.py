@@ -185,7 +185,7 @@ class LongestSteps:
         return iter(self._steps)
 
     def complete(self, model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
-        """As `training.rollout.Completer`, without running the model."""
+        """As `training.data.Completer`, without running the model."""
         del model, dtype
         self.longest = max(self.longest, *map(len, prompts))
         return [np.full(self._tokens, TOKEN, np.int32) for _ in prompts]

@@ -30,10 +30,9 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.gkd_config import GKDConfig
 from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, MirroredArg, accepting_old_keywords, as_config
 from trl_jax.training import model
-from trl_jax.training.data import Batches
+from trl_jax.training.data import Batches, Completer, WrittenSteps
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel, given
-from trl_jax.training.rollout import Completer, WrittenSteps
 from trl_jax.training.setup import Policy, TrainerSpec
 
 logger = logging.getLogger(__name__)

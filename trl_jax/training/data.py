@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, Queue
@@ -19,19 +20,22 @@ from datasets import Dataset, IterableDataset
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import Images, VirtualTokens
 from trl_jax.core.text import brief
+from trl_jax.core.torch_random import default_generator
 from trl_jax.data.batch import IGNORED, Batch, Columns, Example, of_examples
 from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.data.checks import argument, check_labels, check_token_ids
 from trl_jax.data.image_rows import Encoder
 from trl_jax.data.layout_plan import LayoutPlan
-from trl_jax.data.loader import ExampleLoader, StepLayout, Weighting
+from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch, StepLayout, Weighting
+from trl_jax.hub.generate import complete
 from trl_jax.hub.torch_objects import seed_random_sampler
 from trl_jax.hub.vision.processor import native_of
 from trl_jax.mesh.jax_internals import devices_have_started
 from trl_jax.mesh.mesh import SEQUENCE, ShardingPlan, distributed
+from trl_jax.rollout.steps import BASE_SEED_WORDS
 from trl_jax.tasks.task import Task
 from trl_jax.training import layout
-from trl_jax.training.logging import tell
+from trl_jax.training.logging import GenerationProgress, ProgressLine, tell
 from trl_jax.training.state import Setup
 
 logger = logging.getLogger(__name__)
@@ -539,3 +543,80 @@ def _end(thread: Thread, queue: Queue, stop: Event) -> None:
     while thread.is_alive() and time.monotonic() < until:
         with contextlib.suppress(Empty):
             queue.get(timeout=0.02)
+
+
+# Completions that are generated just before the step that trains on them.
+
+
+@dataclass
+class WrittenSteps(abc.ABC):
+    """The steps of a loader whose completions are generated when a step is requested, with the current parameters.
+
+    Completions are sampled with the process's random stream. At the start of an epoch, it is advanced by as many words
+    as torch's DataLoader draws there.
+    """
+
+    loader: ExampleLoader
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        return self.loader.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        return self.loader.drop_last
+
+    def laid_out(self, **changes: Any) -> ExampleLoader:
+        """The loader of the dataset's own rows, with these fields of the layout replaced."""
+        return self.loader.laid_out(**changes)
+
+    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
+        self.loader.set_epoch(epoch, skip, skipped_digest)
+        if not skip:  # within an epoch, the restored stream has already been advanced
+            default_generator().skip(BASE_SEED_WORDS)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        for number, group in enumerate(self.loader.groups()):
+            yield self._step(group, number)
+
+    @abc.abstractmethod
+    def _step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
+        """The arrays of a step, with new completions.
+
+        Args:
+            group: the rows of each micro-batch.
+            number: the step's number.
+        """
+
+
+class Completer:
+    """Completes prompts with the process's random stream.
+
+    Args:
+        options: fields of a GenerationConfig, including `eos_token_id` and `pad_token_id`.
+    """
+
+    def __init__(self, setup: Setup, options: Mapping[str, Any]):
+        self._setup, self._options, self._line = setup, options, ProgressLine(setup.events)
+
+    def __call__(self, model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
+        """One completion for each prompt, int32, including its EOS token, if any.
+
+        Args:
+            model: the PreTrainedModel that generates.
+            dtype: the compute dtype.
+        """
+        args = self._setup.args
+        how = {"head_dtype": "float32" if args.cast_lm_head_to_fp32 else None, "logps": False}
+        how |= {"progress": GenerationProgress(self._line, len(prompts)), "tokenizer": self._setup.processing_class}
+        with self._setup.on_device():
+            out = complete(model, prompts, self._options, group=1, stream=default_generator(), dtype=dtype, **how)
+        self._line("training")
+        return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]

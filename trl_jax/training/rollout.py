@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import math
 from collections import Counter
@@ -18,13 +17,13 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_jax.core.text import brief
-from trl_jax.core.torch_random import TorchGenerator, default_generator
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data import prompts as prompt_rows
 from trl_jax.data.batch import Batch
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
 from trl_jax.data.image_rows import pictures_in
 from trl_jax.data.images import TextImages
-from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch
+from trl_jax.data.loader import IndexedExample, StepBatch
 from trl_jax.generation.generator import Limit, device_bytes
 from trl_jax.generation.reuse import TurnCache
 from trl_jax.hub.generate import complete, exact_draws, stop_rule
@@ -50,7 +49,7 @@ from trl_jax.rollout.rollout import (
     step_examples,
 )
 from trl_jax.rollout.server import data_url
-from trl_jax.rollout.steps import BASE_SEED_WORDS, RepeatSampler, RolloutSteps, Sampler, StreamSampler
+from trl_jax.rollout.steps import RepeatSampler, RolloutSteps, Sampler, StreamSampler
 from trl_jax.rollout.tools import Seen, Tools, written_by
 from trl_jax.tasks.policy import Cycle, EntropyBonus, RolloutTask
 from trl_jax.tasks.task import by_micro_batch
@@ -902,80 +901,3 @@ class RolloutParts:
     rollout_func: Callable[[list], Mapping[str, Any]] | None = None
     server: ServerParts | None = None
     own: OwnRollout | None = None
-
-
-# Completions that are generated just before the step that trains on them.
-
-
-@dataclass
-class WrittenSteps(abc.ABC):
-    """The steps of a loader whose completions are generated when a step is requested, with the current parameters.
-
-    Completions are sampled with the process's random stream. At the start of an epoch, it is advanced by as many words
-    as torch's DataLoader draws there.
-    """
-
-    loader: ExampleLoader
-
-    @property
-    def dataset(self) -> Any:
-        return self.loader.dataset
-
-    @property
-    def batch_size(self) -> int:
-        return self.loader.batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        return self.loader.drop_last
-
-    def laid_out(self, **changes: Any) -> ExampleLoader:
-        """The loader of the dataset's own rows, with these fields of the layout replaced."""
-        return self.loader.laid_out(**changes)
-
-    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
-        self.loader.set_epoch(epoch, skip, skipped_digest)
-        if not skip:  # within an epoch, the restored stream has already been advanced
-            default_generator().skip(BASE_SEED_WORDS)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        for number, group in enumerate(self.loader.groups()):
-            yield self._step(group, number)
-
-    @abc.abstractmethod
-    def _step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
-        """The arrays of a step, with new completions.
-
-        Args:
-            group: the rows of each micro-batch.
-            number: the step's number.
-        """
-
-
-class Completer:
-    """Completes prompts with the process's random stream.
-
-    Args:
-        options: fields of a GenerationConfig, including `eos_token_id` and `pad_token_id`.
-    """
-
-    def __init__(self, setup: Setup, options: Mapping[str, Any]):
-        self._setup, self._options, self._line = setup, options, ProgressLine(setup.events)
-
-    def __call__(self, model: Any, prompts: Sequence[Sequence[int]], dtype: str) -> list[np.ndarray]:
-        """One completion for each prompt, int32, including its EOS token, if any.
-
-        Args:
-            model: the PreTrainedModel that generates.
-            dtype: the compute dtype.
-        """
-        args = self._setup.args
-        how = {"head_dtype": "float32" if args.cast_lm_head_to_fp32 else None, "logps": False}
-        how |= {"progress": GenerationProgress(self._line, len(prompts)), "tokenizer": self._setup.processing_class}
-        with self._setup.on_device():
-            out = complete(model, prompts, self._options, group=1, stream=default_generator(), dtype=dtype, **how)
-        self._line("training")
-        return [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
