@@ -120,7 +120,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
         return args
 
     def make_task(self) -> AsyncGrpoTask:
-        options = self._of_any_policy()
+        options = self._policy_options()
         options["cycle"] = replace(options["cycle"], wraps=True)
         loss = PolicyLoss(loss_type="bnpo", epsilon=self.epsilon_low, epsilon_high=self.epsilon_high)
         return AsyncGrpoTask(**options, objective=loss, sampled_elsewhere=True)

@@ -110,12 +110,12 @@ class DistillationTrainer(RolloutTrainer):
         """One completion per prompt; a `rollout_func` may call it. `images` must be None; `multimodal_fields` and
         `has_tool_images` are ignored."""
         del multimodal_fields, has_tool_images
-        return self._turn(prompt_ids, images, 1)[0]
+        return self._complete_once(prompt_ids, images, 1)[0]
 
     def make_task(self) -> DistillationTask:
         scripted = {"compute_loss", "_compute_loss"} & names_of_script(type(self))
         kind = ScriptedDistillationTask if scripted else DistillationTask
-        return kind(**self._of_any_rollout(), beta=self.args.beta)
+        return kind(**self._rollout_options(), beta=self.args.beta)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

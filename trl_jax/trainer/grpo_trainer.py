@@ -135,7 +135,7 @@ class GRPOTrainer(OnlineTrainer):
         if sampled_elsewhere and args.use_vllm and args.vllm_importance_sampling_correction:
             options |= _sampler_correction(args)
         return GrpoTask(
-            **self._of_any_policy(),
+            **self._policy_options(),
             objective=PolicyLoss(**options),
             sampled_elsewhere=sampled_elsewhere,
             multi_objective_aggregation=args.multi_objective_aggregation,
@@ -228,7 +228,7 @@ class GRPOTrainer(OnlineTrainer):
             multimodal_fields, has_tool_images: ignored.
         """
         del multimodal_fields, has_tool_images
-        return self._turn(prompt_ids, images, num_generations)
+        return self._complete_once(prompt_ids, images, num_generations)
 
     def _bonus(self) -> EntropyBonus | None:
         args = self.args

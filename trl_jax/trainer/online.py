@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -200,7 +199,7 @@ class RolloutTrainer(BaseTrainer):
     def __init__(self, model: Any, **arguments: Any):
         """`arguments` are passed to `BaseTrainer`."""
         spec = setup.TrainerSpec(self._reference, self._rollout, self._balance_experts)
-        _settle_for_streams(*map(arguments.get, ("args", "train_dataset", "eval_dataset")))
+        _settle_for_streams(arguments.get("args"), arguments.get("train_dataset"), arguments.get("eval_dataset"))
         super().__init__(model, spec=spec, **arguments)
         own = "_set_signature_columns_if_needed" in names_of_script(type(self))
         if own and not self.args.keeps_columns:
@@ -339,24 +338,33 @@ class RolloutTrainer(BaseTrainer):
     def _rollout(self, run: setup.Setup) -> RolloutParts:
         args, model, tokenizer = run.args, run.model, run.processing_class
         _check_processes(type(self).__name__, run.shards)
-        rollout_func, server = self._rollout_func(), None
-        if self._uses_server and args.contacts_servers:
-            server = self._server(run)
+        rollout_func = None if self.rollout_func is None else self._call_rollout_func
+        server = self._server(run) if self._uses_server and args.contacts_servers else None
         rewards = self._rewards(run)
         tools, template_options = self._tools(run)
         options = sampling_options(args, tokenizer, model, run.encoder, new_tokens=args.max_completion_length)
         if not self._uses_server and rollout_func is None:
             check_completes(model, options)
-        ends = eos_token_ids(tokenizer, model)
-        sampling = Sampling(template_options, args.max_prompt_length, options, ends, self._parses_messages, tools)
-        columns = None if rewards is None else rewards.columns
         of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # a user's subclass may read _logs
-        table = self._table(columns) if args.log_completions or of_script else None
         self._own_methods = self._own_rollout(run)
         return RolloutParts(
-            sampling, rewards, args.mask_truncated_completions, args.shuffle_dataset, self._bonus(), table,
-            rollout_func, server, self._own_methods,
-        )  # fmt: skip
+            sampling=Sampling(
+                template_options=template_options,
+                max_prompt_length=args.max_prompt_length,
+                options=options,
+                own_ends=eos_token_ids(tokenizer, model),
+                parses_messages=self._parses_messages,
+                tools=tools,
+            ),
+            rewards=rewards,
+            drops_truncated=args.mask_truncated_completions,
+            shuffle=args.shuffle_dataset,
+            bonus=self._bonus(),
+            table=self._table(rewards) if args.log_completions or of_script else None,
+            rollout_func=rollout_func,
+            server=server,
+            own=self._own_methods,
+        )
 
     def _own_rollout(self, run: setup.Setup) -> OwnRollout | None:
         """The user-defined methods that generate or score completions; None if there are none."""
@@ -413,7 +421,7 @@ class RolloutTrainer(BaseTrainer):
         )  # fmt: skip
         sampling = servers.engine.parameters(options)
         ahead = self._generates_ahead()
-        if ahead and self._rollout_func() is not None:
+        if ahead and self.rollout_func is not None:
             raise ValueError(
                 "generate_ahead=True has the servers generate, but the completions of this run come from rollout_func. "
                 "Leave one of the two out."
@@ -425,13 +433,19 @@ class RolloutTrainer(BaseTrainer):
             )
         return ServerParts(servers, sampling, root, ahead, self._sync_steps())
 
-    def _table(self, names: Sequence[str] | None) -> CompletionsLog:
+    def _table(self, rewards: Rewards | None) -> CompletionsLog:
         args = self.args
         return CompletionsLog(
-            names, args.generation_batch_size, args.num_completions_to_print, args.log_unique_prompts,
-            Path(args.output_dir) / "completions" if self._writes_completions else None, trackers(args.report_to or ()),
-            self._completions_repo(), vars(args).get("log_multimodal", False), args.log_completions,
-        )  # fmt: skip
+            names=None if rewards is None else rewards.columns,
+            size=args.generation_batch_size,
+            num_to_print=args.num_completions_to_print,
+            unique_prompts=args.log_unique_prompts,
+            folder=Path(args.output_dir) / "completions" if self._writes_completions else None,
+            trackers=trackers(args.report_to or ()),
+            repo=self._completions_repo(),
+            multimodal=vars(args).get("log_multimodal", False),
+            shows=args.log_completions,
+        )
 
     def _completions_repo(self) -> CompletionsRepo | None:
         """The Hub dataset to which completions tables are uploaded, or None."""
@@ -456,11 +470,10 @@ class RolloutTrainer(BaseTrainer):
             vocab_size=run.vocab_size, encoder=run.encoder,
         )  # fmt: skip
 
-    def _rollout_func(self) -> Callable[[list], Mapping[str, Any]] | None:
-        """The user-defined `rollout_func` with this trainer bound, or None."""
-        return None if self.rollout_func is None else partial(_with_trainer, self)
+    def _call_rollout_func(self, prompts: list) -> Mapping[str, Any]:
+        return self.rollout_func(prompts, self)
 
-    def _turn(
+    def _complete_once(
         self, prompt_ids: Sequence[Sequence[int]], images: Any, group: int
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Complete text prompts, as `PolicyWriter.complete_once` does, for `_generate_single_turn`.
@@ -483,7 +496,7 @@ class RolloutTrainer(BaseTrainer):
             completions, logps = self._setup.rollout.rollout.writer.complete_once(prompt_ids, group)
         return [own.tolist() for own in completions], None if logps is None else [own.tolist() for own in logps]
 
-    def _of_any_rollout(self) -> dict[str, Any]:
+    def _rollout_options(self) -> dict[str, Any]:
         """The task fields that all online trainers share."""
         args = self.args
         cycle = Cycle(
@@ -499,10 +512,6 @@ class RolloutTrainer(BaseTrainer):
             "temperature": args.temperature,
             "cycle": cycle,
         }
-
-
-def _with_trainer(trainer: RolloutTrainer, prompts: list) -> Mapping[str, Any]:
-    return trainer.rollout_func(prompts, trainer)
 
 
 def _settle_for_streams(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
@@ -642,8 +651,7 @@ class OnlineTrainer(RolloutTrainer):
         return one.logps(model, input_ids, logits_to_keep, entropy=compute_entropy, aux_loss=compute_aux_loss)
 
     def _own_rollout(self, run: setup.Setup) -> OwnRollout | None:
-        methods = self._generate_and_score_completions, self._generate, self._tokenize_prompts
-        own = {name: method for name, method in zip(OWN_METHODS, methods, strict=True) if name in run.overridden}
+        own = [name for name in OWN_METHODS if name in run.overridden]
         if not own:
             return None
         if several():
@@ -652,10 +660,14 @@ class OnlineTrainer(RolloutTrainer):
                 "processes. Train in one process, or override _calculate_rewards."
             )
         return OwnRollout(
-            type(self).__name__, *map(own.get, OWN_METHODS),
-            grpo_form=not self._averages_losses, keeps_extras=run.script_loss is not None,
+            type(self).__name__,
+            score=self._generate_and_score_completions if "_generate_and_score_completions" in own else None,
+            generate=self._generate if "_generate" in own else None,
+            tokenize=self._tokenize_prompts if "_tokenize_prompts" in own else None,
+            grpo_form=not self._averages_losses,
+            keeps_extras=run.script_loss is not None,
             pad_token_id=run.processing_class.pad_token_id,
-        )  # fmt: skip
+        )
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
@@ -667,7 +679,7 @@ class OnlineTrainer(RolloutTrainer):
         Args:
             inputs: the rows of the dataset, one per completion.
         """
-        rewards = self._calls_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards = self._reward_functions.calculated(inputs, prompts, completions, completion_ids_list)
         return batch_tensor(rewards) if self._overridden_in_torch("_calculate_rewards") else rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -806,7 +818,7 @@ class OnlineTrainer(RolloutTrainer):
     def _rewards(self, run: setup.Setup) -> RewardFunctions:
         args, events = self.args, run.events
         # Environments and rollout_func add columns, and a transform replaces them.
-        open_ended = self._environments is not None or self._rollout_func() is not None
+        open_ended = self._environments is not None or self.rollout_func is not None
         rows = run.train_dataset
         rewards = reward_functions(
             self.reward_funcs, self._reward_processing_classes, weights=run.task.reward_weights,
@@ -817,7 +829,6 @@ class OnlineTrainer(RolloutTrainer):
         )  # fmt: skip
         if "_calculate_rewards" in run.overridden:
             rewards.own = self._calculate_rewards
-        self._calls_rewards = rewards.calculated
         self._reward_functions, self.reward_processing_classes = rewards, rewards.tokenizers
         return rewards
 
@@ -828,8 +839,8 @@ class OnlineTrainer(RolloutTrainer):
 
     def task_options(self) -> dict[str, Any]:
         """The fields of an `OnlineTask` that come from `self.args`, for `make_task`."""
-        return self._of_any_policy() | {"scale_rewards": self.args.scale_rewards}
+        return self._policy_options() | {"scale_rewards": self.args.scale_rewards}
 
-    def _of_any_policy(self) -> dict[str, Any]:
+    def _policy_options(self) -> dict[str, Any]:
         """The task fields that GRPO and RLOO share."""
-        return self._of_any_rollout() | {"beta": self.beta, "reward_weights": self._reward_weights()}
+        return self._rollout_options() | {"beta": self.beta, "reward_weights": self._reward_weights()}

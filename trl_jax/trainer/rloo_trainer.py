@@ -93,7 +93,7 @@ class RLOOTrainer(OnlineTrainer):
         """One completion per prompt; a `rollout_func` may call it. `images` must be None; `multimodal_fields` is
         ignored."""
         del multimodal_fields
-        return self._turn(prompt_ids, images, self.args.num_generations)[0]
+        return self._complete_once(prompt_ids, images, self.args.num_generations)[0]
 
     @property
     def policy(self) -> Any:
@@ -120,7 +120,7 @@ class RLOOTrainer(OnlineTrainer):
     def make_task(self) -> RlooTask:
         args = self.args
         return RlooTask(
-            **self._of_any_policy(),
+            **self._policy_options(),
             epsilon=self.epsilon_low,
             epsilon_high=self.epsilon_high,
             reward_clip_range=args.reward_clip_range,
