@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trl_jax.rollout.rollout import Completed, Experience, Written
+from trl_jax.rollout.rollout import Experience, ScoredCompletion, Written
 
 
 def completed(prompt, completion, mask, logps):
     own = None if logps is None else np.asarray(logps, np.float32)
     arrays = np.asarray(prompt, np.int32), np.asarray(completion, np.int32), np.asarray(mask, bool)
-    return Completed(*arrays, 0.5, own, None)
+    return ScoredCompletion(*arrays, 0.5, own, None)
 
 
 @pytest.mark.parametrize("logps", [None, [[-1.0, -2.0], [-3.0]]])

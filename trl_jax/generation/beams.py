@@ -27,7 +27,7 @@ from trl_jax.generation.decode import (
     prefill,
     trunk_of,
 )
-from trl_jax.generation.generator import Completions, Drawing, Progress, Request, cache_capacity
+from trl_jax.generation.generator import Completions, Progress, Request, SamplingInputs, cache_capacity
 from trl_jax.generation.noise import Noise, NoiseSource
 from trl_jax.generation.sampling import process
 from trl_jax.models.cached_decoder import with_keys
@@ -77,7 +77,7 @@ def search(
     """
     _check(weights, request)
     wide = replace(request, group=request.group * beams.count)
-    inputs, stops = wide.drawing(), request.stops()
+    inputs, stops = wide.sampling_inputs(), request.stops()
     longest = max(map(len, request.texts))
     lengths = {"max_tokens": padded_length(longest, "auto") + cache_capacity(request.max_new_tokens)}
     logits, found = _begun(weights, wide, beams, longest, **lengths)
@@ -196,7 +196,7 @@ def _advanced(
     found: Search,
     stops: Stops,
     noise: Noise | None,
-    drawing: Drawing,
+    sampling: SamplingInputs,
     step: jax.Array,
     longest: jax.Array,
     *,
@@ -226,7 +226,7 @@ def _advanced(
         logits = headed.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
     else:
         logits = _by_prompt(logits, state)
-    chosen = _candidates(logits, found, noise, step, stops, drawing, beams, kept)
+    chosen = _candidates(logits, found, noise, step, sampling, beams, kept)
     if new is not None:
         state = state._replace(cache=state.cache.appended(new, after=chosen.ids))
     return _with_candidates(found._replace(decoding=state), chosen, stops, beams)
@@ -257,8 +257,7 @@ def _candidates(
     found: Search,
     noise: Noise | None,
     step: jax.Array,
-    stops: Stops,
-    drawing: Drawing,
+    sampling: SamplingInputs,
     beams: Beams,
     kept: int,
 ) -> Candidates:
@@ -266,7 +265,7 @@ def _candidates(
     torch.multinomial."""
     state, count, vocabulary = found.decoding, beams.count, logits.shape[1]
     logps = jax.nn.log_softmax(logits, axis=-1)
-    scores = process(drawing.processors, drawing.history(state), logps) if drawing.processors else logps
+    scores = process(sampling.processors, sampling.history(state), logps) if sampling.processors else logps
     total = (scores.reshape(-1, count, vocabulary) + found.scores[..., None]).reshape(-1, count * vocabulary)
     if noise is None:
         best, at = jax.lax.top_k(total, kept)
@@ -281,7 +280,7 @@ def _candidates(
     ids = jnp.where(jnp.isnan(total).any(axis=1, keepdims=True), -1, ids)
     if state.logps is None:
         return Candidates(best, beam, ids, None)
-    scaled = jax.nn.log_softmax(logits / drawing.temperature, axis=-1).reshape(total.shape)
+    scaled = jax.nn.log_softmax(logits / sampling.temperature, axis=-1).reshape(total.shape)
     return Candidates(best, beam, ids, jnp.take_along_axis(scaled, at, axis=1))
 
 

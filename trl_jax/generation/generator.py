@@ -141,7 +141,7 @@ class _Generation:
         self._slots = Slots(request, count, done, self._shards, continued and continued.shard_of)
         self._prompt_capacity = padded_length(self._longest(self._slots.members), "auto")
         self._stops = request.stops()
-        self._inputs = request.drawing()  # for all rows of the request
+        self._inputs = request.sampling_inputs()  # for all rows of the request
         longest = padded_length(max(map(len, request.texts)), "auto")
         self._max_tokens = longest + cache_capacity(request.max_new_tokens)  # bound on prompt + completion
         self._switch_length = longrope_switch_length(weights)
@@ -180,11 +180,9 @@ class _Generation:
                 self._weights, members[:, 0], room, prompt_capacity, self._max_tokens
             )
             self._continued = None
-        state, drawing = (
-            initial_state(cache, members.reshape(-1) >= 0, capacity, logps=self._request.logps),
-            self._drawing(members),
-        )
-        return first_tokens(logits, state, self._stops, noise, drawing, shards=self._weights.shards)
+        state = initial_state(cache, members.reshape(-1) >= 0, capacity, logps=self._request.logps)
+        sampling = self._inputs_of(members)
+        return first_tokens(logits, state, self._stops, noise, sampling, shards=self._weights.shards)
 
     def _prefilled(
         self, members: np.ndarray, longest: int, prompt_capacity: int, capacity: int
@@ -223,7 +221,7 @@ class _Generation:
         """Tokens of the longest of these prompts."""
         return max(map(len, self._slots.prompts(members)))
 
-    def _drawing(self, members: np.ndarray) -> Drawing:
+    def _inputs_of(self, members: np.ndarray) -> SamplingInputs:
         """Sampling inputs for these rows."""
         rows = members.reshape(-1)
         return self._inputs._replace(prompt_ids=self._inputs.prompt_ids[rows], pads=self._inputs.pads[rows])
@@ -231,7 +229,7 @@ class _Generation:
     def _noise(self, count: int, alive: np.ndarray) -> Noise | None:
         """The noise chunk for the next step; `count` steps were taken so far."""
         if self._source is not None and self._used == self._steps:
-            self._chunk = self._source.noise(np.where(alive, self._slots.rows, -1), self._slots.drawn(count))
+            self._chunk = self._source.noise(np.where(alive, self._slots.rows, -1), self._slots.num_tokens(count))
         self._used %= self._steps
         return self._chunk
 
@@ -240,11 +238,11 @@ class _Generation:
         first, longest = self._used, self._slots.longest(count)
         state, most = self._switch_rope(state, longest)
         steps = min(self._steps - first, most)
-        if self._slots.drawn(count)[alive].max() + steps > state.capacity < self._request.max_new_tokens:
+        if self._slots.num_tokens(count)[alive].max() + steps > state.capacity < self._request.max_new_tokens:
             state = grow(state, capacity=cache_capacity(state.capacity + 1))
-        drawing = self._drawing(self._slots.members)
+        sampling = self._inputs_of(self._slots.members)
         state, status = next_tokens(
-            weights.graph, weights.arrays, weights.layers, state, self._stops, noise, drawing, np.int32(first),
+            weights.graph, weights.arrays, weights.layers, state, self._stops, noise, sampling, np.int32(first),
             np.int32(steps), np.int32(longest), dtype=weights.dtype,
             head_dtype=weights.head_dtype, max_tokens=self._max_tokens, shards=weights.shards, keeps=self._keeps,
         )  # fmt: skip
@@ -372,7 +370,7 @@ class Slots:
         """The members, `[P x G]`; row 0 for padding."""
         return np.maximum(self.members, 0).reshape(-1)
 
-    def drawn(self, count: int) -> np.ndarray:
+    def num_tokens(self, count: int) -> np.ndarray:
         """Number of tokens of each row after `count` steps."""
         return count - np.repeat(self.begun, self.members.shape[1])
 
@@ -713,14 +711,14 @@ class Request:
         """The stopping criteria."""
         return Stops(np.asarray(self.eos or (-1,), np.int32), np.int32(self.pad), np.int32(self.max_new_tokens))
 
-    def drawing(self) -> Drawing:
+    def sampling_inputs(self) -> SamplingInputs:
         """The sampling inputs of all rows."""
         width = self.width or max(map(len, self.prompts))
         ids = np.full((len(self.prompts), padded_length(width, "auto")), self.pad, np.int32)
         pads = np.asarray([width - len(prompt) for prompt in self.prompts], np.int32)
         for row, prompt, start in zip(ids, self.prompts, pads, strict=True):
             row[start:width] = prompt
-        return Drawing(
+        return SamplingInputs(
             self.processors, np.repeat(ids, self.group, axis=0), jnp.int32(width), np.repeat(pads, self.group),
             jnp.float32(self.temperature),
         )  # fmt: skip
@@ -776,7 +774,7 @@ class Completions(NamedTuple):
 # Compiled sampling steps
 
 
-class Drawing(NamedTuple):
+class SamplingInputs(NamedTuple):
     """Sampling inputs: the logits processors, and the prompts as the processors see them.
 
     processors: in order.
@@ -793,7 +791,7 @@ class Drawing(NamedTuple):
     temperature: jax.Array
 
     @classmethod
-    def specs(cls, shards: Shards) -> Drawing:
+    def specs(cls, shards: Shards) -> SamplingInputs:
         """Partition specs."""
         return cls(shards.whole, shards.rows, shards.whole, shards.rows, shards.whole)
 
@@ -814,14 +812,14 @@ class Status(NamedTuple):
         return cls(state.count, all_gather_rows(shards, state.alive))
 
 
-def _drawn(logits, state: Decoding, noise: Noise | None, step, drawing: Drawing):
+def _sampled(logits, state: Decoding, noise: Noise | None, step, sampling: SamplingInputs):
     """Sample ids `[B]` from `logits` `[B, V]`; also returns their log-probabilities if these are recorded."""
-    scores = process(drawing.processors, drawing.history(state), logits) if drawing.processors else logits
+    scores = process(sampling.processors, sampling.history(state), logits) if sampling.processors else logits
     ids = jnp.argmax(scores, axis=-1) if noise is None else sample(scores, noise.exponentials(step, logits.shape[1]))
     ids = ids.astype(jnp.int32)
     if state.logps is None:
         return ids, None
-    scaled = logits / drawing.temperature
+    scaled = logits / sampling.temperature
     at = jnp.take_along_axis(scaled, jnp.maximum(ids, 0)[:, None], axis=1)[:, 0]
     return ids, at - jax.nn.logsumexp(scaled, axis=1)
 
@@ -832,27 +830,27 @@ def first_tokens(
     state: Decoding,
     stops: Stops,
     noise: Noise | None,
-    drawing: Drawing,
+    sampling: SamplingInputs,
     *,
     shards: Shards | None = None,
 ) -> tuple[Decoding, Status]:
     """Sample the first token of each completion from the prompt logits `[P, V]`."""
 
-    def of_shard(logits, state, stops, noise, drawing):
+    def of_shard(logits, state, stops, noise, sampling):
         logits = jnp.repeat(logits, len(state.alive) // len(logits), axis=0)
-        state = with_token(state, *_drawn(logits, state, noise, 0, drawing), stops)
+        state = with_token(state, *_sampled(logits, state, noise, 0, sampling), stops)
         return state, Status.of(state, shards)
 
     def specs(own: Shards) -> tuple:
-        given = own.rows, Decoding.specs(own), own.whole, *_drawn_by(own, noise)
+        given = own.rows, Decoding.specs(own), own.whole, *_sampling_specs(own, noise)
         return given, (Decoding.specs(own), own.whole)
 
-    return shard_mapped(shards, of_shard, specs)(logits, state, stops, noise, drawing)
+    return shard_mapped(shards, of_shard, specs)(logits, state, stops, noise, sampling)
 
 
-def _drawn_by(shards: Shards, noise: Noise | None) -> tuple:
-    """Partition specs of noise and `Drawing`."""
-    return None if noise is None else noise.specs(shards), Drawing.specs(shards)
+def _sampling_specs(shards: Shards, noise: Noise | None) -> tuple:
+    """Partition specs of noise and `SamplingInputs`."""
+    return None if noise is None else noise.specs(shards), SamplingInputs.specs(shards)
 
 
 @partial(
@@ -866,7 +864,7 @@ def next_tokens(
     state: Decoding,
     stops: Stops,
     noise: Noise | None,
-    drawing: Drawing,
+    sampling: SamplingInputs,
     first: jax.Array,
     steps: jax.Array,
     longest: jax.Array,
@@ -889,11 +887,11 @@ def next_tokens(
     steps_of = _Steps(graph, dtype, head_dtype, max_tokens, shards, keeps)
 
     def specs(own: Shards) -> tuple:
-        given = own.params, own.whole, Decoding.specs(own), own.whole, *_drawn_by(own, noise), *[own.whole] * 3
+        given = own.params, own.whole, Decoding.specs(own), own.whole, *_sampling_specs(own, noise), *[own.whole] * 3
         return given, (Decoding.specs(own), own.whole)
 
     of_shard = shard_mapped(shards, steps_of, specs, parameters=True)
-    return of_shard(arrays, layers, state, stops, noise, drawing, first, steps, longest)
+    return of_shard(arrays, layers, state, stops, noise, sampling, first, steps, longest)
 
 
 @dataclass(frozen=True)
@@ -907,7 +905,7 @@ class _Steps:
     shards: Shards | None
     keeps: bool
 
-    def __call__(self, arrays, layers, state, stops, noise, drawing, first, steps, longest):
+    def __call__(self, arrays, layers, state, stops, noise, sampling, first, steps, longest):
         trunk, headed = trunk_of(merge(self.graph, arrays)), model_with_cast_head(self.graph, arrays, self.head_dtype)
         options = {"layers": layers, "dtype": self.dtype, "max_tokens": self.max_tokens}
 
@@ -924,7 +922,7 @@ class _Steps:
         def step(carry):
             number, state, rotation, _ = carry
             logits, new = forward(state, number, rotation)
-            ids, logps = _drawn(logits, state, noise, first + number, drawing)
+            ids, logps = _sampled(logits, state, noise, first + number, sampling)
             cache = state.cache.appended(new, after=ids, alive=state.alive if self.keeps else None)
             state = with_token(state._replace(cache=cache), ids, logps, stops)
             # Compute the angles for the next step here: if they were used in the same step, XLA would recompute them in

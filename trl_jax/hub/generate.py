@@ -527,8 +527,10 @@ def complete(
     if settings.config.stop_strings is not None:
         request = replace(request, stop=StopStrings(settings.config.stop_strings, tokenizer).end_of)
     drawing = drawing_of(settings, stream, dtype)
-    options = {"dtype": dtype, "head_dtype": head_dtype, "progress": progress, "limit": limit, "turns": turns}
-    return run(model, request, drawing, beams=settings.beams, **options)
+    return run(
+        model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress, limit=limit,
+        beams=settings.beams, turns=turns,
+    )  # fmt: skip
 
 
 # Field of a generation_config that `complete` does not support -> its values without effect, and why.

@@ -221,7 +221,7 @@ def _token_losses(
     settings: PolicyLoss, policies: Policies, ref: jax.Array | None, sampling: jax.Array | None, unmasked: jax.Array
 ) -> tuple[jax.Array, Sums]:
     """Per-token loss, `[N]`: the surrogate times the masks and the sampler correction, plus the KL term."""
-    groups, old, correction = policies.places, policies.old_logps, None
+    groups, old, correction = policies.groups, policies.old_logps, None
     if settings.sampler_correction is not None:
         completions = len(policies.advantages)
         correction = sampler_ratio(old, sampling, groups.mask, groups.text, completions, settings=settings)
@@ -253,7 +253,7 @@ def _token_factors(
     settings: PolicyLoss, policies: Policies, sampled: jax.Array, correction: jax.Array | None
 ) -> jax.Array | float:
     """Factor of each token's loss, `[N]`, from the off-policy mask and the sampler correction."""
-    groups, factor = policies.places, 1.0
+    groups, factor = policies.groups, 1.0
     if settings.off_policy_mask_threshold is not None:
         threshold = settings.off_policy_mask_threshold
         kept = off_policy_mask(policies.logps, sampled, policies.advantages, threshold, groups)
@@ -325,25 +325,25 @@ def rloo_loss(
 
 
 class Policies(NamedTuple):
-    """Log-probabilities `[N]` under the policy and the policy that sampled, advantages `[X]`, and token places."""
+    """Log-probabilities `[N]` under the policy and the policy that sampled, advantages `[X]`, and token groups."""
 
     logps: jax.Array
     old_logps: jax.Array
     advantages: jax.Array
-    places: TokenGroups
+    groups: TokenGroups
 
     def ratio(self, settings: PolicyLoss) -> jax.Array:
         """Policy ratio: per token `[N]`, or per completion `[X]` (geometric mean over its tokens)."""
         difference = self.logps - self.old_logps
-        return jnp.exp(self.places.mean(difference) if settings.of_sequences else difference)
+        return jnp.exp(self.groups.mean(difference) if settings.of_sequences else difference)
 
     def of_tokens(self, settings: PolicyLoss, values: jax.Array) -> jax.Array:
         """Spread per-ratio values to the tokens, `[N]`."""
-        return self.places.spread(values) if settings.of_sequences else values
+        return self.groups.spread(values) if settings.of_sequences else values
 
     def sums(self, settings: PolicyLoss, values: jax.Array) -> jax.Array:
         """Sum per-ratio values over each micro-batch, `[M]`."""
-        return (self.places.by_completion if settings.of_sequences else self.places.by_token)(values)
+        return (self.groups.by_completion if settings.of_sequences else self.groups.by_token)(values)
 
 
 def surrogate(settings: PolicyLoss, policies: Policies, correction: jax.Array | None) -> tuple[jax.Array, Sums]:
@@ -352,7 +352,7 @@ def surrogate(settings: PolicyLoss, policies: Policies, correction: jax.Array | 
     Args:
         correction: the result of `sampler_ratio`; only vespo uses it here.
     """
-    logps, advantages = policies.logps, policies.places.spread(policies.advantages)
+    logps, advantages = policies.logps, policies.groups.spread(policies.advantages)
     ratio = policies.of_tokens(settings, policies.ratio(settings))
     if settings.loss_type in CLIPPED:
         within = clipped(ratio, 1 - settings.epsilon, 1 + settings.highest)
@@ -364,8 +364,8 @@ def surrogate(settings: PolicyLoss, policies: Policies, correction: jax.Array | 
     if settings.loss_type == "sapo":
         tau = jnp.where(advantages > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
         return -jax.nn.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, {}
-    phi = gamma_weights(logps - policies.old_logps, policies.advantages, correction, settings, policies.places)
-    return -policies.places.spread(phi) * advantages * logps, {"phi": policies.places.by_completion(phi)}
+    phi = gamma_weights(logps - policies.old_logps, policies.advantages, correction, settings, policies.groups)
+    return -policies.groups.spread(phi) * advantages * logps, {"phi": policies.groups.by_completion(phi)}
 
 
 def _capped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
@@ -374,7 +374,7 @@ def _capped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
 
 
 def _clipped_sums(settings: PolicyLoss, policies: Policies) -> Sums:
-    groups = policies.places
+    groups = policies.groups
     high, low = _clip_indicators(settings, policies, 1 + settings.highest, 1 - settings.epsilon)
     compared = groups.micro_batch if settings.of_sequences else groups.micro_batch & (groups.lengths > 0)
     lows, highs = (low, high) if settings.of_sequences else (groups.mean(low), groups.mean(high))
@@ -396,7 +396,7 @@ def _clip_indicators(
     if settings.loss_type in CLIPPED:
         ratio = clipped(ratio, most=settings.delta)
     if not settings.of_sequences:
-        advantages = policies.places.spread(advantages)
+        advantages = policies.groups.spread(advantages)
     high, low = (ratio > most) & (advantages > 0), (ratio < least) & (advantages < 0)
     return high.astype(jnp.float32), low.astype(jnp.float32)
 

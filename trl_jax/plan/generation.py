@@ -32,9 +32,9 @@ from trl_jax.generation.decode import (
 from trl_jax.generation.generator import (
     FIRST_CAPACITY,
     STEPS,
-    Drawing,
     Lengths,
     Limit,
+    SamplingInputs,
     cache_capacity,
     next_tokens,
     queue_of,
@@ -407,7 +407,7 @@ class Programs:
         """Trace decoding steps with a full cache."""
         weights, size = self._weights, self._size
         number, each = _ints(), _ints(size.completions)
-        drawing = Drawing((), _ints(size.completions, size.prompt_places), number, each, _struct((), np.float32))
+        drawing = SamplingInputs((), _ints(size.completions, size.prompt_places), number, each, _struct((), np.float32))
         return next_tokens.trace(
             weights.graph, weights.arrays, weights.layers, full, Stops(_ints(1), number, number),
             self._noise(), drawing, number, number, number, dtype=weights.dtype, head_dtype=weights.head_dtype,

@@ -124,7 +124,7 @@ class Rollout:
         dropped = self._truncated(made) & self.drops_truncated
         masks = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
         completions = [
-            Completed(np.asarray(prompt, np.int32), np.asarray(ids, np.int32), mask, 0.0, images=images)
+            ScoredCompletion(np.asarray(prompt, np.int32), np.asarray(ids, np.int32), mask, 0.0, images=images)
             for prompt, ids, mask, images in zip(
                 made.prompt_ids, made.completion_ids, masks, made.images_of_each, strict=True
             )
@@ -332,7 +332,7 @@ def example_of(
 
 def step_examples(
     task: RolloutTask,
-    micro_batches: Sequence[Sequence[Completed]],
+    micro_batches: Sequence[Sequence[ScoredCompletion]],
     generations: Sequence[Experience],
     share: float,
     ranks: int,
@@ -370,7 +370,7 @@ def step_examples(
 # Completions with advantages, as trained on and checkpointed
 
 
-class Completed(NamedTuple):
+class ScoredCompletion(NamedTuple):
     """A prompt with one completion.
 
     prompt, completion: token ids, int32.
@@ -417,7 +417,7 @@ class Experience:
     num_items: the `num_items_in_batch` that a script returned; None: the number of tokens that contribute to the loss.
     """
 
-    rows: Sequence[Completed]
+    rows: Sequence[ScoredCompletion]
     num_items: float | None = None
 
     @property
@@ -435,7 +435,7 @@ class Experience:
         """The same completions in another order."""
         return replace(self, rows=[self.rows[place] for place in order])
 
-    def part(self, number: int, parts: int, ranks: int) -> list[Completed]:
+    def part(self, number: int, parts: int, ranks: int) -> list[ScoredCompletion]:
         """Micro-batch `number` of `parts`: the rows are divided into `ranks` equal runs, and each run contributes its
         part with this number."""
         of_rank = len(self.rows) // ranks
@@ -484,7 +484,7 @@ class Experience:
         extras = [own or None for own in extras]
         of_each = *columns, arrays["advantage"].tolist(), *logps, images, extras
         num_items = float(arrays["num_items"]) if "num_items" in arrays else None
-        return cls([Completed(*row) for row in zip(*of_each, strict=True)], num_items)
+        return cls([ScoredCompletion(*row) for row in zip(*of_each, strict=True)], num_items)
 
 
 # Completions before scoring

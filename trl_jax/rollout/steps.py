@@ -19,10 +19,10 @@ from datasets import IterableDataset
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.rollout.completions_log import MetricLog
 from trl_jax.rollout.rollout import (
-    Completed,
     Experience,
     Rollout,
     Row,
+    ScoredCompletion,
     Written,
     prefixed,
     under_prefix,
@@ -72,7 +72,7 @@ class RolloutSteps:
     cycle: Cycle
     read_row: Callable[[Any], Row]
     make_sampler: Callable[[], Sampler]
-    lay_out: Callable[[list[list[Completed]], list[Experience], int, float | None], Any]
+    lay_out: Callable[[list[list[ScoredCompletion]], list[Experience], int, float | None], Any]
     measure: Callable[[dict[str, np.ndarray]], dict[str, list[float]]]
     streams: Sequence[TorchGenerator]
     seeds: TorchGenerator | None

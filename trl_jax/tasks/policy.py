@@ -119,7 +119,7 @@ class RolloutTask(TokenTask):
 
     @property
     def logps(self) -> frozenset[str]:
-        """The log-probabilities that completions need, by the names of `Completed`'s fields."""
+        """The log-probabilities that completions need, by the names of `ScoredCompletion`'s fields."""
         return frozenset()
 
     @property
@@ -131,7 +131,7 @@ class RolloutTask(TokenTask):
         """The numbers that the loss needs of a completion and of its unmasked tokens, by name.
 
         Args:
-            row: a `Completed` of `rollout`.
+            row: a `ScoredCompletion` of `rollout`.
         """
         del row
         return {}, {}
@@ -157,6 +157,17 @@ class RolloutTask(TokenTask):
         """
         del made
         return self
+
+
+def micro_batches_of(batch: Batch) -> jax.Array:
+    """The real completions in each micro-batch of a pass, bool `[M, X]`."""
+    return real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch))
+
+
+def ref_logps_of(batch: Batch, logps: jax.Array) -> jax.Array:
+    """The log-probabilities under the reference, `[N]`: those of the policy itself while the two are equal."""
+    equal = jnp.max(batch.extras.example["at_reference"]) > 0
+    return jnp.where(equal, jax.lax.stop_gradient(logps), batch.extras.read["ref_logps"])
 
 
 def check_changes(then: RolloutTask, now: RolloutTask) -> None:
@@ -311,23 +322,20 @@ class OnlineTask(PolicyTask):
 
     def tokens(self, outputs: Sums, batch: Batch) -> CompletionTokens:
         """The unmasked tokens of this pass; arguments as in `loss`."""
-        micro_batch = real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch))
+        micro_batch = micro_batches_of(batch)
         groups = token_groups(outputs["logps"], None, batch.text, micro_batch, len(batch.weight))
 
         def counted(values: jax.Array) -> jax.Array:
             return jnp.where(groups.mask, values, 0)
 
         logps = counted(outputs["logps"])
-        itself = jax.lax.stop_gradient(logps)
         old_logps, ref_logps = batch.extras.read.get("old_logps"), batch.extras.read.get("ref_logps")
-        if ref_logps is not None:
-            ref_logps = counted(ref_logps)
-            if self.diverges_in_loss:
-                ref_logps = jnp.where(jnp.max(batch.extras.example["at_reference"]) > 0, itself, ref_logps)
+        if self.diverges_in_loss:
+            ref_logps = ref_logps_of(batch, logps)
         return CompletionTokens(
             logps,
-            itself if old_logps is None else counted(old_logps),
-            ref_logps,
+            jax.lax.stop_gradient(logps) if old_logps is None else counted(old_logps),
+            None if ref_logps is None else counted(ref_logps),
             jax.lax.stop_gradient(counted(outputs["entropy"])),
             groups.spread(batch.extras.example["advantage"]),
             groups,
@@ -385,11 +393,8 @@ class GrpoTask(OnlineTask):
     def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The step's loss of the completions of a pass, and sums over micro-batches."""
         numbers, of_reads = batch.extras.example, batch.extras.read
-        coefficient = jnp.max(numbers["entropy_coef"]) if self.entropy_bonus else None
-        ref_logps = of_reads.get("ref_logps")
-        if self.diverges_in_loss:
-            itself = jnp.max(numbers["at_reference"]) > 0
-            ref_logps = jnp.where(itself, jax.lax.stop_gradient(outputs["logps"]), ref_logps)
+        entropy_coef = jnp.max(numbers["entropy_coef"]) if self.entropy_bonus else None
+        ref_logps = ref_logps_of(batch, outputs["logps"]) if self.diverges_in_loss else None
         return grpo_loss(
             outputs["logps"],
             numbers["advantage"],
@@ -400,8 +405,8 @@ class GrpoTask(OnlineTask):
             text=batch.text,
             token_weight=numbers["token_weight"],
             completion_weight=batch.weight,
-            micro_batch=real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch)),
-            entropy_coef=coefficient,
+            micro_batch=micro_batches_of(batch),
+            entropy_coef=entropy_coef,
             settings=self.objective,
         )
 
@@ -448,7 +453,7 @@ class AsyncGrpoTask(GrpoTask):
         numbers, itself = batch.extras.example, jax.lax.stop_gradient(outputs["logps"])
         sampling = batch.extras.read["sampling_logps"]
         sampling = jnp.where(jnp.isnan(sampling), itself, sampling)
-        micro_batch = real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch))
+        micro_batch = micro_batches_of(batch)
         loss, sums = grpo_loss(
             outputs["logps"],
             numbers["advantage"],
@@ -508,11 +513,6 @@ class RlooTask(PolicyTask):
     def _like(self, now: RlooTask) -> RlooTask:
         return replace(super()._like(now), epsilon=now.epsilon, epsilon_high=now.epsilon_high)
 
-    def token_weights(
-        self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any
-    ) -> np.ndarray:
-        return completion_weight
-
     def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The step's loss of the completions of a pass, and sums over micro-batches."""
         return rloo_loss(
@@ -522,7 +522,7 @@ class RlooTask(PolicyTask):
             entropies=outputs["entropy"],
             text=batch.text,
             completion_weight=batch.weight,
-            micro_batch=real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch)),
+            micro_batch=micro_batches_of(batch),
             epsilon=self.epsilon,
             epsilon_high=self.epsilon_high,
         )
@@ -602,34 +602,43 @@ def _clipped(totals: HostSums, ratios: np.ndarray) -> Iterator[tuple[str, np.nda
 # Entropy bonus
 
 
+class EntropySettings(NamedTuple):
+    """How an adaptive entropy bonus follows the entropy of the last step.
+
+    target: in nats. If the entropy is at most the target, the bonus is applied and its coefficient raised by `delta`;
+        otherwise it is not applied and the coefficient is lowered, within [`least`, `most`].
+    """
+
+    target: float
+    delta: float
+    least: float
+    most: float
+
+
 @dataclass
 class EntropyBonus:
     """The coefficient of the entropy bonus, fixed or adapted after each step.
 
     coef: the current coefficient.
-    target: entropy in nats. If the entropy of the last step is at most the target, the bonus is applied and `coef` is
-        raised by `delta`; otherwise it is not applied and `coef` is lowered, within [`least`, `most`]. None keeps
-        `coef` fixed.
-    settings: returns the current values of `target`, `delta`, `least` and `most`, because TRL reads these arguments in
-        each step; None if they stay as they are.
+    read_settings: returns the current settings, which TRL reads in each step; None keeps `coef` fixed.
     """
 
     coef: float
-    target: float | None = None
-    delta: float = 0.005
-    least: float = 0.0
-    most: float = 1.0
+    read_settings: Callable[[], EntropySettings] | None = None
     entropy: float = math.inf  # of the last step
     logged: list[float] = field(default_factory=list)  # coefficient after each step since the last log
-    settings: Callable[[], dict[str, float]] | None = None
     _metrics: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._settings = None if self.read_settings is None else self.read_settings()
 
     def next(self) -> float:
         """The coefficient for the next step; 0 if an adaptive bonus is not applied."""
         self._adapt()
-        if self.settings is not None:
-            vars(self).update(self.settings())
-        return self.coef if self.target is None or self.entropy <= self.target else 0.0
+        if self.read_settings is None:
+            return self.coef
+        self._settings = self.read_settings()
+        return self.coef if self.entropy <= self._settings.target else 0.0
 
     @property
     def now(self) -> float:
@@ -646,9 +655,8 @@ class EntropyBonus:
             return
         total, tokens = (np.asarray(self._metrics[f"bonus_{name}"], np.float64).sum() for name in ("entropy", "tokens"))
         self._metrics, self.entropy = None, float(total / max(tokens, 1))
-        if self.target is not None:
-            bounds = {"delta": self.delta, "least": self.least, "most": self.most}
-            self.coef = next_entropy_coef(self.coef, self.entropy, target=self.target, **bounds)
+        if self._settings is not None:
+            self.coef = next_entropy_coef(self.coef, self.entropy, **self._settings._asdict())
         self.logged.append(self.coef)
 
     def taken(self) -> list[float]:

@@ -19,7 +19,7 @@ from trl_jax.hub.torch_objects import also_of_tensors, any_tensor
 from trl_jax.losses.policy_gradient import MAX_LOG, MIN_LOG, PolicyLoss, entropy_mask
 from trl_jax.rollout.completions_log import CompletionsRepo
 from trl_jax.rollout.tools import Environments
-from trl_jax.tasks.policy import EntropyBonus, GrpoTask
+from trl_jax.tasks.policy import EntropyBonus, EntropySettings, GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.online import OnlineTrainer, argument, clip_range
 from trl_jax.trainer.overrides import MirroredArg, accepting_old_keywords, as_config
@@ -231,15 +231,16 @@ class GRPOTrainer(OnlineTrainer):
         return self._complete_once(prompt_ids, images, num_generations)
 
     def _bonus(self) -> EntropyBonus | None:
-        args = self.args
-        if not args.use_adaptive_entropy:
-            return EntropyBonus(args.entropy_coef) if args.entropy_coef else None
-        return EntropyBonus(args.entropy_coef, **self._entropy_settings(), settings=self._entropy_settings)
+        coef = self.args.entropy_coef
+        if self.args.use_adaptive_entropy:
+            return EntropyBonus(coef, self._entropy_settings)
+        return EntropyBonus(coef) if coef else None
 
-    def _entropy_settings(self) -> dict[str, float]:
+    def _entropy_settings(self) -> EntropySettings:
         args = self.args
-        bounds = {"least": args.entropy_coef_min, "most": args.entropy_coef_max}
-        return {"target": args.entropy_target, "delta": args.entropy_coef_delta, **bounds}
+        return EntropySettings(
+            args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max
+        )
 
 
 def _sampler_correction(args: GRPOConfig) -> dict[str, Any]:

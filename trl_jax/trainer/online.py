@@ -290,7 +290,7 @@ class RolloutTrainer(BaseTrainer):
 
         options = {"averaged": self._averages_losses, "functions": hooks.loss_functions}
         loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, **options)
-        return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, own_loss=loss)
+        return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, script_loss=loss)
 
     def _in_own_loss(self, name: str) -> Any:
         if self._own_pass is None:

@@ -227,7 +227,7 @@ class ReferenceTrainer(BaseTrainer):
         if not hooks.overridden & {"compute_loss", "_compute_loss"}:
             return hooks
         self._own_metrics = OwnMetrics(lambda: self._setup)
-        return hooks._replace(overridden=hooks.overridden | {"compute_loss"}, own_loss=self._own_metrics)
+        return hooks._replace(overridden=hooks.overridden | {"compute_loss"}, script_loss=self._own_metrics)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

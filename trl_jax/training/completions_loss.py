@@ -21,11 +21,12 @@ from trl_jax.data.batch import Batch, CompletionRows, Extras, padded_length
 from trl_jax.data.packed import by_shard
 from trl_jax.hub import torch_objects
 from trl_jax.losses.policy_gradient import sampler_ratio
-from trl_jax.losses.supervised import of_texts, real_examples
+from trl_jax.losses.supervised import of_texts
 from trl_jax.mesh.mesh import undivided
 from trl_jax.mesh.processes import several
-from trl_jax.rollout.rollout import TRL_LOGPS, Completed, Experience
+from trl_jax.rollout.rollout import TRL_LOGPS, Experience, ScoredCompletion
 from trl_jax.tasks.distillation import TokenDivergences
+from trl_jax.tasks.policy import micro_batches_of, ref_logps_of
 from trl_jax.training.forward import AUX_LOSS, with_aux_loss
 from trl_jax.training.script_loss import described
 from trl_jax.training.script_metrics import OWN_METRIC, own_metrics, own_sums
@@ -118,7 +119,7 @@ class OwnLoss:
         return jnp.where(one.real, share * loss.astype(jnp.float32), 0), one.sums()
 
     def with_rows(
-        self, arrays: Batch, micro_batches: Sequence[Sequence[Completed]], generations: Sequence[Experience]
+        self, arrays: Batch, micro_batches: Sequence[Sequence[ScoredCompletion]], generations: Sequence[Experience]
     ) -> Batch:
         """The arrays of a step with the rows that the script sees; see `with_rows`."""
         return with_rows(arrays, micro_batches, generations, self._setup())
@@ -153,7 +154,7 @@ def check_bonus(setup: Setup, *, asked: bool) -> None:
 
 
 def with_rows(
-    arrays: Batch, micro_batches: Sequence[Sequence[Completed]], generations: Sequence[Experience], setup: Setup
+    arrays: Batch, micro_batches: Sequence[Sequence[ScoredCompletion]], generations: Sequence[Experience], setup: Setup
 ) -> Batch:
     """Add the completions as rows to the arrays of a step.
 
@@ -163,7 +164,7 @@ def with_rows(
     shards, pad_token_id = setup.shards, setup.processing_class.pad_token_id
     multiple = setup.pad_to_multiple_of if isinstance(setup.pad_to_multiple_of, int) else 1  # TRL's padding
 
-    def longest(rows: Sequence[Completed]) -> tuple[int, int]:
+    def longest(rows: Sequence[ScoredCompletion]) -> tuple[int, int]:
         """The widths of prompts and completions that TRL pads these rows to."""
         lengths = max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
         return tuple(-(-length // multiple) * multiple for length in lengths)
@@ -234,10 +235,7 @@ class OwnPass:
             inputs["old_logps"] = extras.example["old_logps"]
         of_reads = dict(extras.read)
         if "ref_logps" in of_reads and task.diverges_in_loss:
-            itself = jnp.max(extras.example["at_reference"]) > 0
-            of_reads["ref_logps"] = jnp.where(
-                itself, jax.lax.stop_gradient(self._outputs["logps"]), of_reads["ref_logps"]
-            )
+            of_reads["ref_logps"] = ref_logps_of(self._batch, self._outputs["logps"])
         inputs |= {name: self._by_row(of_reads[key]) for name, key in TRL_LOGPS.items() if key in of_reads}
         if "sampling_logps" in of_reads and task.correction is not None:
             old, sampling = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
@@ -335,11 +333,14 @@ class OwnPass:
             kept = self._by_read(jnp.asarray(inputs["completion_mask"], jnp.float32), "completion_mask") > 0
             batch = batch._replace(text=jnp.where(kept, batch.text, len(batch.weight)))
             if "token_weight" in example:
-                micro_batch = real_examples(batch.weight, jnp.atleast_2d(batch.micro_batch))
                 lengths = of_texts(jnp.ones(len(batch.text)), batch.text, len(batch.weight))
                 part = self.micro_batches / task.cycle.parts if self._setup.model.training else 1.0
                 example["token_weight"] = task.token_weights(
-                    lengths, batch.weight, micro_batch, generated_tokens=inputs["num_items_in_batch"], part=part
+                    lengths,
+                    batch.weight,
+                    micro_batches_of(batch),
+                    generated_tokens=inputs["num_items_in_batch"],
+                    part=part,
                 )
         if other := sorted(changed - {"advantages", "old_logps", "completion_mask", *TRL_LOGPS}):
             raise TypeError(

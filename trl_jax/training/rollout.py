@@ -36,13 +36,13 @@ from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.rewards import raised_by
 from trl_jax.rollout.rollout import (
     TRL_LOGPS,
-    Completed,
     Experience,
     Ids,
     Judge,
     Logps,
     Rewards,
     Rollout,
+    ScoredCompletion,
     Written,
     all_written,
     example_of,
@@ -243,7 +243,7 @@ class StepMaker:
 
     def __call__(
         self,
-        micro_batches: list[list[Completed]],
+        micro_batches: list[list[ScoredCompletion]],
         generations: list[Experience],
         number: int,
         entropy_coef: float | None,
@@ -258,7 +258,7 @@ class StepMaker:
             return step
         return step._replace(arrays=setup.script_loss.with_rows(step.arrays, micro_batches, generations))
 
-    def _with_features(self, rows: list[Completed]) -> list[Completed]:
+    def _with_features(self, rows: list[ScoredCompletion]) -> list[ScoredCompletion]:
         """Add the features of their images to completions: checkpoints lack them."""
         images = _with_features(self._setup, [row.images for row in rows])
         return [row._replace(images=own) for row, own in zip(rows, images, strict=True)]
@@ -327,7 +327,11 @@ class PolicyWriter:
         if not prompts:
             return None if self._server is None else in_rounds(self._complete_round, lambda further: None)
         self._check(prompts[::group])
-        return self.checked(self._written(prompts, group) if self._rollout_func is None else self._by_script(prompts))
+        if self._rollout_func is not None:
+            return self.checked(self._by_script(prompts))
+        if self._server is not None:
+            return self.checked(self._by_servers(prompts, group, GenerationProgress(self._line, len(prompts)))())
+        return self.checked(self._by_policy(prompts, group))
 
     def checked(self, made: Written) -> Written:
         encoder = self._setup.encoder
@@ -371,10 +375,8 @@ class PolicyWriter:
             return made
         return replace(made, images=prompt_rows.placed_images(prompts, made.prompt_ids, setup.encoder))
 
-    def _written(self, prompts: list, group: int) -> Written:
+    def _by_policy(self, prompts: list, group: int) -> Written:
         tools = self._sampling.tools
-        if self._server is not None:
-            return self._by_servers(prompts, group, GenerationProgress(self._line, len(prompts)))()
         ids, images = self._checked_ids(prompts)
         turns = None if tools is None else TurnCache()
         completions = self.complete(ids, _group_of(ids, group, _keys(images)), images, turns)
@@ -501,16 +503,25 @@ class PolicyWriter:
         images: list[TextImages] | None = None,
         turns: TurnCache | None = None,
     ) -> list[np.ndarray]:
-        setup, options = self._setup, self._sampling.options
-        how = {"group": group, "stream": self._stream, "dtype": setup.args.compute_dtype, "logps": False}
-        how["head_dtype"] = "float32" if setup.args.cast_lm_head_to_fp32 else None
-        how["progress"] = GenerationProgress(self._line, len(prompt_ids))
+        setup = self._setup
         tell_first(setup.progress.told, "generation")
-        how["images"] = None if images is None else images[::group]
-        how |= {"tokenizer": setup.processing_class, "turns": turns}
         with setup.on_device():
             model = self._copy if self._alone else setup.model
-            out = complete(model, prompt_ids[::group], options, limit=self._limit(model), **how)
+            out = complete(
+                model,
+                prompt_ids[::group],
+                self._sampling.options,
+                group=group,
+                stream=self._stream,
+                dtype=setup.args.compute_dtype,
+                head_dtype="float32" if setup.args.cast_lm_head_to_fp32 else None,
+                logps=False,
+                images=None if images is None else images[::group],
+                progress=GenerationProgress(self._line, len(prompt_ids)),
+                limit=self._limit(model),
+                tokenizer=setup.processing_class,
+                turns=turns,
+            )
         every = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
         return [up_to_end(tokens, self._sampling.own_ends) for tokens in every]
 

@@ -415,7 +415,7 @@ def build(
         encoder=tokens.encoder,
         reader=tokens.reader,
         features=FeatureStore(args) if takes_images and sharding_plan is None and not several() else None,
-        script_loss=hooks.own_loss,
+        script_loss=hooks.script_loss,
     )
     begin_state(events, setup.train_batch_size)
 

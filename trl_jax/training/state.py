@@ -98,8 +98,7 @@ class Hooks(NamedTuple):
     loss: returns the user-defined `loss`; None if there is none, and the step calls `Forward.loss` directly.
     own_step: calls the user-defined `training_step` and `_prepare_inputs` (`own_step.OwnStep`); None without any.
     loss_is_function: whether `compute_loss` calls a `compute_loss_func` that was passed.
-    own_loss: the user-defined loss that replaces the task's (`completions_loss.OwnLoss` or
-        `script_metrics.OwnMetrics`); None without one.
+    script_loss: as in `Setup`.
     loss_functions: the user-defined functions that compute the loss, from `overrides.loss_functions`.
     overridden: names that a user's subclass of the trainer defines.
     prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
@@ -125,7 +124,7 @@ class Hooks(NamedTuple):
     script_values: Callable[[], tuple[tuple[str, Any], ...]]
     set_by_script: Callable[[], Collection[str]]
     settle_task: Callable[[], None]
-    own_loss: Any = None
+    script_loss: Any = None
     own_step: Any = None
 
 

@@ -87,7 +87,7 @@ class StepParts(NamedTuple):
     loss: the task.
     frozen: names of the parameters that a script has frozen.
     values: numbers and strings set on the trainer, if the step contains a user-defined loss.
-    own_loss: the trainer's `loss` if a script defines it.
+    trainer_loss: the trainer's `loss` if a script defines it.
     """
 
     loss: Task
@@ -95,14 +95,14 @@ class StepParts(NamedTuple):
     frozen: frozenset[str]
     accumulation: int
     values: tuple[tuple[str, Any], ...] = ()
-    own_loss: Callable | None = None
+    trainer_loss: Callable | None = None
 
     @classmethod
-    def now(cls, setup: Setup, own_loss: Callable | None) -> StepParts:
+    def now(cls, setup: Setup, trainer_loss: Callable | None) -> StepParts:
         args, script_loss = setup.args, setup.script_loss
         values = () if script_loss is None else script_loss.values()
         frozen = frozenset(setup.model.frozen_names)
-        return cls(setup.task, args.max_grad_norm, frozen, args.gradient_accumulation_steps, values, own_loss)
+        return cls(setup.task, args.max_grad_norm, frozen, args.gradient_accumulation_steps, values, trainer_loss)
 
     def changed_since(self, before: StepParts) -> str:
         """The differences, in words."""
@@ -117,7 +117,7 @@ class RecompileCheck:
 
     settle: updates the run's task from attributes that a script has set.
     made_optimizer: creates an optimizer from the current arguments.
-    own_loss: returns the trainer's `loss` if a script defines it, else None.
+    trainer_loss: returns the trainer's `loss` if a script defines it, else None.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class RecompileCheck:
         setup: Setup,
         settle: Callable[[], None],
         made_optimizer: Callable[[], Optimizer],
-        own_loss: Callable[[], Callable | None],
+        trainer_loss: Callable[[], Callable | None],
     ):
-        self._setup, self._settle, self._made_optimizer, self._own_loss = setup, settle, made_optimizer, own_loss
-        self._before = StepParts.now(setup, own_loss())
+        self._setup, self._settle, self._made_optimizer = setup, settle, made_optimizer
+        self._trainer_loss, self._before = trainer_loss, StepParts.now(setup, trainer_loss())
 
     def __call__(self) -> Optimizer | None:
         """None if nothing has changed since the last step was compiled.
@@ -138,7 +138,7 @@ class RecompileCheck:
         """
         setup, before = self._setup, self._before
         self._settle()
-        found = self._before = StepParts.now(setup, self._own_loss())
+        found = self._before = StepParts.now(setup, self._trainer_loss())
         if found == before:
             return None
         if found.accumulation != before.accumulation:
@@ -170,23 +170,23 @@ class TrainStep:
         self,
         setup: Setup,
         forward: Forward,
-        script_loss: Callable[[], Callable | None],
+        trainer_loss: Callable[[], Callable | None],
         sharded_step: ShardedStep | None,
         user_loss: UserLoss | None,
     ):
         """
         Args:
-            script_loss: returns a user-defined `loss` that replaces `Forward.loss`; None if there is none.
+            trainer_loss: returns a user-defined `loss` that replaces `Forward.loss`; None if there is none.
             sharded_step: divides the step over several devices; None on a single device.
             user_loss: a user-defined compute_loss; the step then runs one micro-batch at a time.
         """
-        self._setup, self._forward, self._script_loss = setup, forward, script_loss
+        self._setup, self._forward, self._trainer_loss = setup, forward, trainer_loss
         self.sharded_step, self.user_loss = sharded_step, user_loss
 
     @property
     def loss(self) -> Callable:
         """A subclass's `loss` if it defines one, otherwise `Forward.loss`."""
-        return self._script_loss() or self._forward.loss
+        return self._trainer_loss() or self._forward.loss
 
     def reference_shares_tower(self) -> bool:
         """As `Forward.reference_shares_tower`."""
