@@ -246,5 +246,5 @@ def test_a_run_tokenizes_answers_as_its_prompts():
     reader = PartsTokenizer(made.tokenizer)
     sampling = Sampling(options, None, {}, (), parses_messages=True, tools=made)
     parts = SimpleNamespace(sampling=sampling, rollout_func=None, rewards=None, own=None, server=None)
-    writer = PolicyWriter(SimpleNamespace(chat_tokenizer=reader), parts, None, None, alone=False)
+    writer = PolicyWriter(SimpleNamespace(chat_tokenizer=reader), parts, [None], None, alone=False)
     assert writer._sampling.tools.chat_tokenizer is reader and writer._sampling.tools.calls is made.calls

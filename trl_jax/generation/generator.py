@@ -128,7 +128,7 @@ class _Generation:
         watch: Watch | None = None,
         turns: TurnCache | None = None,
     ):
-        self._weights, self._request, self._watch, self._turns = weights, request, watch, turns
+        self._weights, self._watch, self._turns = weights, watch, turns
         self.kept: list[Piece] = []
         self._source, self._chunk, self._steps, self._used = noise, None, steps, steps
         self._shards = 1 if weights.shards is None else weights.shards.count

@@ -99,6 +99,7 @@ class CompletionsLog:
         rewards: np.ndarray | None = None,
         advantages: np.ndarray | None = None,
         extra: Mapping[str, list] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         """Add the completions of a generation.
 
@@ -106,7 +107,9 @@ class CompletionsLog:
             rewards: `[B, F]`; None if completions are not scored.
             advantages: `[B]`; None if completions are not scored.
             extra: columns from `log_extra`, which may differ between generations.
+            names: the reward functions' current names; None: as before.
         """
+        self.names = self.names if names is None else names
         self._take_changes(mode)
         self._shown.pop(mode, None)
         further = {_text(name): values for name, values in (extra or {}).items()}

@@ -141,8 +141,8 @@ class Rollout:
         self.tell(f"{judged}, {next_thing}")
         advantages = judged.advantages.advantages
         if self.table is not None:
-            self.table.names = self.judge.rewards.columns
-            self.table.add(mode, prompts, texts, judged.rewards, advantages, self.judge.rewards.extra())
+            rewards = self.judge.rewards
+            self.table.add(mode, prompts, texts, judged.rewards, advantages, rewards.extra(), rewards.columns)
         scores = zip(advantages.tolist(), judged.old_logps, judged.ref_logps, judged.sampling_logps, strict=True)
         return Experience([
             row._replace(advantage=advantage, old_logps=old, ref_logps=ref, sampling_logps=sampling)

@@ -100,6 +100,10 @@ class RolloutSteps:
         self.num_micro_batches, self.num_steps, self.epoch = 0, 0, -1
         self.sampler, self._begin_step = self.make_sampler(), begin_step
 
+    @property
+    def random_streams(self) -> list[TorchGenerator]:
+        return [*self.streams, *([] if self.seeds is None else [self.seeds])]
+
     def begin_epoch_again(self, epoch: int) -> None:
         """Make the next `set_epoch(epoch)` restart that epoch with the current dataset and a new generation."""
         self.generation, self._next, self.num_micro_batches, self.epoch = None, None, 0, epoch - 1
@@ -128,7 +132,7 @@ class RolloutSteps:
 
     def _step(self) -> Any:
         """The next step. If a server fails, everything is as before the step, and may be saved."""
-        streams = [*self.streams, *([] if self.seeds is None else [self.seeds])]
+        streams = self.random_streams
         before = self.sampler.state(), [stream.state() for stream in streams], self._metrics.copied()
         place = self.generation, self._next, self.num_micro_batches
         try:

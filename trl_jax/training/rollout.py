@@ -62,7 +62,6 @@ from trl_jax.training.mesh import run_device
 from trl_jax.training.rollout_processes import (
     Further,
     RankRewards,
-    RankWriter,
     Urls,
     begin_own,
     in_rounds,
@@ -70,6 +69,7 @@ from trl_jax.training.rollout_processes import (
     local_copy,
     own_part,
     own_rank,
+    write_own,
 )
 from trl_jax.training.server import ServerParts, ServerPolicy
 from trl_jax.training.state import Setup
@@ -85,11 +85,9 @@ def rollout_steps(
     streams, line = [TorchGenerator(args.seed + rank) for rank in range(setup.shards)], ProgressLine(setup.events)
     seeds = None if parts.server is None else TorchGenerator(args.seed)
     alone = several() and _completes_alone(parts, args.compute_dtype)
-    writer = PolicyWriter(setup, parts, streams[own_rank(setup.shards) if alone else 0], line, alone, seeds)
-    writer = RankWriter(writer, streams) if alone else writer
     logps = CompletionLogps(setup, forward, sharded_step)
     rollout = Rollout(
-        writer=writer,
+        writer=PolicyWriter(setup, parts, streams, line, alone, seeds),
         judge=None if parts.rewards is None else _judge(setup.task, parts.rewards, logps, line),
         ends=frozenset({*parts.sampling.ends, setup.processing_class.pad_token_id}),
         drops_truncated=parts.drops_truncated,
@@ -276,10 +274,11 @@ def _with_features(setup: Setup, images: Sequence[TextImages | None]) -> Sequenc
 
 
 class PolicyWriter:
-    """Completes prompts with the run's current model and the random numbers of `stream`, with servers, or with a
-    user-defined `rollout_func`.
+    """Completes prompts with the run's current model, with servers, or with a user-defined `rollout_func`.
 
     Args:
+        streams: random streams, one per rank. This process samples with the first of its ranks if `alone`, else with
+            the first of all.
         alone: whether this process completes only its own prompts, on one device, instead of all prompts together with
             the other processes.
         seeds: stream of the seeds that servers get for prompts; None without servers.
@@ -289,14 +288,15 @@ class PolicyWriter:
         self,
         setup: Setup,
         parts: RolloutParts,
-        stream: TorchGenerator,
+        streams: Sequence[TorchGenerator],
         line: ProgressLine,
         alone: bool,
         seeds: TorchGenerator | None = None,
     ):
         tools = parts.sampling.tools and replace(parts.sampling.tools, chat_tokenizer=setup.chat_tokenizer)
         self._sampling = replace(parts.sampling, tools=tools)
-        self._setup, self._stream, self._line = setup, stream, line
+        self._setup, self._streams, self._line = setup, streams, line
+        self._stream = streams[own_rank(len(streams)) if alone else 0]
         self._alone, self._copy = alone, None
         self._rollout_func, self._rewards, self._own = parts.rollout_func, parts.rewards, parts.own
         self._server = None if parts.server is None else ServerPolicy(setup, parts.server, seeds)
@@ -309,8 +309,10 @@ class PolicyWriter:
         )
 
     @contextlib.contextmanager
-    def prepared(self, prompts: list) -> Iterator[None]:
-        """As in LocalWriter: copies the model to this process's device, or sends it to a `rollout_func`'s servers."""
+    def _prepared(self, prompts: list) -> Iterator[None]:
+        """A context in which processes complete parts of these prompts alone. All processes must enter it together: it
+        copies the model to each one's device, or sends it to a `rollout_func`'s servers. Inside, they wait for each
+        other only in rounds (see `in_rounds`), because each calls tools a different number of times."""
         setup = self._setup
         if self._rollout_func is None:
             with setup.on_device():
@@ -322,7 +324,13 @@ class PolicyWriter:
         finally:
             self._copy = None
 
-    def write(self, prompts: list, group: int) -> Written | None:
+    def write(self, prompts: list, group: int) -> Written:
+        if not self._alone:
+            return self._write(prompts, group)
+        with self._prepared(prompts):
+            return write_own(self._write, prompts, group, self._streams)
+
+    def _write(self, prompts: list, group: int) -> Written | None:
         """One completion per prompt; None without prompts, if other processes have some."""
         if not prompts:
             return None if self._server is None else in_rounds(self._complete_round, lambda further: None)

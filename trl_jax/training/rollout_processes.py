@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
-from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import of_each_process, several
 from trl_jax.rollout.rewards import RewardFunctions
-from trl_jax.rollout.rollout import Ids, Writer, Written
+from trl_jax.rollout.rollout import Ids, Written
 from trl_jax.rollout.tools import Environments
 
 
@@ -35,60 +34,27 @@ def own_part(rows: int) -> slice:
     return slice(jax.process_index() * size, (jax.process_index() + 1) * size)
 
 
-class LocalWriter(Writer, Protocol):
-    """A writer that completes prompts in this process alone."""
+def write_own(
+    write: Callable[[list, int], Written | None], prompts: list, group: int, streams: Sequence[TorchGenerator]
+) -> Written:
+    """Complete this process's part of the prompts, and gather the completions of the other processes.
 
-    def prepared(self, prompts: list) -> AbstractContextManager:
-        """A context in which `write` completes parts of these prompts. All processes must enter it together.
-
-        Inside, processes wait for each other only in rounds (see `in_rounds`), because each calls tools a different
-        number of times.
-        """
-
-
-@dataclass
-class RankWriter:
-    """Completes this process's part of the prompts, and gathers the completions of the other processes.
-
-    inner: samples from the stream of `own_rank`.
-    streams: of all ranks; after each call, those that processes have used are set to their new state everywhere.
+    Args:
+        write: completes prompts, with a number of equal ones in a row, from the stream of `own_rank`; None without
+            prompts.
+        streams: of all ranks; those that processes have used are set to their new state everywhere.
     """
+    own, stream = prompts[own_part(len(prompts))], streams[own_rank(len(streams))]
 
-    inner: LocalWriter
-    streams: Sequence[TorchGenerator]
+    def do() -> tuple[Written | None, GeneratorState]:
+        # A group of completions may be split over two ranks.
+        made = write(own, math.gcd(group, len(own)))
+        return made, stream.state()
 
-    def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
-        return self.inner.prompts(rows)
-
-    def prompt_ids(self, prompts: list) -> list[list[int]]:
-        return self.inner.prompt_ids(prompts)
-
-    def write(self, prompts: list, group: int) -> Written:
-        own = prompts[own_part(len(prompts))]
-        rank = own_rank(len(self.streams))
-
-        def do() -> tuple[Written | None, Any]:
-            # A group of completions may be split over two ranks.
-            made = self.inner.write(own, math.gcd(group, len(own)))
-            return made, self.streams[rank].state()
-
-        with self.inner.prepared(prompts):
-            found = of_each_process(do)
-        for process, (_, state) in enumerate(found):
-            self.streams[process * (len(self.streams) // len(found))].restore(state)
-        return joined([made for made, _ in found if made is not None])
-
-    def checked(self, made: Written) -> Written:
-        return self.inner.checked(made)
-
-    def complete_once(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        return self.inner.complete_once(ids, group)
-
-    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
-        return self.inner.completions(prompts, prompt_ids, completion_ids)
-
-    def decoded(self, ids: Ids) -> list[str]:
-        return self.inner.decoded(ids)
+    found = of_each_process(do)
+    for process, (_, state) in enumerate(found):
+        streams[process * (len(streams) // len(found))].restore(state)
+    return joined([made for made, _ in found if made is not None])
 
 
 def joined(parts: Sequence[Written]) -> Written:

@@ -189,9 +189,7 @@ class Setup:
     @property
     def random_streams(self) -> list[TorchGenerator]:
         """The random streams of online training."""
-        if self.rollout is None:
-            return []
-        return [*self.rollout.streams, *([] if self.rollout.seeds is None else [self.rollout.seeds])]
+        return [] if self.rollout is None else self.rollout.random_streams
 
     @property
     def frozen(self) -> dict[str, Any]:

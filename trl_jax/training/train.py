@@ -614,15 +614,12 @@ class Loop:
         try:
             with self.interrupts.evaluating():
                 return self.evaluate()
-        except Interrupted:
+        except (Interrupted, *self.recoverable) as error:
             before.restore()
             if not at_start:
                 progress.evaluation_due, progress.save_due = True, self.events.control.should_save
-            self.leave_if_asked()
-        except self.recoverable:
-            before.restore()
-            if not at_start:
-                progress.evaluation_due, progress.save_due = True, self.events.control.should_save
+            if isinstance(error, Interrupted):
+                self.leave_if_asked()
             raise
 
     def _save(self) -> None:
