@@ -527,10 +527,8 @@ def complete(
     if settings.config.stop_strings is not None:
         request = replace(request, stop=StopStrings(settings.config.stop_strings, tokenizer).end_of)
     drawing = drawing_of(settings, stream, dtype)
-    return run(
-        model, request, drawing, dtype=dtype, head_dtype=head_dtype, progress=progress, limit=limit,
-        beams=settings.beams, turns=turns,
-    )  # fmt: skip
+    options = {"dtype": dtype, "head_dtype": head_dtype, "progress": progress, "limit": limit, "turns": turns}
+    return run(model, request, drawing, beams=settings.beams, **options)
 
 
 # Field of a generation_config that `complete` does not support -> its values without effect, and why.

@@ -126,7 +126,7 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
         The rollout's new writer.
     """
     run = trainer.parts.setup
-    source, args = run.rollout, run.args
+    source, args = run.rollout_steps, run.args
     policy = source.rollout.writer
     encoded = partial(_longest_ids, args.max_prompt_length) if made_up else policy.encoded
     writer = LongestWriter(policy, encoded, most_new_tokens(args))
@@ -225,7 +225,7 @@ def longest_steps(trainer: BaseTrainer) -> LongestSteps | None:
 
 def sizes(run: Setup, *, evaluates: bool) -> list[Size]:
     """The sizes of a training generation and, if the run evaluates, of an evaluation batch's generation."""
-    task, prompt_length = run.task, run.virtual.count + run.rollout.rollout.writer.longest
+    task, prompt_length = run.task, run.virtual.count + run.rollout_steps.rollout.writer.longest
     groups = [(task.cycle.prompts, task.num_generations)]
     if evaluates:
         group = task.num_generations_eval

@@ -228,7 +228,7 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     sizes = [] if run.generation is None else [run.generation]
     if generation.by_servers(trainer):
         further["servers_generate"] = True
-    elif trainer.parts.setup.rollout is not None:
+    elif trainer.parts.setup.rollout_steps is not None:
         sizes = generation.sizes(trainer.parts.setup, evaluates=trace.evaluates(args))
     elif online_steps is not None:
         sizes += online_steps.sizes(trainer.parts.setup)
@@ -289,7 +289,8 @@ def _attention(platform: str, trainer: BaseTrainer, layout: str) -> str:
         return "cuDNN flash attention" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":
         return _BY_ROWS
-    by_text = trainer.parts.setup.rollout is not None  # completions are attended text by text, also in windowed layers
+    # Completions are attended text by text, also in windowed layers.
+    by_text = trainer.parts.setup.rollout_steps is not None
     splash_runs = platform == "tpu" and (by_text or not (windowed and layout == "shared"))
     return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
 
@@ -325,7 +326,8 @@ def _generation(
         weights = abstract_weights(model.graph, arrays, dtype, head_dtype, topology)
     evaluates, size = max(enumerate(sizes), key=lambda one: one[1].tokens)
     at_once = size
-    if run.rollout is not None:  # traced on this machine's device: the cache has the same shapes on every platform
+    if run.rollout_steps is not None:
+        # Traced on this machine's device: the cache has the same shapes on every platform.
         limit = _limit(trainer.args, topology, on_device((placed, step.state)) + scorer)
         at_once = size.at_once(weights, limit.after_copies(weights, arrays))
     with trace.on_device(trainer):

@@ -86,7 +86,7 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
         _check_facts(saved)
     reached = point.state.global_step >= length.max_steps
     if saved is not None:
-        counts_rows = setup.rollout is None and not args.restarts_epoch
+        counts_rows = setup.rollout_steps is None and not args.restarts_epoch
         _check_place(saved, setup.train_rows, point.state.global_step, counts_rows=counts_rows)
         _check_frozen(saved, checkpointer.frozen_digests())
         if not (reached or args.restarts_epoch):
@@ -110,7 +110,7 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
     if stopped and not progress.stop_training and progress.micro_batches < length.micro_batches_per_epoch:
         progress.epoch_over = False  # the epoch was cut short
     if args.restarts_epoch and not progress.stop_training:
-        _restart_epoch(progress, length, setup.rollout)
+        _restart_epoch(progress, length, setup.rollout_steps)
     restore_callbacks = args.restore_callback_states_from_checkpoint
     _restore_state(setup.events, point, setup.train_batch_size, wholly=restore_callbacks)
     logger.warning("Resuming from %s: step %d of %d.", folder, point.state.global_step, length.max_steps)
@@ -160,8 +160,8 @@ def _of_transformers(setup: Setup, point: ResumePoint, params: dict, tx: Any) ->
     if setup.sharding_plan is not None:
         state = setup.sharding_plan.placed_state(state, params)
     setup.progress.tokens_seen = tokens_seen(point.state)
-    if setup.rollout is not None:
-        steps, only = setup.rollout, point.model_only
+    if setup.rollout_steps is not None:
+        steps, only = setup.rollout_steps, point.model_only
         return params, state, rollout_progress(point.folder, point.state, steps, setup.step_examples, model_only=only)
     steps = len(loader(setup, setup.train_rows, training=True)) if isinstance(setup.train_rows, Dataset) else None
     return params, state, loop_progress(point.state, steps, setup.step_examples)
@@ -181,13 +181,13 @@ def _of_ours(
     places = (None, None) if plan is None else (plan.params(params), plan.state(like, params))
     params = saved.tree("params", params, places[0]) if saved.names("params") else params
     state = saved.tree("optimizer", like, places[1])
-    if setup.rollout is not None:
+    if setup.rollout_steps is not None:
         arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
-        moved = setup.rollout.restore(arrays, saved.facts["rollout"], saved.progress.unreported)
+        moved = setup.rollout_steps.restore(arrays, saved.facts["rollout"], saved.progress.unreported)
         if moved:
-            saved.progress.examples = setup.rollout.micro_batches_done * setup.micro_batch_examples
+            saved.progress.examples = setup.rollout_steps.micro_batches_done * setup.micro_batch_examples
         if moved or saved.facts["step_examples"] != setup.step_examples:
-            _check_steps_left(saved, setup.args, setup.rollout, setup.train_dataset, step, length)
+            _check_steps_left(saved, setup.args, setup.rollout_steps, setup.train_dataset, step, length)
     if setup.reference is not None:
         _resume_reference(setup.reference, setup.sharding_plan, saved)
     setup.progress.fill_last, setup.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
@@ -429,8 +429,8 @@ class Checkpointer:
             trees |= {"optimizer": setup.progress.optimizer_state, "reference": setup.moving_reference}
         trees = host_copy(trees) if background else trees
         rollout = None
-        if setup.rollout is not None:
-            trees["rollout"], rollout = setup.rollout.state()
+        if setup.rollout_steps is not None:
+            trees["rollout"], rollout = setup.rollout_steps.state()
         fill_last = setup.shards > 1 if setup.progress.fill_last is None else setup.progress.fill_last
         facts = {"tokens_seen": setup.progress.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
         facts |= {"shards": setup.shards, "step_examples": setup.step_examples, "fills": fill_last}

@@ -411,7 +411,7 @@ def build(
         sharding_plan=sharding_plan,
         reference=reference,
         router_aux_loss_coef=balance,
-        rollout=None,
+        rollout_steps=None,
         encoder=tokens.encoder,
         reader=tokens.reader,
         features=FeatureStore(args) if takes_images and sharding_plan is None and not several() else None,
@@ -419,7 +419,7 @@ def build(
     )
     begin_state(events, setup.train_batch_size)
 
-    # The rollout's parts read the setup, but never `setup.rollout`.
+    # The rollout's parts read the setup, but never `setup.rollout_steps`.
     rollout_parts = None if spec.rollout is None else spec.rollout(setup)
     check_own_loss(own_loss, task, policy)
     set_log_level(args.get_process_log_level(), asked=args.log_level != "passive")
@@ -428,7 +428,7 @@ def build(
     if rollout_parts is None:
         return setup
     sharded = _sharded_step(sharding_plan, policy, setup.frozen)
-    return replace(setup, rollout=rollout_steps(setup, rollout_parts, Forward(setup), sharded))
+    return replace(setup, rollout_steps=rollout_steps(setup, rollout_parts, Forward(setup), sharded))
 
 
 def _reference(
@@ -546,10 +546,10 @@ def assemble(
     if setup.own_loss:
         hooked = hooks.compute_loss, hooks.script_values, hooks.own_step, hooks.loss_is_function, hooks.loss_functions
         user_loss = UserLoss(setup, forward, *hooked)
-    if setup.rollout is None:
+    if setup.rollout_steps is None:
         evaluator = Evaluator(setup, forward, sharded_step, user_loss, hooks.prediction_step)
     else:
-        evaluator = CompletionEvaluator(setup, forward, sharded_step, setup.rollout)
+        evaluator = CompletionEvaluator(setup, forward, sharded_step, setup.rollout_steps)
     trained_by_script = user_loss if "compute_loss" in setup.overridden else None
     train_step = TrainStep(setup, forward, hooks.loss, sharded_step, trained_by_script)
     training = Training(setup, hooks, train_step, checkpointer, publisher, choose, torch_model)

@@ -145,7 +145,7 @@ class Setup:
     sharding_plan: how arrays are divided over several devices; None on a single device.
     reference: the reference model; None if the task has none, or if its log-probabilities were precomputed.
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 disables it.
-    rollout: the source of steps in online training; None if the rows come from a dataset.
+    rollout_steps: the source of steps in online training; None if the rows come from a dataset.
     encoder: makes examples from rows with images; None for text-only rows.
     features: cached image features of a frozen vision tower; None for text-only rows or on several devices.
     reader: as in `training.data.Tokens`.
@@ -162,7 +162,7 @@ class Setup:
     sharding_plan: ShardingPlan | None
     reference: ReferenceModel | None
     router_aux_loss_coef: float
-    rollout: RolloutSteps | None
+    rollout_steps: RolloutSteps | None
     encoder: Encoder | None
     features: FeatureStore | None
     reader: type[ProcessorTokenizer] | None
@@ -189,7 +189,7 @@ class Setup:
     @property
     def random_streams(self) -> list[TorchGenerator]:
         """The random streams of online training."""
-        return [] if self.rollout is None else self.rollout.random_streams
+        return [] if self.rollout_steps is None else self.rollout_steps.random_streams
 
     @property
     def frozen(self) -> dict[str, Any]:

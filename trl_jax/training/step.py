@@ -257,8 +257,8 @@ class TrainStep:
             finally:
                 setup.model.params = averages
 
-        if setup.rollout is not None:
-            setup.rollout.at_iterates = at_iterates
+        if setup.rollout_steps is not None:
+            setup.rollout_steps.at_iterates = at_iterates
 
         def advance(batch):
             nonlocal step, tx
@@ -278,8 +278,8 @@ class TrainStep:
                 # A schedule-free optimizer takes gradients at other points than its averages (the model's params).
                 now = tx.point(setup.model.params, setup.progress.optimizer_state)
                 setup.reference.follow(setup.model.frozen | now)
-            if setup.rollout is not None:
-                setup.rollout.stepped(metrics)
+            if setup.rollout_steps is not None:
+                setup.rollout_steps.stepped(metrics)
             setup.progress.tokens_seen += batch.num_primary_tokens
             setup.state.num_input_tokens_seen += self._input_tokens(batch)
             setup.state.total_flos += flops_a_token * batch.num_padded_tokens
@@ -307,7 +307,7 @@ class TrainStep:
 
     def _input_tokens(self, batch: Any) -> int:
         """The step's tokens for `include_num_input_tokens_seen`; 0 online, where the rollout has counted them."""
-        if self._setup.rollout is not None:
+        if self._setup.rollout_steps is not None:
             return 0
         counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_primary_tokens, "no": 0}
         return counted[self._setup.args.include_num_input_tokens_seen]

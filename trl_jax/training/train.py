@@ -198,8 +198,8 @@ class Training:
         self._show(tx)
         self._checkpointer.forget_dataset()
         begin_state(setup.events, setup.train_batch_size)
-        if setup.rollout is not None:
-            setup.rollout.begin(self._begin_step)
+        if setup.rollout_steps is not None:
+            setup.rollout_steps.begin(self._begin_step)
         random_before, progress = None, LoopProgress()
         if found is not None:
             random_before = None if found.model_only else RandomState(setup.random_streams)
@@ -214,8 +214,8 @@ class Training:
         with self._saved_on_signal(loop):
             with setup.progress.interrupts.waiting():
                 self._publisher.finish(args, setup.events)
-                if setup.rollout is not None:
-                    setup.rollout.finish()
+                if setup.rollout_steps is not None:
+                    setup.rollout_steps.finish()
             # As in TRL, whose last log therefore leaves out what was collected in training.
             setup.model.train(not loop.progress.evaluated_last)
             metrics = self._closing_metrics(train_loss, unreported, start, length.max_steps, first)
@@ -233,7 +233,7 @@ class Training:
         `train_dataset`, decide the length of the run."""
         setup, name = self._setup, "get_train_dataloader"
         setup.progress.loaded_dataset = None
-        if setup.rollout is not None or not (name in setup.overridden or name in self._hooks.set_by_script()):
+        if setup.rollout_steps is not None or not (name in setup.overridden or name in self._hooks.set_by_script()):
             return None
         batches = self._hooks.get_train_dataloader()
         setup.progress.loaded_dataset = steps_of(batches, name).dataset
@@ -258,9 +258,9 @@ class Training:
         tell_model(told, args, setup.model, setup.sharding_plan)
         batches = own_batches
         if batches is None:
-            batches = self._hooks.get_train_dataloader() if setup.rollout is None else setup.rollout
+            batches = self._hooks.get_train_dataloader() if setup.rollout_steps is None else setup.rollout_steps
         setup.events.handler.train_dataloader = batches
-        steps = batches if setup.rollout is not None else steps_of(batches, "get_train_dataloader")
+        steps = batches if setup.rollout_steps is not None else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
         tell_layout(told, laid_out, reason_of_layout(setup), own_loss=bool(setup.own_loss))
         step, hooks = train_step.build(tx), self._hooks
@@ -286,7 +286,7 @@ class Training:
             # If batch sizes differ from those before the resume, max_steps may only be reached in a later epoch.
             num_epochs=length.num_epochs + (progress.epoch if args.max_steps > 0 else 0),
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            begin_step=self._begin_step if setup.rollout is None else lambda: None,
+            begin_step=self._begin_step if setup.rollout_steps is None else lambda: None,
             advance=advance,
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._report(logs, since, began),
@@ -295,7 +295,7 @@ class Training:
             save=self._hooks.save_checkpoint,
             nonfinite_guard=NonFiniteGuard(setup.state.global_step + 1, self._explained, patience),
             interrupts=setup.progress.interrupts,
-            recoverable=() if setup.rollout is None else setup.rollout.recoverable,
+            recoverable=() if setup.rollout_steps is None else setup.rollout_steps.recoverable,
             progress=progress,
             random_streams=setup.random_streams,
             random_before=random_before,
@@ -349,8 +349,8 @@ class Training:
         if not steps:
             return {}
         setup = self._setup
-        if setup.rollout is not None:  # its trainer adds them in `log`
-            setup.rollout.rollout.show("train", setup.state.global_step)
+        if setup.rollout_steps is not None:  # its trainer adds them in `log`
+            setup.rollout_steps.rollout.show("train", setup.state.global_step)
             return {}
         return task_metrics(setup.task, setup.objective, steps, "train", tokens_seen=setup.progress.tokens_seen)
 
