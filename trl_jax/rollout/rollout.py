@@ -185,13 +185,11 @@ class Rewards(Protocol):
     names: their names in metrics.
     columns: their columns in the completions table.
     current_weights: float32 `[F]`.
-    arrays: the arrays of the reward models among them.
     """
 
     names: Sequence[str]
     columns: Sequence[str]
     current_weights: np.ndarray
-    arrays: Any
 
     def __call__(self, rows: Sequence[dict], prompts: list, completions: list, completion_ids: list) -> np.ndarray:
         """Compute rewards, float32 `[B, F]`; NaN where a function does not apply."""
@@ -467,9 +465,7 @@ class Experience:
 
         def split(name: str, of: str) -> list:
             saved = _SAVED_AS.get(name, name)
-            if saved not in arrays:
-                return [None] * len(arrays["advantage"])
-            return np.split(arrays[saved], np.cumsum(arrays[f"{of}_length"])[:-1])
+            return _split(arrays, saved, of) if saved in arrays else [None] * len(arrays["advantage"])
 
         columns = [split("prompt", "prompt"), split("completion", "completion"), split("completion_mask", "completion")]
         logps = [split(name, "completion") for name in _LOGPS]
@@ -546,20 +542,18 @@ class Written:
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Written:
         """Inverse of `arrays`."""
 
-        def split(name: str, of: str) -> list[np.ndarray]:
-            return np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
-
-        prompts, completions = ([ids.tolist() for ids in split("prompt", "prompt")], split("completion", "completion"))
+        prompts = [ids.tolist() for ids in _split(arrays, "prompt", "prompt")]
+        completions = _split(arrays, "completion", "completion")
         images = under_prefix("images", arrays)
         made = cls(
-            prompts, completions, all_written(completions), sampling_logps=split("sampling_logps", "completion"),
-            images=images_from_arrays(images) if images else None,
+            prompts, completions, all_written(completions), images=images_from_arrays(images) if images else None,
+            sampling_logps=_split(arrays, "sampling_logps", "completion"),
         )  # fmt: skip
         if "calls" not in arrays:
             return made
         messages = _with_pictures(json.loads(arrays["messages"].tobytes()), picture_from_json)
         calls = tuple(arrays["calls"].tolist())
-        return replace(made, by_model=split("by_model", "completion"), messages=messages, calls=calls)
+        return replace(made, by_model=_split(arrays, "by_model", "completion"), messages=messages, calls=calls)
 
     @property
     def images_of_each(self) -> Sequence[TextImages | None]:
@@ -607,6 +601,11 @@ def _with_pictures(messages: Sequence[Sequence[Mapping]], convert: Callable[[Any
 def all_written(completions: Sequence[np.ndarray]) -> list[np.ndarray]:
     """`by_model` for completions that the model generated without tools."""
     return [np.ones(len(own), bool) for own in completions]
+
+
+def _split(arrays: Mapping[str, np.ndarray], name: str, of: str) -> list[np.ndarray]:
+    """The rows of a flat array, whose lengths are in `<of>_length`."""
+    return np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
 
 
 def prefixed(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -452,7 +452,6 @@ class RepeatSampler:
 
     @property
     def has_next(self) -> bool:
-        """Whether the epoch has another micro-batch."""
         chunks = (len(self._order) - self._start) // self._chunk
         return self._given < chunks * self._repeats
 

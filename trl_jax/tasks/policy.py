@@ -239,8 +239,7 @@ class PolicyTask(RolloutTask):
 
     @property
     def logps(self) -> frozenset[str]:
-        kept = {"old_logps": self.keeps_old_logps, "ref_logps": bool(self.beta)}
-        kept["sampling_logps"] = self.keeps_sampling_logps
+        kept = {"old_logps": self.keeps_old_logps, "sampling_logps": self.keeps_sampling_logps, "ref_logps": self.beta}
         return frozenset(name for name, there in kept.items() if there)
 
     @property

@@ -37,7 +37,6 @@ from trl_jax.rollout.rewards import (
     is_model,
     reward_functions,
 )
-from trl_jax.rollout.rollout import Rewards
 from trl_jax.rollout.server import Limits, Requirements, SamplingOptions, is_local, server_urls
 from trl_jax.rollout.tools import Environments, Tools, methods_of
 from trl_jax.tasks.policy import Cycle, EntropyBonus
@@ -301,7 +300,7 @@ class RolloutTrainer(BaseTrainer):
     def _reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
         """The reference model or teacher; None if the task has none."""
 
-    def _rewards(self, run: setup.Setup) -> Rewards | None:
+    def _rewards(self, run: setup.Setup) -> RewardFunctions | None:
         """The reward functions; None if training uses no rewards."""
         del run
         return None
@@ -347,24 +346,15 @@ class RolloutTrainer(BaseTrainer):
             check_completes(model, options)
         of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # a user's subclass may read _logs
         self._own_methods = self._own_rollout(run)
+        sampling = Sampling(
+            template_options, args.max_prompt_length, options, own_ends=eos_token_ids(tokenizer, model),
+            parses_messages=self._parses_messages, tools=tools,
+        )  # fmt: skip
         return RolloutParts(
-            sampling=Sampling(
-                template_options=template_options,
-                max_prompt_length=args.max_prompt_length,
-                options=options,
-                own_ends=eos_token_ids(tokenizer, model),
-                parses_messages=self._parses_messages,
-                tools=tools,
-            ),
-            rewards=rewards,
-            drops_truncated=args.mask_truncated_completions,
-            shuffle=args.shuffle_dataset,
-            bonus=self._bonus(),
-            table=self._table(rewards) if args.log_completions or of_script else None,
-            rollout_func=rollout_func,
-            server=server,
-            own=self._own_methods,
-        )
+            sampling, rewards, drops_truncated=args.mask_truncated_completions, shuffle=args.shuffle_dataset,
+            bonus=self._bonus(), table=self._table(rewards) if args.log_completions or of_script else None,
+            rollout_func=rollout_func, server=server, own=self._own_methods,
+        )  # fmt: skip
 
     def _own_rollout(self, run: setup.Setup) -> OwnRollout | None:
         """The user-defined methods that generate or score completions; None if there are none."""
@@ -433,19 +423,15 @@ class RolloutTrainer(BaseTrainer):
             )
         return ServerParts(servers, sampling, root, ahead, self._sync_steps())
 
-    def _table(self, rewards: Rewards | None) -> CompletionsLog:
+    def _table(self, rewards: RewardFunctions | None) -> CompletionsLog:
         args = self.args
         return CompletionsLog(
-            names=None if rewards is None else rewards.columns,
-            size=args.generation_batch_size,
-            num_to_print=args.num_completions_to_print,
-            unique_prompts=args.log_unique_prompts,
+            None if rewards is None else rewards.columns, args.generation_batch_size,
+            num_to_print=args.num_completions_to_print, unique_prompts=args.log_unique_prompts,
             folder=Path(args.output_dir) / "completions" if self._writes_completions else None,
-            trackers=trackers(args.report_to or ()),
-            repo=self._completions_repo(),
-            multimodal=vars(args).get("log_multimodal", False),
-            shows=args.log_completions,
-        )
+            trackers=trackers(args.report_to or ()), repo=self._completions_repo(),
+            multimodal=vars(args).get("log_multimodal", False), shows=args.log_completions,
+        )  # fmt: skip
 
     def _completions_repo(self) -> CompletionsRepo | None:
         """The Hub dataset to which completions tables are uploaded, or None."""
@@ -664,10 +650,9 @@ class OnlineTrainer(RolloutTrainer):
             score=self._generate_and_score_completions if "_generate_and_score_completions" in own else None,
             generate=self._generate if "_generate" in own else None,
             tokenize=self._tokenize_prompts if "_tokenize_prompts" in own else None,
-            grpo_form=not self._averages_losses,
-            keeps_extras=run.script_loss is not None,
+            grpo_form=not self._averages_losses, keeps_extras=run.script_loss is not None,
             pad_token_id=run.processing_class.pad_token_id,
-        )
+        )  # fmt: skip
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]

@@ -121,8 +121,58 @@ class OwnLoss:
     def with_rows(
         self, arrays: Batch, micro_batches: Sequence[Sequence[ScoredCompletion]], generations: Sequence[Experience]
     ) -> Batch:
-        """The arrays of a step with the rows that the script sees; see `with_rows`."""
-        return with_rows(arrays, micro_batches, generations, self._setup())
+        """Add the completions as rows to the arrays of a step.
+
+        Args:
+            generations: for each micro-batch, the generation that it is a slice of.
+        """
+        setup = self._setup()
+        shards, pad_token_id = setup.shards, setup.processing_class.pad_token_id
+        multiple = setup.pad_to_multiple_of if isinstance(setup.pad_to_multiple_of, int) else 1  # TRL's padding
+
+        def longest(rows: Sequence[ScoredCompletion]) -> tuple[int, int]:
+            """The widths of prompts and completions that TRL pads these rows to."""
+            lengths = max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
+            return tuple(-(-length // multiple) * multiple for length in lengths)
+
+        every = [row for generation in generations for row in generation.rows]
+        prompt, completion = longest(every)
+        width_P = padded_length(prompt, "auto")
+        width_C = padded_length(max(completion, setup.args.max_completion_length), "auto")
+        leading, reads = arrays.weight.shape, arrays.reads.shape[-1]
+
+        def filled(width: int, value: int) -> np.ndarray:
+            return np.full((*leading, width), value, np.int32)
+
+        prompts, completions = filled(width_P, pad_token_id), filled(width_C, pad_token_id)
+        prompt_mask, mask, read = filled(width_P, 0), filled(width_C, 0), filled(width_C, reads)
+        extras = {
+            name: np.zeros((*leading, width_C) if values.ndim else leading, values.dtype)
+            for name, values in (every[0].extras or {}).items()
+        }
+        numbers = {"global_step": setup.state.global_step, "epoch": setup.state.epoch or 0.0}
+        numbers |= {
+            "micro_batches": len(micro_batches),
+            "generated_tokens": 1,
+            "prompt_width": 1,
+            "completion_width": 1,
+        }
+        scalars = {name: np.full((*leading[:-1], 1), value, np.float32) for name, value in numbers.items()}
+        parts = zip(np.ndindex(leading[:-1]), by_shard(micro_batches, shards), strict=False)  # a short step has fewer
+        for number, (index, rows) in enumerate(parts):
+            generation = generations[number // shards]
+            scalars["generated_tokens"][index] = generation.num_tokens
+            scalars["prompt_width"][index], scalars["completion_width"][index] = longest(generation.rows)
+            for slot, row in enumerate(rows):
+                at, start, length = (*index, slot), width_P - len(row.prompt), len(row.completion)
+                prompts[at][start:], prompt_mask[at][start:] = row.prompt, 1
+                completions[at][:length], mask[at][:length] = row.completion, row.completion_mask
+                read[at][:length][row.completion_mask] = np.flatnonzero(arrays.text[index] == slot)
+                for name, values in (row.extras or {}).items():
+                    extras[name][(*at, slice(length))[: extras[name].ndim]] = values
+        return arrays._replace(
+            completions=CompletionRows(prompts, prompt_mask, completions, mask, read, scalars, extras)
+        )
 
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:
         """The results of a step. For a loss in torch, waits for the step (such a loss reads the trainer's state during
@@ -151,55 +201,6 @@ def check_bonus(setup: Setup, *, asked: bool) -> None:
             "entropy_coef and use_adaptive_entropy are part of super()._compute_loss(model, inputs), which the "
             "trainer's own loss does not call. Leave them out, and subtract the entropy in the loss itself."
         )
-
-
-def with_rows(
-    arrays: Batch, micro_batches: Sequence[Sequence[ScoredCompletion]], generations: Sequence[Experience], setup: Setup
-) -> Batch:
-    """Add the completions as rows to the arrays of a step.
-
-    Args:
-        generations: for each micro-batch, the generation that it is a slice of.
-    """
-    shards, pad_token_id = setup.shards, setup.processing_class.pad_token_id
-    multiple = setup.pad_to_multiple_of if isinstance(setup.pad_to_multiple_of, int) else 1  # TRL's padding
-
-    def longest(rows: Sequence[ScoredCompletion]) -> tuple[int, int]:
-        """The widths of prompts and completions that TRL pads these rows to."""
-        lengths = max(len(row.prompt) for row in rows), max(len(row.completion) for row in rows)
-        return tuple(-(-length // multiple) * multiple for length in lengths)
-
-    every = [row for generation in generations for row in generation.rows]
-    prompt, completion = longest(every)
-    width_P = padded_length(prompt, "auto")
-    width_C = padded_length(max(completion, setup.args.max_completion_length), "auto")
-    leading, reads = arrays.weight.shape, arrays.reads.shape[-1]
-
-    def filled(width: int, value: int) -> np.ndarray:
-        return np.full((*leading, width), value, np.int32)
-
-    prompts, completions = filled(width_P, pad_token_id), filled(width_C, pad_token_id)
-    prompt_mask, mask, read = filled(width_P, 0), filled(width_C, 0), filled(width_C, reads)
-    extras = {
-        name: np.zeros((*leading, width_C) if values.ndim else leading, values.dtype)
-        for name, values in (every[0].extras or {}).items()
-    }
-    numbers = {"global_step": setup.state.global_step, "epoch": setup.state.epoch or 0.0}
-    numbers |= {"micro_batches": len(micro_batches), "generated_tokens": 1, "prompt_width": 1, "completion_width": 1}
-    scalars = {name: np.full((*leading[:-1], 1), value, np.float32) for name, value in numbers.items()}
-    parts = zip(np.ndindex(leading[:-1]), by_shard(micro_batches, shards), strict=False)  # a short step has fewer
-    for number, (index, rows) in enumerate(parts):
-        generation = generations[number // shards]
-        scalars["generated_tokens"][index] = generation.num_tokens
-        scalars["prompt_width"][index], scalars["completion_width"][index] = longest(generation.rows)
-        for slot, row in enumerate(rows):
-            at, start, length = (*index, slot), width_P - len(row.prompt), len(row.completion)
-            prompts[at][start:], prompt_mask[at][start:] = row.prompt, 1
-            completions[at][:length], mask[at][:length] = row.completion, row.completion_mask
-            read[at][:length][row.completion_mask] = np.flatnonzero(arrays.text[index] == slot)
-            for name, values in (row.extras or {}).items():
-                extras[name][(*at, slice(length))[: extras[name].ndim]] = values
-    return arrays._replace(completions=CompletionRows(prompts, prompt_mask, completions, mask, read, scalars, extras))
 
 
 class OwnPass:

@@ -33,14 +33,13 @@ from trl_jax.hub.vision.processor import open_picture
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import is_first, of_each_process, several
 from trl_jax.rollout.completions_log import CompletionsLog
-from trl_jax.rollout.rewards import raised_by
+from trl_jax.rollout.rewards import RewardFunctions, raised_by
 from trl_jax.rollout.rollout import (
     TRL_LOGPS,
     Experience,
     Ids,
     Judge,
     Logps,
-    Rewards,
     Rollout,
     ScoredCompletion,
     Written,
@@ -109,20 +108,12 @@ def rollout_steps(
         return by_micro_batch(setup.objective, metrics, "train")
 
     return RolloutSteps(
-        rollout,
-        setup.task.cycle,
-        read_row=RowReader(setup, "train"),
-        make_sampler=make_sampler,
-        lay_out=StepMaker(setup),
-        measure=measure,
-        streams=streams,
-        seeds=seeds,
-        bonus=parts.bonus,
-        needed_logps=setup.task.logps,
-        num_steps_of_run=lambda: setup.state.max_steps,
+        rollout, setup.task.cycle, read_row=RowReader(setup, "train"), make_sampler=make_sampler,
+        lay_out=StepMaker(setup), measure=measure, streams=streams, seeds=seeds, bonus=parts.bonus,
+        needed_logps=setup.task.logps, num_steps_of_run=lambda: setup.state.max_steps,
         ahead=parts.server is not None and parts.server.ahead,
         sync_steps=1 if parts.server is None else parts.server.sync_steps,
-    )
+    )  # fmt: skip
 
 
 def _completes_alone(parts: RolloutParts, dtype: str) -> bool:
@@ -134,7 +125,7 @@ def _completes_alone(parts: RolloutParts, dtype: str) -> bool:
     return parts.server is None and (parts.sampling.tools is not None or exact_draws(dtype))
 
 
-def _judge(task: RolloutTask, rewards: Rewards, logps: CompletionLogps, line: ProgressLine) -> Judge:
+def _judge(task: RolloutTask, rewards: RewardFunctions, logps: CompletionLogps, line: ProgressLine) -> Judge:
     if several():  # processes compute together, so their calls must have the same order
         return Judge(task, RankRewards(rewards), logps, call_now, line)
     return Judge(task, rewards, logps, call_in_thread, line)
@@ -516,20 +507,12 @@ class PolicyWriter:
         with setup.on_device():
             model = self._copy if self._alone else setup.model
             out = complete(
-                model,
-                prompt_ids[::group],
-                self._sampling.options,
-                group=group,
-                stream=self._stream,
-                dtype=setup.args.compute_dtype,
-                head_dtype="float32" if setup.args.cast_lm_head_to_fp32 else None,
-                logps=False,
-                images=None if images is None else images[::group],
-                progress=GenerationProgress(self._line, len(prompt_ids)),
-                limit=self._limit(model),
-                tokenizer=setup.processing_class,
-                turns=turns,
-            )
+                model, prompt_ids[::group], self._sampling.options, group=group, stream=self._stream,
+                dtype=setup.args.compute_dtype, head_dtype="float32" if setup.args.cast_lm_head_to_fp32 else None,
+                logps=False, images=None if images is None else images[::group],
+                progress=GenerationProgress(self._line, len(prompt_ids)), limit=self._limit(model),
+                tokenizer=setup.processing_class, turns=turns,
+            )  # fmt: skip
         every = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
         return [up_to_end(tokens, self._sampling.own_ends) for tokens in every]
 
@@ -912,7 +895,7 @@ class RolloutParts:
     """
 
     sampling: Sampling
-    rewards: Rewards | None
+    rewards: RewardFunctions | None
     drops_truncated: bool
     shuffle: bool
     bonus: EntropyBonus | None

@@ -176,10 +176,6 @@ class RankRewards:
     def current_weights(self) -> np.ndarray:
         return self.inner.current_weights
 
-    @property
-    def arrays(self) -> list[dict[str, Any]]:
-        return self.inner.arrays
-
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:

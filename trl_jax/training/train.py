@@ -646,19 +646,16 @@ class Loop:
         self.interrupts.leave()
 
     def _report(self) -> None:
-        steps = self._fetch()
+        """Report the steps since the last report, whose metrics are fetched from the device here."""
+        steps, self.progress.unreported = jax.device_get(self.progress.unreported), []
+        loss_sum = _sum_of_losses(steps)
+        self.progress.loss_sum += loss_sum
         logs = {
-            "loss": _sum_of_losses(steps) / len(steps),
+            "loss": loss_sum / len(steps),
             "grad_norm": float(steps[-1]["grad_norm"]),
             "learning_rate": self.progress.learning_rate,
         }
         self.report(logs, steps)
-
-    def _fetch(self) -> list[dict[str, np.ndarray]]:
-        """Fetch the metrics since the last call from the device, and add their losses to the sum."""
-        steps, self.progress.unreported = jax.device_get(self.progress.unreported), []
-        self.progress.loss_sum += _sum_of_losses(steps)
-        return steps
 
 
 def _sum_of_losses(steps: list[dict[str, np.ndarray]]) -> float:
