@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,8 +35,8 @@ class Seen(NamedTuple):
 
 
 @dataclass
-class Turns:
-    """A completion in progress.
+class Conversation:
+    """A completion in progress, with the tool calls and tool results in it.
 
     functions: the tools that the model may call, by name.
     prompt: token ids of the prompt.
@@ -184,25 +184,29 @@ class Tools:
         facts = [[None] * len(completion_ids) if each is None else each for each in (seen, logps)]
         first = zip(functions, prompt_ids, completion_ids, *facts, strict=True)
         every = [self._begun(of_one, list(prompt), own.tolist(), *more) for of_one, prompt, own, *more in first]
-        waiting, turn = [turns for turns in every if turns.calls], 0
+        waiting, turn = [dialog for dialog in every if dialog.calls], 0
         while waiting and (self.most_turns is None or turn < self.most_turns):
-            waiting = [turns for turns in waiting if self._answer(turns, url_of)]
+            waiting = [dialog for dialog in waiting if self._answer(dialog, url_of)]
             if waiting:
-                texts, rooms = zip(*((turns.text, self.longest - len(turns.tokens)) for turns in waiting), strict=True)
-                of_texts = None if seen is None else [turns.seen for turns in waiting]
-                further, numbers = complete(list(texts), of_texts, list(rooms))
-                numbers = [None] * len(waiting) if numbers is None else numbers
-                for turns, text, room, tokens, own in zip(waiting, texts, rooms, further, numbers, strict=True):
-                    tokens, own = tokens[:room].tolist(), None if own is None else own[:room]
-                    turns.written(tokens, self._message(turns.functions, tokens, text) if tokens else None, own)
-            waiting, turn = [turns for turns in waiting if turns.calls], turn + 1
-        ids = [np.asarray(turns.tokens, np.int32) for turns in every]
-        by_model = [np.asarray(turns.by_model, bool) for turns in every]
-        messages = [turns.messages for turns in every]
-        made = Written(prompt_ids, ids, by_model, messages=messages, calls=self.calls.taken())
-        if logps is not None:
-            made = replace(made, sampling_logps=[turns.logps for turns in every])
-        return made if seen is None else replace(made, images=[turns.images for turns in every])
+                self._continue(waiting, complete)
+            waiting, turn = [dialog for dialog in waiting if dialog.calls], turn + 1
+        ids = [np.asarray(dialog.tokens, np.int32) for dialog in every]
+        by_model = [np.asarray(dialog.by_model, bool) for dialog in every]
+        return Written(
+            prompt_ids, ids, by_model, messages=[dialog.messages for dialog in every], calls=self.calls.taken(),
+            sampling_logps=None if logps is None else [dialog.logps for dialog in every],
+            images=None if seen is None else [dialog.images for dialog in every],
+        )  # fmt: skip
+
+    def _continue(self, waiting: Sequence[Conversation], complete: Callable) -> None:
+        """Let the model generate its next message in each of these conversations."""
+        texts, rooms = [dialog.text for dialog in waiting], [self.longest - len(dialog.tokens) for dialog in waiting]
+        seen = None if waiting[0].images is None else [dialog.seen for dialog in waiting]
+        completions, logps = complete(texts, seen, rooms)
+        logps = [None] * len(waiting) if logps is None else logps
+        for dialog, text, room, tokens, own in zip(waiting, texts, rooms, completions, logps, strict=True):
+            tokens, own = tokens[:room].tolist(), None if own is None else own[:room]
+            dialog.written(tokens, self._message(dialog.functions, tokens, text) if tokens else None, own)
 
     def _begun(
         self,
@@ -211,34 +215,34 @@ class Tools:
         tokens: list[int],
         seen: Seen | None,
         logps: np.ndarray | None,
-    ) -> Turns:
+    ) -> Conversation:
         message = self._message(functions, tokens, prompt)
         images, urls = (None, ()) if seen is None else seen
-        return Turns(functions, prompt, tokens, [True] * len(tokens), [message], images, urls, logps)
+        return Conversation(functions, prompt, tokens, [True] * len(tokens), [message], images, urls, logps)
 
     def _message(self, functions: Functions, tokens: list[int], before: list[int]) -> Message:
         return parsed_message(tokens, before, self.tokenizer, list(functions.values()))
 
-    def _answer(self, turns: Turns, url_of: Callable[[Any], str] | None) -> bool:
+    def _answer(self, dialog: Conversation, url_of: Callable[[Any], str] | None) -> bool:
         """Run the tool calls of the last message and append the results.
 
         Returns False if the results do not fit; the completion then ends with the tool calls.
         """
-        answers = self.calls.answers(turns.calls, turns.functions)
+        answers = self.calls.answers(dialog.calls, dialog.functions)
         for answer in answers:
             where = f"The answer of the tool {answer['name']!r}"
             check_no_media([answer], where, images=self.encoder is not None)
         tokens, images, pictures = self._tokens_of(answers)
         if tokens:
             token_ids(tokens, self.vocab_size, f"The answer of {', '.join(repr(own['name']) for own in answers)}")
-        length = len(turns.tokens) + len(tokens)
-        if length > self.longest or (self.positions is not None and len(turns.prompt) + length >= self.positions):
+        length = len(dialog.tokens) + len(tokens)
+        if length > self.longest or (self.positions is not None and len(dialog.prompt) + length >= self.positions):
             return False
-        turns.answered(answers, tokens)
+        dialog.answered(answers, tokens)
         if images:
-            turns.images = self.encoder.placed(turns.text, [*turns.images.images, *images])
+            dialog.images = self.encoder.placed(dialog.text, [*dialog.images.images, *images])
             # At once, because the tool may draw on the same picture again.
-            turns.urls = [*turns.urls, *([] if url_of is None else map(url_of, pictures))]
+            dialog.urls = [*dialog.urls, *([] if url_of is None else map(url_of, pictures))]
         return True
 
     def _tokens_of(self, answers: list[Message]) -> tuple[list[int], Sequence[ImagePatches], Sequence[Any]]:
