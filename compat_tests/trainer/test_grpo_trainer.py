@@ -189,7 +189,7 @@ def test_a_reference_of_an_adapter_cannot_follow(make):
 
 @BOTH
 def test_processes_without_prompts_of_their_own_are_refused(kind, make, monkeypatch):
-    monkeypatch.setattr("trl_jax.trainer.online.processes.several", lambda: True)
+    monkeypatch.setattr("trl_jax.trainer.online.several", lambda: True)
     monkeypatch.setattr("trl_jax.trainer.online.jax.process_count", lambda: 2)
     with pytest.raises(ValueError, match=rf"{kind.__name__} divides its prompts over 1 devices.*mesh_shape='fsdp:2'"):
         make(kind=kind)

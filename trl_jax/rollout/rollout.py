@@ -123,11 +123,10 @@ class Rollout:
         made = self._methods.written(prompts, group, mode)
         dropped = self._truncated(made) & self.drops_truncated
         masks = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
+        of_each = zip(made.prompt_ids, made.completion_ids, masks, made.images_of_each, strict=True)
         completions = [
             ScoredCompletion(np.asarray(prompt, np.int32), np.asarray(ids, np.int32), mask, 0.0, images=images)
-            for prompt, ids, mask, images in zip(
-                made.prompt_ids, made.completion_ids, masks, made.images_of_each, strict=True
-            )
+            for prompt, ids, mask, images in of_each
         ]
         if self.judge is None:
             self.tell(next_thing)

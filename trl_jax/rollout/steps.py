@@ -18,15 +18,7 @@ from datasets import IterableDataset
 
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.rollout.completions_log import MetricLog
-from trl_jax.rollout.rollout import (
-    Experience,
-    Rollout,
-    Row,
-    ScoredCompletion,
-    Written,
-    prefixed,
-    under_prefix,
-)
+from trl_jax.rollout.rollout import Experience, Rollout, Row, ScoredCompletion, Written, prefixed, under_prefix
 from trl_jax.rollout.server import ServerError
 from trl_jax.tasks.policy import Cycle, EntropyBonus
 

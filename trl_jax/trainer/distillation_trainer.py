@@ -144,9 +144,9 @@ class DistillationTrainer(RolloutTrainer):
             The loss, the sum of the student's entropies, and the number of unmasked completion tokens.
         """
         del unwrapped_student, num_items_in_batch
-        one = self._in_own_loss("_compute_loss")
-        loss = one.default_loss(inputs)
-        return loss, one.default_sums["entropy"].sum(), one.default_sums["targets"].sum()
+        current = self._current_pass("_compute_loss")
+        loss = current.default_loss(inputs)
+        return loss, current.default_sums["entropy"].sum(), current.default_sums["targets"].sum()
 
     def _get_per_token_divergences(self, model: Any, beta: float | None = None) -> TokenDivergences:
         """`divergence`, `entropy`, `student_logps` and `teacher_logps` of the completion tokens at the sampling
@@ -156,8 +156,8 @@ class DistillationTrainer(RolloutTrainer):
             model: the model that the loss was called with.
             beta: interpolation coefficient of the divergence, from 0 to 1; None: `args.beta`.
         """
-        one = self._in_own_loss("_get_per_token_divergences")
-        return one.divergences(model, self.args.beta if beta is None else beta)
+        current = self._current_pass("_get_per_token_divergences")
+        return current.divergences(model, self.args.beta if beta is None else beta)
 
     def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
         del task

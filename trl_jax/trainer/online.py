@@ -26,7 +26,6 @@ from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.generate import check_completes
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import batch_tensor, batch_tensors, knows_torch
-from trl_jax.mesh import processes
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
 from trl_jax.rollout.rewards import (
@@ -291,7 +290,7 @@ class RolloutTrainer(BaseTrainer):
         loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, **options)
         return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, script_loss=loss)
 
-    def _in_own_loss(self, name: str) -> Any:
+    def _current_pass(self, name: str) -> Any:
         if self._own_pass is None:
             raise RuntimeError(f"{name} of {type(self).__name__} can be called within its own _compute_loss only.")
         return self._own_pass
@@ -311,10 +310,6 @@ class RolloutTrainer(BaseTrainer):
     @property
     def _may_get_images(self) -> bool:
         """Whether tools or environments may return images."""
-        return self._has_tools
-
-    @property
-    def _has_tools(self) -> bool:
         return bool(self.tools) or self._environments is not None
 
     @property
@@ -521,7 +516,7 @@ def _settle_for_streams(args: Any, train_dataset: Any, eval_dataset: Any) -> Non
 
 def _check_processes(trainer: str, shards: int) -> None:
     """Raise ValueError if the prompts cannot be divided evenly over the processes."""
-    count = jax.process_count() if processes.several() else 1
+    count = jax.process_count() if several() else 1
     if shards % count:
         raise ValueError(
             f"{trainer} divides its prompts over {shards} devices (data x fsdp of the mesh), and this run has {count} "
@@ -610,7 +605,7 @@ class OnlineTrainer(RolloutTrainer):
                 (GRPO) and `old_logps` `[B]` (RLOO).
         """
         del model
-        return self._in_own_loss("_compute_loss").default_loss(inputs)
+        return self._current_pass("_compute_loss").default_loss(inputs)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -633,8 +628,8 @@ class OnlineTrainer(RolloutTrainer):
             attention_mask, batch_size, images: ignored, because the step has already run the model.
         """
         del attention_mask, batch_size, images
-        one = self._in_own_loss("_get_per_token_logps_and_entropies")
-        return one.logps(model, input_ids, logits_to_keep, entropy=compute_entropy, aux_loss=compute_aux_loss)
+        current = self._current_pass("_get_per_token_logps_and_entropies")
+        return current.logps(model, input_ids, logits_to_keep, entropy=compute_entropy, aux_loss=compute_aux_loss)
 
     def _own_rollout(self, run: setup.Setup) -> OwnRollout | None:
         own = [name for name in OWN_METHODS if name in run.overridden]

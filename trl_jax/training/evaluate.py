@@ -26,7 +26,6 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.batch import IGNORED, Batch, of_examples, padded_length
 from trl_jax.data.loader import EvalChunks, ExampleLoader, IndexedExample, StepBatch
 from trl_jax.mesh.mesh import distributed, fetched
-from trl_jax.rollout.completions_log import MetricLog
 from trl_jax.rollout.rollout import step_examples
 from trl_jax.rollout.steps import BASE_SEED_WORDS, RolloutSteps
 from trl_jax.tasks.task import TokenTask, by_micro_batch
@@ -70,11 +69,6 @@ class CompletionEvaluator:
 
         self.sums = jax.jit(sums, static_argnames="values")
 
-    @property
-    def _metrics(self) -> MetricLog:
-        """The metrics since the last log of an evaluation."""
-        return self._source.rollout.metrics["eval"]
-
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> tuple[dict[str, float], dict[str, float]]:
         """Loss and speed over the prompts of a dataset, whose names start with `prefix`; no others, because these are
         collected."""
@@ -95,14 +89,14 @@ class CompletionEvaluator:
         metrics = {f"{prefix}_loss": float(np.average(losses, weights=counts))}
         metrics |= speed_metrics(prefix, start, num_samples=total, num_steps=len(counts))
         for batch in sums:
-            self._metrics.extend(by_micro_batch(setup.objective, batch, "eval"))
+            self._source.rollout.metrics["eval"].extend(by_micro_batch(setup.objective, batch, "eval"))
         self._source.rollout.show("eval", setup.state.global_step)
         return metrics, {}
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
         """Like `evaluate`, with all metrics. The completions are not in the result, only in the logged table."""
         metrics, _ = self.evaluate(batches, prefix, hooks)
-        metrics |= {f"{prefix}_{name}": value for name, value in self._metrics.take().items()}
+        metrics |= {f"{prefix}_{name}": value for name, value in self._source.rollout.metrics["eval"].take().items()}
         self._setup.events.fire("on_predict", metrics)
         return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
 
