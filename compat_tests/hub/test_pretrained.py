@@ -350,6 +350,7 @@ def test_jax_and_torch_take_parameters_as_arrays(folders):
         assert isinstance(found, jax.Array)
         np.testing.assert_array_equal(found, function(values))
     torch.testing.assert_close(kept, weight)
+    assert weight.dtype == torch.float32 and torch.zeros(2, dtype=weight.dtype).dtype is torch.float32
     torch.testing.assert_close(weight, weight.detach())
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         torch.testing.assert_close(kept.mul_(2), weight)

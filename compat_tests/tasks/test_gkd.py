@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from compat_tests.tiny import CHAT_TEMPLATE, text_rows, tiny_tokenizer
+from trl_jax.experimental.gkd import GKDTrainer
 from trl_jax.nn.head import HeadInputs, divergences
 from trl_jax.tasks.distillation import generalized_jsd_loss, prepare_chatml
 
@@ -39,6 +40,9 @@ def test_it_is_trls(options):
     ours = generalized_jsd_loss(STUDENT, TEACHER, **options)
     assert ours.shape == tuple(theirs.shape)
     np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=2e-7)
+    of_tensors = GKDTrainer.generalized_jsd_loss(torch.from_numpy(STUDENT), torch.from_numpy(TEACHER), **given)
+    assert isinstance(of_tensors, torch.Tensor)
+    np.testing.assert_allclose(of_tensors, ours, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])

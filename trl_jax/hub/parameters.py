@@ -296,7 +296,7 @@ def _of_values(name: str) -> Callable:
     return lambda parameter, *given: getattr(parameter.detach(), name)(*given)
 
 
-_SHAPES = ("shape", "dtype", "ndim", "size", "nbytes", "itemsize")
+_SHAPES = ("shape", "ndim", "size", "nbytes", "itemsize")
 
 
 class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin, metaclass=abc.ABCMeta):
@@ -341,6 +341,12 @@ class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin, metaclass=abc.A
                 f"{self._name} has no grad: gradients stay within the compiled step. grad_norm is logged; to change "
                 "gradients, return an optax transformation from create_optimizer."
             )
+
+    @property
+    def dtype(self) -> Any:
+        """torch's dtype if torch is imported, as scripts compare it with `torch.float32`; otherwise NumPy's."""
+        found = (self.detach() if self._like is None else self._like).dtype
+        return vars(sys.modules["torch"])[found.name] if "torch" in sys.modules else found
 
     def numel(self) -> int:
         return self.size

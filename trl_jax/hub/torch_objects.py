@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -798,7 +799,8 @@ def also_of_tensors(function: Callable) -> Callable:
     def called(*values: Any, **options: Any) -> Any:
         if not any_tensor(*values, *options.values()):
             return function(*values, **options)
-        return as_tensors(function(*as_arrays(list(values)), **as_arrays(options)))
+        found = function(*as_arrays(list(values)), **as_arrays(options))
+        return as_tensors(jax.tree.map(np.asarray, found))
 
     return called
 

@@ -22,6 +22,7 @@ from trl_jax.hub.generate import check_completes, check_generates
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import also_of_tensors
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.steps import BASE_SEED_WORDS
 from trl_jax.tasks.distillation import GkdTask, generalized_jsd_loss
@@ -93,7 +94,7 @@ class GKDTrainer(BaseTrainer):
     ) | {"generate_on_policy_outputs": _OWN_SAMPLING}  # fmt: skip
     lmbda, beta, seq_kd = map(MirroredArg, ("lmbda", "beta", "seq_kd"))
     temperature = InitOnlyArg(lambda trainer: trainer.args.temperature, "Set temperature in GKDConfig.")
-    generalized_jsd_loss = staticmethod(generalized_jsd_loss)
+    generalized_jsd_loss = staticmethod(also_of_tensors(generalized_jsd_loss))
 
     @accepting_old_keywords()
     def __init__(
