@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
@@ -102,6 +103,18 @@ def test_a_quieter_log_level_is_heard(folder, tmp_path, told):
     assert not first_lines.logger.isEnabledFor(logging.INFO)
     first_lines.show_lines(logging.WARNING, asked=False)
     assert first_lines.logger.isEnabledFor(logging.INFO)
+
+
+def test_transformers_verbosity_hides_no_warnings_of_ours(folder, tmp_path):
+    ours, before = logging.getLogger("trl_jax"), transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        for config, shown in (({}, True), ({"log_level": "error"}, False)):
+            make(trl_jax, folder, tmp_path, config=config)
+            assert ours.isEnabledFor(logging.WARNING) == shown
+    finally:
+        transformers.logging.set_verbosity(before)
+        ours.setLevel(logging.NOTSET)
 
 
 def test_only_the_first_process_speaks(folder, tmp_path, told, monkeypatch):

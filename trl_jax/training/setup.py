@@ -256,10 +256,13 @@ def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
 
 
 def set_log_level(level: int, *, asked: bool) -> None:
-    """Set the level of transformers' loggers and of ours. asked: whether the user set `log_level`."""
+    """Set the level of transformers' loggers and of ours. asked: whether the user set `log_level`.
+
+    TRANSFORMERS_VERBOSITY=error alone hides no warnings of ours, as it hides none of TRL's.
+    """
     transformers_logging.set_verbosity(level)
     ours = logging.getLogger("trl_jax")
-    ours.setLevel(level)
+    ours.setLevel(level if asked else min(level, logging.WARNING))
     show_lines(level, asked=asked)
     if not ours.hasHandlers():
         ours.addHandler(logging.StreamHandler())
