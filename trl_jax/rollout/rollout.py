@@ -225,6 +225,7 @@ class Judged(NamedTuple):
 class Judge:
     """Calls the reward functions and turns rewards into advantages.
 
+    current_task: returns the run's task, whose coefficients a script may change.
     logps: ("policy" or "reference", completions, completion_mask) -> that model's log-probabilities of the completions'
         tokens, float32 `[tokens]` each.
     start: starts a call in the background and returns a function that waits for its result, so that log-probabilities
@@ -232,11 +233,15 @@ class Judge:
     tell: reports progress to the user.
     """
 
-    task: PolicyTask
+    current_task: Callable[[], PolicyTask]
     rewards: Rewards
     logps: Callable[[str, Written, Sequence[np.ndarray]], Logps]
     start: Callable[[Callable[[], Any]], Callable[[], Any]]
     tell: Callable[[str], None] = lambda text: None
+
+    @property
+    def task(self) -> PolicyTask:
+        return self.current_task()
 
     def __call__(
         self,

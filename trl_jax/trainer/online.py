@@ -576,10 +576,6 @@ class OnlineTrainer(RolloutTrainer):
 
     _compiled_methods = RolloutTrainer._compiled_methods | {"_calculate_rewards", *OWN_METHODS}
 
-    def _settle_task(self) -> None:
-        super()._settle_task()
-        self._setup.rollout_steps.rollout.judge.task = self._setup.task
-
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> jax.Array:

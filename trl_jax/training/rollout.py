@@ -87,7 +87,7 @@ def rollout_steps(
     logps = CompletionLogps(setup, forward, sharded_step)
     rollout = Rollout(
         writer=PolicyWriter(setup, parts, streams, line, alone, seeds),
-        judge=None if parts.rewards is None else _judge(setup.task, parts.rewards, logps, line),
+        judge=None if parts.rewards is None else _judge(setup, parts.rewards, logps, line),
         ends=frozenset({*parts.sampling.ends, setup.processing_class.pad_token_id}),
         drops_truncated=parts.drops_truncated,
         saw_tokens=partial(_count_tokens, setup.events),
@@ -125,10 +125,10 @@ def _completes_alone(parts: RolloutParts, dtype: str) -> bool:
     return parts.server is None and (parts.sampling.tools is not None or exact_draws(dtype))
 
 
-def _judge(task: RolloutTask, rewards: RewardFunctions, logps: CompletionLogps, line: ProgressLine) -> Judge:
+def _judge(setup: Setup, rewards: RewardFunctions, logps: CompletionLogps, line: ProgressLine) -> Judge:
     if several():  # processes compute together, so their calls must have the same order
-        return Judge(task, RankRewards(rewards), logps, call_now, line)
-    return Judge(task, rewards, logps, call_in_thread, line)
+        return Judge(lambda: setup.task, RankRewards(rewards), logps, call_now, line)
+    return Judge(lambda: setup.task, rewards, logps, call_in_thread, line)
 
 
 def readable(setup: Setup, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
