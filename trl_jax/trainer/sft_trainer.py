@@ -93,6 +93,7 @@ class SFTTrainer(BaseTrainer):
         ),
     }
     _formatting_func: Callable[[dict[str, Any]], str] | None = None
+    _whole_texts: bool = False  # whether the training rows have no completions
 
     @accepting_old_keywords(*_MOVED)
     def __init__(
