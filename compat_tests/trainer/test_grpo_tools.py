@@ -93,9 +93,8 @@ class Runs:
         words = tokenizer_of("json")
         if package is trl:
             words.response_template = response_template(words)
-        return package.GRPOTrainer(
-            str(self.folder), self.reward, args, Dataset.from_list(self.rows), processing_class=words, **options
-        )
+        rows = None if self.rows is None else Dataset.from_list(self.rows)
+        return package.GRPOTrainer(str(self.folder), self.reward, args, rows, processing_class=words, **options)
 
     def ours(self):
         trainer, first = self.made(trl_jax, **self.options), self.first()
@@ -214,6 +213,43 @@ def test_environments_are_trls(runs):
     for own, other in zip(logs, numbers, strict=True):
         assert "rewards/Shop/mean" in other and other["tools/call_frequency"] == 0.75
         assert_same(own, other, same_order=True)
+
+
+class Riddle:
+    """Returns the prompt."""
+
+    def reset(self, **row):
+        self.row = row
+        return f"Say a word ({', '.join(sorted(row))})."
+
+    def look(self) -> str:
+        """Look around."""
+        return f"{len(self.row)} columns"
+
+
+@pytest.mark.parametrize(
+    "rows", [None, [{"environment": "riddle", "level": n} for n in range(8)]], ids=["none", "rows"]
+)
+def test_environments_return_prompts_as_in_trl(rows, runs):
+    """Without a dataset, or with rows that have no prompt, which `reset` does not get then."""
+    runs.rows, runs.texts = rows, [VISITS[1], "No." + END, VISITS[1], "Two." + END]
+    runs.options = {"environment_factory": Riddle if rows is None else {"riddle": Riddle}}
+    (seen, logs), (wanted, numbers) = runs.ours(), runs.theirs()
+    assert seen == wanted
+    told = {prompt[-1]["content"] for of_one in seen for _, _, prompt, _ in of_one}
+    assert told == {f"Say a word ({'prompt' if rows is None else 'level'})."}
+    for own, other in zip(logs, numbers, strict=True):
+        assert_same(own, other, same_order=True)
+
+
+def test_without_a_dataset_the_length_of_the_run_is_needed(runs):
+    runs.rows = None
+    with pytest.raises(ValueError, match="When training without a `train_dataset` .*, `max_steps` must be set"):
+        runs.made(trl_jax, {"max_steps": -1}, environment_factory=Riddle)
+    with pytest.raises(ValueError, match="requires a `train_dataset` with an `environment` column"):
+        runs.made(trl_jax, environment_factory={"a": Riddle, "b": Shop})
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        runs.made(trl_jax)
 
 
 def test_turns_by_a_server_are_those_of_this_process(runs, monkeypatch):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from trl_jax.core.text import brief
 from trl_jax.data.chat import rendered
@@ -320,6 +320,9 @@ Row = dict[str, Any]
 _OWN = ("reset", "get_reward")  # methods that the model cannot call
 
 
+_EMPTY = [{"role": "user", "content": ""}]  # a prompt, to which `reset` of an environment adds
+
+
 class Environments:
     """The environments of a generation, one per completion. They are reset and reused for the next generation.
 
@@ -328,6 +331,7 @@ class Environments:
     """
 
     sees: bool = False
+    _supplies_prompts: bool = False  # whether there are rows without a prompt
 
     def __init__(self, given: Callable[[], Any] | Mapping[str, Callable[[], Any]]):
         """
@@ -357,6 +361,45 @@ class Environments:
         """A reward function for each environment class that defines `get_reward`."""
         kinds = dict.fromkeys(type(probe) for probe in self.probes)
         return [_reward_of(kind) for kind in kinds if inspect.isfunction(getattr(kind, "get_reward", None))]
+
+    def training_rows(self, dataset: Any, *, max_steps: int, prompts: int) -> Any:
+        """The training rows, with prompts; empty ones without a dataset, because `reset` returns the prompt.
+
+        Args:
+            max_steps: of the run; defines its length if there is no dataset.
+            prompts: number of prompts of a generation.
+
+        Raises:
+            ValueError: there is no dataset, but several environments, or no `max_steps`.
+        """
+        if dataset is not None:
+            return self.with_prompts(dataset)
+        if self._several:
+            raise ValueError(
+                "A `dict` `environment_factory` (multiple environments) requires a `train_dataset` with an "
+                "`environment` column to route each example to its environment. Provide a dataset, or pass a single "
+                "environment factory."
+            )
+        if max_steps <= 0:
+            raise ValueError(
+                "When training without a `train_dataset` (the environment owns the data and returns the prompt from "
+                "`reset()`), `max_steps` must be set to a positive value to define the training length. Set it via "
+                "`GRPOConfig(max_steps=...)`."
+            )
+        return Dataset.from_dict({"prompt": [_EMPTY] * prompts})
+
+    def with_prompts(self, dataset: Any) -> Any:
+        """The rows, with an empty message as their prompt if they have none: `reset` returns it."""
+        if isinstance(dataset, dict):
+            return {name: self.with_prompts(rows) for name, rows in dataset.items()}
+        if not isinstance(dataset, Dataset | IterableDataset) or has_transform(dataset):
+            return dataset
+        if dataset.column_names is None or "prompt" in dataset.column_names:
+            return dataset
+        self._supplies_prompts = True
+        if isinstance(dataset, Dataset):
+            return dataset.add_column("prompt", [_EMPTY] * len(dataset))
+        return dataset.map(lambda row: row | {"prompt": _EMPTY})
 
     def check(self, dataset: Any, where: str) -> None:
         """Raise ValueError for the first row of a table without a known environment. Streams, and tables with a
@@ -403,6 +446,8 @@ class Environments:
 
     def _reset(self, row: Row, environment: Any) -> Row:
         columns = {name: row[name] for name in row if name != "environment" or not self._several}
+        if self._supplies_prompts and row["prompt"] == _EMPTY:
+            del columns["prompt"]
         with raised_by(f"reset() of the environment {type(environment).__name__!r}", [row["prompt"]]):
             told = environment.reset(**columns)
         if told is not None:

@@ -47,7 +47,9 @@ class GRPOTrainer(OnlineTrainer):
             and returns a number or None for each completion; it may be async. A model is a folder or Hub name, a model
             that `trl_jax.AutoModelForSequenceClassification` loaded, or a torch model.
         args: a GRPOConfig; None means `GRPOConfig("<model>-GRPO")`.
-        train_dataset: rows with a `prompt`, a text or messages; other columns go to the reward functions.
+        train_dataset: rows with a `prompt`, a text or messages; other columns go to the reward functions. With an
+            `environment_factory` whose `reset()` returns the prompt, rows need none, and with `max_steps` set, the
+            dataset may be None.
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer; loaded with the model if None.
         reward_processing_classes: tokenizers of the reward models, one entry per reward function; None loads them with
@@ -110,6 +112,11 @@ class GRPOTrainer(OnlineTrainer):
             )
         environments = None if environment_factory is None else Environments(environment_factory)
         args = None if args is None else as_config(args, GRPOConfig)
+        if environments is not None:
+            known = GRPOConfig(output_dir="unused") if args is None else args
+            prompts = known.generation_batch_size // known.num_generations
+            train_dataset = environments.training_rows(train_dataset, max_steps=known.max_steps, prompts=prompts)
+            eval_dataset = environments.with_prompts(eval_dataset)
         super().__init__(
             model, reward_funcs, reward_processing_classes, args=args, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
