@@ -203,7 +203,7 @@ class Weights:
     no reference cycle that would delay freeing the arrays.
 
     Attributes:
-        params, frozen, backend, frozen_names, read: those of the model.
+        params, frozen, backend, frozen_names, read: as on the model.
         at_gradients: whether a hook runs in which torch has gradients, such as on_pre_optimizer_step.
         refusal: set while a script computes its own loss.
     """

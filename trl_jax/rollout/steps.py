@@ -82,7 +82,7 @@ class RolloutSteps:
         self.begin(lambda: None)
 
     def begin(self, begin_step: Callable[[], None]) -> None:
-        """Discard the state of an earlier run, whose completions came from another policy, and read its dataset anew.
+        """Discard the state of an earlier run, whose completions came from another policy, and read its dataset again.
 
         Args:
             begin_step: called before a step generates: callbacks may change what rewards depend on.

@@ -258,7 +258,7 @@ def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
 def set_log_level(level: int, *, asked: bool) -> None:
     """Set the level of transformers' loggers and of ours. asked: whether the user set `log_level`.
 
-    TRANSFORMERS_VERBOSITY=error alone hides no warnings of ours, as it hides none of TRL's.
+    TRANSFORMERS_VERBOSITY=error hides neither our warnings nor TRL's.
     """
     transformers_logging.set_verbosity(level)
     ours = logging.getLogger("trl_jax")
