@@ -517,9 +517,13 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         folder: Path,
         name: str,
         frozen: dict[str, Any] | None = None,
+        generation_config: Any = None,
     ):
+        """`generation_config` is read from the folder if it is None."""
         self.config, self.folder, self.name_or_path, self.graph = config, folder, name, backend.graph
-        self.generation_config = read_generation_config(folder, config) if backend.head == "lm" else None
+        if backend.head == "lm" and generation_config is None:
+            generation_config = read_generation_config(folder, config)
+        self.generation_config = generation_config
         self.writes = True  # whether this process does; see `read`
         self.weights = Weights(params, {} if frozen is None else frozen, backend)
 
@@ -702,8 +706,9 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     def _with(self, arrays: dict[str, Any], backend: Backend) -> PreTrainedModel:
         """A plain model with other arrays and another backend, but the attributes of this checkpoint."""
-        model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path)
-        model.generation_config, model.read, model.writes = self.generation_config, self.read, self.writes
+        kept = {"generation_config": self.generation_config}
+        model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path, **kept)
+        model.read, model.writes = self.read, self.writes
         model.accepts_loss_kwargs = self.accepts_loss_kwargs
         return model
 

@@ -324,7 +324,8 @@ class Training:
 
     def _begin_step(self) -> None:
         self._setup.events.fire("on_step_begin")
-        self._hooks.settle_task()  # what callbacks set also applies to a generation of this step
+        if self._setup.rollout_steps is not None:
+            self._hooks.settle_task()  # what callbacks set also applies to a generation of this step
         self._setup.model.train()  # an evaluation leaves it in evaluation mode, as in TRL
 
     def _report(self, logs: dict[str, float], since: list[dict[str, np.ndarray]], began: tuple) -> None:
