@@ -248,6 +248,8 @@ def test_without_a_dataset_the_length_of_the_run_is_needed(runs):
         runs.made(trl_jax, {"max_steps": -1}, environment_factory=Riddle)
     with pytest.raises(ValueError, match="requires a `train_dataset` with an `environment` column"):
         runs.made(trl_jax, environment_factory={"a": Riddle, "b": Shop})
+    with pytest.raises(ValueError, match="`max_steps` must be set"):
+        trl_jax.GRPOTrainer(str(runs.folder), runs.reward, environment_factory=Riddle)
     with pytest.raises(ValueError, match="`train_dataset` is required"):
         runs.made(trl_jax)
 

@@ -362,12 +362,12 @@ class Environments:
         kinds = dict.fromkeys(type(probe) for probe in self.probes)
         return [_reward_of(kind) for kind in kinds if inspect.isfunction(getattr(kind, "get_reward", None))]
 
-    def training_rows(self, dataset: Any, *, max_steps: int, prompts: int) -> Any:
-        """The training rows, with prompts; empty ones without a dataset, because `reset` returns the prompt.
+    def training_rows(self, dataset: Any, args: Any) -> Any:
+        """The training rows, with prompts. Without a dataset, they are empty prompts for one generation: `reset`
+        returns the prompts.
 
         Args:
-            max_steps: of the run; defines its length if there is no dataset.
-            prompts: number of prompts of a generation.
+            args: the trainer's arguments, or None.
 
         Raises:
             ValueError: there is no dataset, but several environments, or no `max_steps`.
@@ -380,13 +380,13 @@ class Environments:
                 "`environment` column to route each example to its environment. Provide a dataset, or pass a single "
                 "environment factory."
             )
-        if max_steps <= 0:
+        if args is None or args.max_steps <= 0:
             raise ValueError(
                 "When training without a `train_dataset` (the environment owns the data and returns the prompt from "
                 "`reset()`), `max_steps` must be set to a positive value to define the training length. Set it via "
                 "`GRPOConfig(max_steps=...)`."
             )
-        return Dataset.from_dict({"prompt": [_EMPTY] * prompts})
+        return Dataset.from_dict({"prompt": [_EMPTY] * (args.generation_batch_size // args.num_generations)})
 
     def with_prompts(self, dataset: Any) -> Any:
         """The rows, with an empty message as their prompt if they have none: `reset` returns it."""

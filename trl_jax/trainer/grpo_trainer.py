@@ -113,9 +113,7 @@ class GRPOTrainer(OnlineTrainer):
         environments = None if environment_factory is None else Environments(environment_factory)
         args = None if args is None else as_config(args, GRPOConfig)
         if environments is not None:
-            known = GRPOConfig(output_dir="unused") if args is None else args
-            prompts = known.generation_batch_size // known.num_generations
-            train_dataset = environments.training_rows(train_dataset, max_steps=known.max_steps, prompts=prompts)
+            train_dataset = environments.training_rows(train_dataset, args)
             eval_dataset = environments.with_prompts(eval_dataset)
         super().__init__(
             model, reward_funcs, reward_processing_classes, args=args, train_dataset=train_dataset,
