@@ -119,7 +119,7 @@ class Snapshot(_TensorApi, np.ndarray):
     float = cpu
 
     def to(self, *args: Any, **kwargs: Any) -> Snapshot:
-        """A copy, into which a script may write. The dtype stays that of training, and JAX chooses the device."""
+        """A copy, into which a script may write. The dtype does not change, and JAX chooses the device."""
         return self.copy()
 
     def is_floating_point(self) -> bool:

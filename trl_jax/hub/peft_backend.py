@@ -253,7 +253,7 @@ class LoraBackend(AdaptedBackend):
 
     @property
     def buffers(self) -> frozenset[str]:
-        """Those of the base model, also in modules that are fully trained."""
+        """The base model's buffers, and their copies in fully trained modules."""
         return self.base.buffers | self._with_base_paths(self.base.buffers)
 
     def _with_base_paths(self, paths: Collection[str]) -> frozenset[str]:

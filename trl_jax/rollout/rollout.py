@@ -113,7 +113,7 @@ class Rollout:
 
     @property
     def _methods(self) -> OwnMethods:
-        """The user-defined methods, which call those of this object, or this object."""
+        """The user-defined methods, which fall back on this object's, or this object if there are none."""
         return self if self.own is None else self.own
 
     def scored(self, rows: Sequence[Row], group: int, mode: str) -> Experience:

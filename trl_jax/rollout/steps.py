@@ -212,7 +212,7 @@ class RolloutSteps:
 
     def _take_ahead(self, prompts: Sequence[Any], rows: Sequence[Row]) -> Written:
         """Wait for the completions of these rows, which were started before the steps of the previous generation, or
-        start them now if there was none. Then start those of the next generation."""
+        start them now if there was none. Then start the next generation's."""
         group = self.cycle.group
         begun, self._next = self._next, None
         if begun is None or not begun.is_for(prompts):  # a callback may have ended the epoch

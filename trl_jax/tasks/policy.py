@@ -165,7 +165,7 @@ def micro_batches_of(batch: Batch) -> jax.Array:
 
 
 def ref_logps_of(batch: Batch, logps: jax.Array) -> jax.Array:
-    """The log-probabilities under the reference, `[N]`: those of the policy itself while the two are equal."""
+    """The log-probabilities under the reference, `[N]`; while the two models are equal, the policy's own."""
     equal = jnp.max(batch.extras.example["at_reference"]) > 0
     return jnp.where(equal, jax.lax.stop_gradient(logps), batch.extras.read["ref_logps"])
 
