@@ -105,7 +105,7 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
 
     from trl_jax.rollout.rewards import RewardFunctions
     from trl_jax.training import checkpoint
-    from trl_jax.training.rollout import PolicyWriter
+    from trl_jax.training.policy_writer import PolicyWriter
     from trl_jax.training.server import ServerPolicy
 
     def tell(what: str) -> None:

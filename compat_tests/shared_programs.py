@@ -196,7 +196,7 @@ def _shared_or(make: Callable[[], Any], setup: Any, *more: Any) -> Any:
 
 def _key(setup: Any, *more: Any) -> Any:
     """Everything that a program is traced from; None if that cannot be determined, or if something is patched."""
-    if setup.model.trainable_masks or setup.own_loss or _is_patched() or _alone:
+    if setup.model.trainable_masks or setup.loss_overrides or _is_patched() or _alone:
         return None
     if setup.script_loss is not None and "_of" not in more:  # log-probabilities do not depend on the loss
         return None

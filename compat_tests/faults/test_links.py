@@ -18,7 +18,7 @@ from compat_tests.hub.loopback import TOKEN, serving
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.hub.push import Run, write_card
 from trl_jax.rollout.completions_log import CompletionsLog
-from trl_jax.tasks.eval_report import report
+from trl_jax.trainer.reward_trainer import eval_report
 from trl_jax.training.checkpoint import BrokenCheckpoint, files_below, read_manifest, sweep
 from trl_jax.training.metrics import save_metrics
 from trl_jax.training.push import sweep_stages
@@ -124,7 +124,7 @@ def test_metrics_are_neither_read_nor_written_through_links(run_dir, elsewhere):
     for name in ("all_results.json", "eval_results.json", "eval_margins.svg"):
         (run_dir / name).symlink_to(elsewhere / "precious")
     save_metrics(run_dir, "eval", {"loss": 1.0})
-    report(np.ones(3), None, prefix="eval", folder=run_dir)
+    eval_report(np.ones(3), None, prefix="eval", folder=run_dir)
     assert (elsewhere / "precious").read_text() == '{"secret": 1}'
     assert json.loads((run_dir / "all_results.json").read_text()) == {"loss": 1.0}
 

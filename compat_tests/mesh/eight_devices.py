@@ -320,7 +320,7 @@ def test_experts_over_tensor_are_those_of_one_device():
 ], ids=str)  # fmt: skip
 def test_words(said, sizes, checkpoint, tmp_path):
     args = RewardConfig(str(tmp_path), use_cpu=True, **said)
-    from trl_jax.training.mesh import sharding_plan_of
+    from trl_jax.training.devices import sharding_plan_of
 
     sharding_plan = sharding_plan_of(args)
     assert {axis: size for axis, size in sharding_plan.mesh.shape.items() if size > 1} == sizes

@@ -16,7 +16,7 @@ from compat_tests.effort import only_thorough
 from compat_tests.mesh.launching import port
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.marks import timeless
-from trl_jax.rollout.rollout import Written
+from trl_jax.rollout.rollout import EncodedTexts, Written
 from trl_jax.rollout.tools import Environments
 from trl_jax.training import rollout_processes
 
@@ -127,16 +127,16 @@ def both(monkeypatch):
     return run
 
 
-def complete(texts, images, rooms):
+def complete(texts, rooms):
     """The reversed texts, with their maximum lengths in place of log-probabilities."""
-    return [text[::-1] for text in texts], rooms
+    return [text[::-1] for text in texts.ids], rooms
 
 
 @pytest.mark.parametrize("turns", [(3, 1), (0, 2), (0, 0)])
 def test_rounds_go_on_until_all_processes_have_ended(turns, both):
     def run(number):
         def ask(further):
-            return [further([f"{number}{turn}", "x"], None, [number, turn]) for turn in range(turns[number])]
+            return [further(EncodedTexts([f"{number}{turn}", "x"]), [number, turn]) for turn in range(turns[number])]
 
         return rollout_processes.in_rounds(complete, ask)
 
@@ -149,7 +149,7 @@ def test_what_one_process_raises_ends_the_rounds_of_both(others_turns, both):
     def run(number):
         def ask(further):
             for turn in range(1 if number else others_turns):
-                further([str(turn)], None, [0])
+                further(EncodedTexts([str(turn)]), [0])
             if number:
                 raise ValueError("no shop")
 

@@ -16,7 +16,7 @@ from datasets import Dataset
 from compat_tests.mesh.tools import FIRST, Shop, add, conversations, words
 from compat_tests.parity.reference import BASE
 from trl_jax import GRPOConfig, GRPOTrainer
-from trl_jax.training.rollout import PolicyWriter
+from trl_jax.training.policy_writer import PolicyWriter
 
 model, out = sys.argv[1:]
 

@@ -15,7 +15,7 @@ from compat_tests.parity.sketch import gap
 from compat_tests.parity.test_grpo_curve import WEIGHTS, assert_same_runs
 from trl_jax.nn import head
 from trl_jax.rollout.steps import RolloutSteps
-from trl_jax.training.rollout import PolicyWriter
+from trl_jax.training.policy_writer import PolicyWriter
 
 SELDOM = {"capped", "conversations", "epochs"}
 NAMES = usually(lambda name: name not in SELDOM, list(CASES))

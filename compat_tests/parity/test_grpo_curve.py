@@ -14,7 +14,7 @@ from compat_tests.parity.grpo_cases import GRPO, RLOO, prompt_rows
 from compat_tests.parity.marks import assert_same_weights, timeless
 from compat_tests.parity.sketch import gap
 from trl_jax.tasks import policy
-from trl_jax.training.rollout import PolicyWriter
+from trl_jax.training.policy_writer import PolicyWriter
 
 # Each loss is compared with TRL's by losses/test_policy_gradient.py, each kind of layer by the generation tests of its
 # family, conversations and the entropy bonus by trainer/test_policies_of_scripts.py.
@@ -174,7 +174,7 @@ def without_the_last_token(self, prompt_ids, group, *more):
 MUTANTS = [
     ("default", "trl_jax.rollout.steps.RolloutSteps._generate", no_permutation, "tokens were drawn"),
     ("default", "trl_jax.rollout.steps.BASE_SEED_WORDS", 0, "tokens were drawn"),
-    ("default", "trl_jax.training.rollout.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
+    ("default", "trl_jax.training.policy_writer.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
     ("epochs", "trl_jax.rollout.steps.RepeatSampler.next_epoch", the_same_order_each_epoch, "tokens were drawn"),
     ("default", "trl_jax.tasks.policy.group_advantages", a_little_smaller, "ours|drawn"),
     ("reference", "trl_jax.tasks.policy.token_weights", one_token_more, "ours|drawn"),

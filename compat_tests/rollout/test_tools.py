@@ -14,9 +14,10 @@ import trl
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.chat import PartsTokenizer
 from trl_jax.data.chat_templates import response_template
+from trl_jax.rollout.rollout import EncodedTexts
 from trl_jax.rollout.tools import Calls, Environments, Tools
 from trl_jax.trainer.online import tools_of
-from trl_jax.training.rollout import PolicyWriter, Sampling
+from trl_jax.training.policy_writer import PolicyWriter, Sampling
 
 # Turns are delimited by <|im_start|> and <|im_end|>; tool calls are JSON, or tags with parameters.
 TURN = (
@@ -89,17 +90,17 @@ class Model:
     def __init__(self, tokenizer, *texts):
         self.tokenizer, self.texts, self.asked = tokenizer, list(texts), []
 
-    def __call__(self, ids, images, rooms):
-        assert images is None and min(rooms) > 0
-        self.asked.append([self.tokenizer.decode(own) for own in ids])
-        return [np.asarray(self.tokenizer(self.texts[0])["input_ids"], np.int32) for _ in ids], None
+    def __call__(self, texts, rooms):
+        assert texts.images is None and min(rooms) > 0
+        self.asked.append([self.tokenizer.decode(own) for own in texts.ids])
+        return [np.asarray(self.tokenizer(self.texts[0])["input_ids"], np.int32) for _ in texts.ids], None
 
 
 def completed(made, first, *later):
     words, asked = made.tokenizer, [{"role": "user", "content": "?"}]
     prompt = words.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     model = Model(words, *later)
-    written = made.completed([prompt], [np.asarray(words(first)["input_ids"], np.int32)], model)
+    written = made.completed(EncodedTexts([prompt]), [np.asarray(words(first)["input_ids"], np.int32)], model)
     return written, model
 
 
@@ -245,6 +246,5 @@ def test_a_run_tokenizes_answers_as_its_prompts():
     made, options = tools()
     reader = PartsTokenizer(made.tokenizer)
     sampling = Sampling(options, None, {}, (), parses_messages=True, tools=made)
-    parts = SimpleNamespace(sampling=sampling, rollout_func=None, rewards=None, own=None, server=None)
-    writer = PolicyWriter(SimpleNamespace(chat_tokenizer=reader), parts, [None], None, alone=False)
+    writer = PolicyWriter(SimpleNamespace(chat_tokenizer=reader), sampling, [None], None, alone=False)
     assert writer._sampling.tools.chat_tokenizer is reader and writer._sampling.tools.calls is made.calls

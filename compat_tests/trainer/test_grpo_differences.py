@@ -19,8 +19,8 @@ from trl_jax.data.prompts import prompt_ids
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.training.evaluate import CompletionEvaluator
 from trl_jax.training.optimizers import point
+from trl_jax.training.policy_writer import PolicyWriter
 from trl_jax.training.reference import _mixed
-from trl_jax.training.rollout import PolicyWriter
 
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 CONFIG = {

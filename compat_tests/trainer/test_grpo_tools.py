@@ -20,7 +20,7 @@ from trl_jax.data.chat_templates import response_template
 from trl_jax.generation.reuse import TurnCache
 from trl_jax.rollout import tools
 from trl_jax.rollout.tools import Environments
-from trl_jax.training.rollout import PolicyWriter
+from trl_jax.training.policy_writer import PolicyWriter
 
 FIRST = [  # turns that a two-layer model would not generate
     CALLS["json"] + END,

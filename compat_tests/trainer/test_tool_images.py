@@ -21,7 +21,7 @@ from trl_jax.data.chat_templates import response_template
 from trl_jax.data.prompts import encoded_prompts
 from trl_jax.hub.vision import vision_families
 from trl_jax.hub.vision.processor import VisionProcessor
-from trl_jax.training.rollout import PolicyWriter
+from trl_jax.training.policy_writer import PolicyWriter
 
 END = "<|im_end|></s>"
 TEMPLATE = (

@@ -9,7 +9,7 @@ import pytest
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make
-from trl_jax.training.mesh import check_offloading
+from trl_jax.training.setup import check_offloading
 
 
 def test_a_cpu_has_it_offloaded_already_and_is_told_so(checkpoint, tmp_path, caplog):

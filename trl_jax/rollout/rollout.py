@@ -54,16 +54,19 @@ class Writer(Protocol):
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         """Completions as reward functions see them: messages if the prompts are messages, else texts."""
 
+    def encoded(self, prompts: list) -> EncodedTexts:
+        """The token ids of prompts, with their images."""
+
     def decoded(self, ids: Ids) -> list[str]:
         """Texts without special tokens."""
 
 
-class OwnMethods(Protocol):
-    """User-defined overrides of generation methods, with the signatures of `Rollout`'s methods."""
+class Overrides(Protocol):
+    """A script's methods that are called in place of a rollout's, with the rollout; see `own_methods.OwnMethods`."""
 
-    def scored(self, rows: Sequence[Row], group: int, mode: str) -> Experience: ...
+    def scored(self, rollout: Rollout, rows: Sequence[Row], group: int, mode: str) -> Experience: ...
 
-    def written(self, prompts: list, group: int, mode: str) -> Written: ...
+    def written(self, rollout: Rollout, prompts: list, group: int, mode: str) -> Written: ...
 
 
 @dataclass
@@ -88,8 +91,8 @@ class Rollout:
     saw_tokens: Callable[[int], int]
     table: CompletionsLog | None = None
     tell: Callable[[str], None] = lambda text: None
-    begin: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
-    own: OwnMethods | None = None
+    begin: Callable[[Sequence[Row]], Sequence[Row]] = list
+    own: Overrides | None = None
     stop: StopRule | None = None
     metrics: dict[str, MetricLog] = field(
         default_factory=lambda: {"train": MetricLog(), "eval": MetricLog(prefix="eval_")}
@@ -109,18 +112,13 @@ class Rollout:
             written: the completions, if they were generated ahead.
         """
         self._ready = written
-        return self._methods.scored(rows, group, mode)
-
-    @property
-    def _methods(self) -> OwnMethods:
-        """The user-defined methods, which fall back on this object's, or this object if there are none."""
-        return self if self.own is None else self.own
+        return self.scored(rows, group, mode) if self.own is None else self.own.scored(self, rows, group, mode)
 
     def scored(self, rows: Sequence[Row], group: int, mode: str) -> Experience:
         """As `make`, but without a user-defined `_generate_and_score_completions`."""
-        rows = self.begin(rows)
+        own, rows = self.own, self.begin(rows)
         prompts, next_thing = self.writer.prompts(rows), "training" if mode == "train" else "evaluating"
-        made = self._methods.written(prompts, group, mode)
+        made = self.written(prompts, group, mode) if own is None else own.written(self, prompts, group, mode)
         dropped = self._truncated(made) & self.drops_truncated
         masks = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
         of_each = zip(made.prompt_ids, made.completion_ids, masks, made.images_of_each, strict=True)
@@ -490,6 +488,30 @@ class Experience:
 # Completions before scoring
 
 Ids = Sequence[Sequence[int]]
+
+
+class EncodedTexts(NamedTuple):
+    """B texts that the model continues.
+
+    ids: token ids.
+    images: the images of each text, placed in its ids; None if the run has no images.
+    urls: the same images as data URLs, for servers; None without images, or if this process generates.
+    """
+
+    ids: list[list[int]]
+    images: list[TextImages] | None = None
+    urls: list[list[str]] | None = None
+
+    def at(self, places: Sequence[int]) -> EncodedTexts:
+        """The texts at these places."""
+        return EncodedTexts(*(each and [each[place] for place in places] for each in self))
+
+    def equal_runs(self, group: int) -> int:
+        """`group` if the texts in each run of so many are equal, else 1: environments may give them other prompts."""
+        images = self.urls if self.images is None else [own.key for own in self.images]
+        keys = self.ids if images is None else list(zip(self.ids, images, strict=True))
+        alike = len(keys) % group == 0 and all(own == keys[place - place % group] for place, own in enumerate(keys))
+        return group if alike else 1
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,6 @@ class RolloutSteps:
     bonus: the entropy coefficient of each step; None without an entropy bonus.
     needed_logps: which of "old_logps", "ref_logps" and "sampling_logps" the task needs.
     num_steps_of_run: returns the number of steps in the run; nothing is generated ahead for later steps.
-    at_iterates: a context in which the policy has the parameters at which the next gradient is taken, as in TRL. With a
-        schedule-free optimizer, these differ from the averaged parameters that evaluation uses. `TrainStep` sets it.
 
     State:
         num_micro_batches: since the start of the run; determines when to generate.
@@ -73,7 +71,6 @@ class RolloutSteps:
     num_steps_of_run: Callable[[], int]
     ahead: bool = False
     sync_steps: int = 1
-    at_iterates: Callable[[], AbstractContextManager] = nullcontext
 
     recoverable: ClassVar[tuple[type[Exception], ...]] = (ServerError,)  # a later run can go on from the last step
 
@@ -81,16 +78,20 @@ class RolloutSteps:
         self._losses_first, self._begun_at = False, 0.0
         self.begin(lambda: None)
 
-    def begin(self, begin_step: Callable[[], None]) -> None:
+    def begin(
+        self, begin_step: Callable[[], None], at_iterates: Callable[[], AbstractContextManager] = nullcontext
+    ) -> None:
         """Discard the state of an earlier run, whose completions came from another policy, and read its dataset again.
 
         Args:
             begin_step: called before a step generates: callbacks may change what rewards depend on.
+            at_iterates: a context in which the policy has the parameters at which the next gradient is taken (see
+                `TrainStep.at_iterates`): it generates with these, as in TRL.
         """
         self.generation: Experience | None = None
         self._next: Begun | None = None
         self.num_micro_batches, self.num_steps, self.epoch = 0, 0, -1
-        self.sampler, self._begin_step = self.make_sampler(), begin_step
+        self.sampler, self._begin_step, self._at_iterates = self.make_sampler(), begin_step, at_iterates
 
     @property
     def random_streams(self) -> list[TorchGenerator]:
@@ -200,7 +201,7 @@ class RolloutSteps:
     def _generate(self, prompts: Sequence[Any]) -> Experience:
         """Generate completions for these prompts and shuffle them within each rank."""
         rows = self._rows_of(prompts)
-        with self.at_iterates():
+        with self._at_iterates():
             written = self._take_ahead(prompts, rows) if self.ahead else None
             experience = self.rollout.make(rows, self.cycle.group, "train", written)
         size = len(rows) // len(self.streams)

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -19,19 +19,12 @@ from trl_jax.data.image_rows import Encoder, pictures_in
 from trl_jax.data.images import ImagePatches, TextImages
 from trl_jax.data.prompts import parsed_message
 from trl_jax.rollout.rewards import EventLoop, check_columns, is_async, raised_by
-from trl_jax.rollout.rollout import Written, all_written
+from trl_jax.rollout.rollout import EncodedTexts, Written, all_written
 
 Message = dict[str, Any]
 Functions = Mapping[str, Callable[..., Any]]
 
 # Multi-turn completions with tool calls: `tools` and `environment_factory` of TRL's GRPOTrainer
-
-
-class Seen(NamedTuple):
-    """The images of a text: as the policy gets them, and as a server gets them (data URLs), in order."""
-
-    images: TextImages
-    urls: Sequence[str]
 
 
 @dataclass
@@ -69,9 +62,9 @@ class Conversation:
         return self.prompt + self.tokens
 
     @property
-    def seen(self) -> Seen:
-        """The images of the whole text."""
-        return Seen(self.images.before(len(self.text) - len(self.images.features)), self.urls)
+    def images_of_text(self) -> TextImages:
+        """The images, in the places of the whole text."""
+        return self.images.before(len(self.text) - len(self.images.features))
 
     def answered(self, answers: list[Message], tokens: list[int]) -> None:
         self.messages += answers
@@ -162,10 +155,9 @@ class Tools:
 
     def completed(
         self,
-        prompt_ids: Sequence[list[int]],
+        prompts: EncodedTexts,
         completion_ids: Sequence[np.ndarray],
-        complete: Callable,
-        seen: Sequence[Seen] | None = None,
+        complete: Callable[[EncodedTexts, Sequence[int]], tuple[Sequence, Sequence | None]],
         logps: Sequence[np.ndarray] | None = None,
         url_of: Callable[[Any], str] | None = None,
     ) -> Written:
@@ -173,16 +165,15 @@ class Tools:
 
         Args:
             completion_ids: the first turn of each completion.
-            complete: called with texts as lists of token ids, what is `Seen` in these texts or None, and the maximum
-                number of further tokens for each; returns the next tokens of each, int32 arrays, and their
-                log-probabilities (None if `logps` is None).
-            seen: images of the prompts; None if the run has none.
+            complete: called with texts and the maximum number of further tokens for each; returns the next tokens of
+                each, int32 arrays, and their log-probabilities (None if `logps` is None).
             logps: the sampler's log-probabilities of each first turn; None if it does not report them.
             url_of: encodes a picture in an answer for servers; None: no server needs it.
         """
         functions = self.of_each or [self.functions] * len(completion_ids)
-        facts = [[None] * len(completion_ids) if each is None else each for each in (seen, logps)]
-        first = zip(functions, prompt_ids, completion_ids, *facts, strict=True)
+        facts = [prompts.images, prompts.urls, logps]
+        facts = [[None] * len(completion_ids) if each is None else each for each in facts]
+        first = zip(functions, prompts.ids, completion_ids, *facts, strict=True)
         every = [self._begun(of_one, list(prompt), own.tolist(), *more) for of_one, prompt, own, *more in first]
         waiting, turn = [dialog for dialog in every if dialog.calls], 0
         while waiting and (self.most_turns is None or turn < self.most_turns):
@@ -193,16 +184,18 @@ class Tools:
         ids = [np.asarray(dialog.tokens, np.int32) for dialog in every]
         by_model = [np.asarray(dialog.by_model, bool) for dialog in every]
         return Written(
-            prompt_ids, ids, by_model, messages=[dialog.messages for dialog in every], calls=self.calls.taken(),
+            prompts.ids, ids, by_model, messages=[dialog.messages for dialog in every], calls=self.calls.taken(),
             sampling_logps=None if logps is None else [dialog.logps for dialog in every],
-            images=None if seen is None else [dialog.images for dialog in every],
+            images=None if prompts.images is None else [dialog.images for dialog in every],
         )  # fmt: skip
 
     def _continue(self, waiting: Sequence[Conversation], complete: Callable) -> None:
         """Let the model generate its next message in each of these conversations."""
         texts, rooms = [dialog.text for dialog in waiting], [self.longest - len(dialog.tokens) for dialog in waiting]
-        seen = None if waiting[0].images is None else [dialog.seen for dialog in waiting]
-        completions, logps = complete(texts, seen, rooms)
+        images, urls = None, None
+        if waiting[0].images is not None:
+            images, urls = [dialog.images_of_text for dialog in waiting], [dialog.urls for dialog in waiting]
+        completions, logps = complete(EncodedTexts(texts, images, urls), rooms)
         logps = [None] * len(waiting) if logps is None else logps
         for dialog, text, room, tokens, own in zip(waiting, texts, rooms, completions, logps, strict=True):
             tokens, own = tokens[:room].tolist(), None if own is None else own[:room]
@@ -213,12 +206,12 @@ class Tools:
         functions: Functions,
         prompt: list[int],
         tokens: list[int],
-        seen: Seen | None,
+        images: TextImages | None,
+        urls: Sequence[str] | None,
         logps: np.ndarray | None,
     ) -> Conversation:
         message = self._message(functions, tokens, prompt)
-        images, urls = (None, ()) if seen is None else seen
-        return Conversation(functions, prompt, tokens, [True] * len(tokens), [message], images, urls, logps)
+        return Conversation(functions, prompt, tokens, [True] * len(tokens), [message], images, urls or (), logps)
 
     def _message(self, functions: Functions, tokens: list[int], before: list[int]) -> Message:
         return parsed_message(tokens, before, self.tokenizer, list(functions.values()))

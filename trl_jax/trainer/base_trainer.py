@@ -67,7 +67,7 @@ from trl_jax.training.push import HubPublisher, pushes_checkpoints
 from trl_jax.training.script_loss import script_values
 from trl_jax.training.script_metrics import ScriptMetrics
 from trl_jax.training.script_model import BoundModel, read_by_model
-from trl_jax.training.state import OWN_STEP, Editable, Hooks, Progress, Setup
+from trl_jax.training.state import STEP_METHODS, Editable, Hooks, Progress, Setup
 from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
 
 
@@ -290,7 +290,7 @@ class BaseTrainer(abc.ABC):
     def _hooks(self) -> Hooks:
         """The methods that a script may override, looked up when they are called."""
         own, own_step = names_of_script(type(self)), None
-        if steps := own & OWN_STEP:
+        if steps := own & STEP_METHODS:
             found = [vars(cls)[name] for cls in classes_of_script(type(self)) for name in steps & vars(cls).keys()]
             tensors = any(map(takes_tensors, found))
             own_step = OwnStep(

@@ -28,6 +28,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import batch_tensor, batch_tensors, knows_torch
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
+from trl_jax.rollout.own_methods import OWN_METHODS, OwnMethods
 from trl_jax.rollout.rewards import (
     HELPERS,
     RewardFunctions,
@@ -56,8 +57,9 @@ from trl_jax.trainer.reference import policy_reference, reference_as_model
 from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.logging import tell
+from trl_jax.training.policy_writer import Sampling
 from trl_jax.training.reference import ReferenceModel
-from trl_jax.training.rollout import OWN_METHODS, OwnRollout, RolloutParts, Sampling
+from trl_jax.training.rollout import RolloutParts
 from trl_jax.training.server import ServerParts, adapter_rank, by_first, connect, default_root, fused_adapter
 from trl_jax.training.state import Hooks
 
@@ -167,7 +169,7 @@ class RolloutTrainer(BaseTrainer):
     tools: Sequence[Callable] = ()
     rollout_func: Callable[[list, Any], Mapping[str, Any]] | None = None
     _environments: Environments | None = None
-    _own_methods: OwnRollout | None = None
+    _own_methods: OwnMethods | None = None
     _takes_transforms = True
     _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as in TRL, also when saved
     _writes_completions: ClassVar[bool] = True
@@ -340,7 +342,7 @@ class RolloutTrainer(BaseTrainer):
         if not self._uses_server and rollout_func is None:
             check_completes(model, options)
         of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # a user's subclass may read _logs
-        self._own_methods = self._own_rollout(run)
+        self._own_methods = self._overrides(run)
         sampling = Sampling(
             template_options, args.max_prompt_length, options, own_ends=eos_token_ids(tokenizer, model),
             parses_messages=self._parses_messages, tools=tools,
@@ -351,7 +353,7 @@ class RolloutTrainer(BaseTrainer):
             rollout_func=rollout_func, server=server, own=self._own_methods,
         )  # fmt: skip
 
-    def _own_rollout(self, run: setup.Setup) -> OwnRollout | None:
+    def _overrides(self, run: setup.Setup) -> OwnMethods | None:
         """The user-defined methods that generate or score completions; None if there are none."""
         return None
 
@@ -627,7 +629,7 @@ class OnlineTrainer(RolloutTrainer):
         current = self._current_pass("_get_per_token_logps_and_entropies")
         return current.logps(model, input_ids, logits_to_keep, entropy=compute_entropy, aux_loss=compute_aux_loss)
 
-    def _own_rollout(self, run: setup.Setup) -> OwnRollout | None:
+    def _overrides(self, run: setup.Setup) -> OwnMethods | None:
         own = [name for name in OWN_METHODS if name in run.overridden]
         if not own:
             return None
@@ -636,7 +638,7 @@ class OnlineTrainer(RolloutTrainer):
                 f"{type(self).__name__} overrides {', '.join(own)}, which is not in this release of trl_jax on several "
                 "processes. Train in one process, or override _calculate_rewards."
             )
-        return OwnRollout(
+        return OwnMethods(
             type(self).__name__,
             score=self._generate_and_score_completions if "_generate_and_score_completions" in own else None,
             generate=self._generate if "_generate" in own else None,
@@ -697,7 +699,7 @@ class OnlineTrainer(RolloutTrainer):
             return self._setup.rollout_steps.rollout.writer.prompt_ids(prompts), None, {}
         return self._own_method("_tokenize_prompts").default_tokenize(prompts)
 
-    def _own_method(self, name: str) -> OwnRollout:
+    def _own_method(self, name: str) -> OwnMethods:
         if self._own_methods is None:
             raise RuntimeError(f"{name} of {type(self).__name__} can only be called by a method of the same name.")
         return self._own_methods

@@ -30,8 +30,8 @@ from trl_jax.trainer.online_dpo_config import OnlineDPOConfig
 from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, accepting_old_keywords, as_config, refuse
 from trl_jax.trainer.reference import loaded_reference, reference_as_model
 from trl_jax.training.data import Batches, Completer, WrittenSteps, image_columns
+from trl_jax.training.policy_writer import up_to_end
 from trl_jax.training.reference import ReferenceModel
-from trl_jax.training.rollout import up_to_end
 from trl_jax.training.setup import Policy, TrainerSpec
 from trl_jax.training.state import Setup
 

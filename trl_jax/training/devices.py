@@ -1,4 +1,5 @@
-"""Compilation (cache, compile ahead, remat), memory limits, and the SPMD step."""
+"""The devices of a run: how arrays are sharded, compilation (cache, compile ahead, remat), memory limits, and the SPMD
+step."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +28,82 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec
 
-from trl_jax.mesh.mesh import BATCH, SEQUENCE, ShardedParams, ShardingPlan, each_part, only
+from trl_jax.config.devices import asked as asked_devices
+from trl_jax.config.devices import mesh_sizes
+from trl_jax.mesh.mesh import BATCH, SEQUENCE, ShardedParams, ShardingPlan, each_part, make_mesh, only
 from trl_jax.mesh.processes import several
+
+logger = logging.getLogger(__name__)
+
+# The devices of a run, and how its arrays are sharded over them.
+
+
+class DeviceArguments(Protocol):
+    """The part of a configuration that determines a run's devices."""
+
+    use_cpu: bool
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    activation_offloading: bool
+    tf32: bool
+    device: Any
+
+    def jax_devices(self) -> list[jax.Device]: ...
+
+
+def run_devices(args: DeviceArguments) -> list[jax.Device]:
+    """All devices that the run may use, in all processes."""
+    return args.jax_devices()
+
+
+def run_device(args: DeviceArguments) -> jax.Device:
+    """The first device of this process."""
+    run_devices(args)  # joins the processes first
+    return jax.local_devices(backend="cpu" if args.use_cpu else None)[0]
+
+
+@contextlib.contextmanager
+def on_device(args: DeviceArguments) -> Iterator[None]:
+    """Compute on the run's device. float32 matrix products are as exact as torch's, unless tf32 is set."""
+    precision = "tensorfloat32" if args.tf32 and args.device.type == "cuda" else "float32"
+    with jax.default_device(run_device(args)), jax.default_matmul_precision(precision):
+        yield
+
+
+def describe(sharding_plan: ShardingPlan, params: dict, state: Any) -> str:
+    """One line about the mesh, and each device's share of the weights and of the optimizer state."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in sharding_plan.mesh.shape.items() if size > 1)
+    parts = []
+    for name, tree in (("weights", params), ("optimizer's state", state)):
+        leaves = jax.tree.leaves(tree)
+        per_device = sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        parts.append(f"{_bytes(per_device)} of {_bytes(sum(leaf.nbytes for leaf in leaves))} of the {name}")
+    kind = sharding_plan.mesh.devices.flat[0].device_kind
+    return f"Mesh {mesh} on {sharding_plan.mesh.size} devices ({kind}): each holds {' and '.join(parts)}."
+
+
+def _bytes(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
+    return f"{count / unit:.1f} {name}"
+
+
+def sharding_plan_of(args: DeviceArguments) -> ShardingPlan | None:
+    """How the run is sharded over devices; None for a single device."""
+    sizes = mesh_sizes(args)
+    count = prod(sizes.values())
+    if count == 1:
+        return None
+    asked = asked_devices({f.name: getattr(args, f.name) for f in fields(args)})
+    options = {} if asked.whole_below is None else {"whole_below": asked.whole_below}
+    mesh = make_mesh(sizes, run_devices(args)[:count])
+    return ShardingPlan(mesh, "data" if asked.moments else None, **options)
+
 
 # Compiled programs: an on-disk cache across runs, and in memory one program per batch shape.
 
 
-logger = logging.getLogger(__name__)
-
 _YNN, _DOTS_ALONE = "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+PROGRAMS_AT_ONCE = 4  # compiled in parallel while steps run
 _CACHE_BYTES = 4 << 30  # beyond this size, JAX evicts the least recently used programs
 
 
@@ -152,6 +222,12 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
 
 def _times(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
+
+
+def compiles_ahead(device: str) -> bool:
+    """Whether programs are compiled while steps run. Only on TPUs: a CPU is busy with the steps, and on GPUs XLA's
+    autotuning times kernels on the device."""
+    return device == "tpu"
 
 
 @contextlib.contextmanager

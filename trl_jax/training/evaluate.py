@@ -221,7 +221,7 @@ class Evaluator:
             hooks.compute_metrics is None
             or setup.eval_dataset is None
             or setup.args.prediction_loss_only
-            or setup.own_loss
+            or setup.loss_overrides
         ):
             return
         with setup.on_device():

@@ -19,8 +19,7 @@ from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.models.model import abstract, merge
 from trl_jax.models.vision import Vision
-from trl_jax.training.devices import available_host_memory
-from trl_jax.training.mesh import on_device
+from trl_jax.training.devices import available_host_memory, on_device
 from trl_jax.training.reference import PREFIX, ReferenceModel
 
 Arrays = dict[str, Any]

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.data.layout_plan import LayoutPlan, ViewBuckets, plan_layout
 from trl_jax.data.loader import epoch_order
-from trl_jax.training.mesh import PROGRAMS_AT_ONCE, compiles_ahead
+from trl_jax.training.devices import PROGRAMS_AT_ONCE, compiles_ahead
 
 if TYPE_CHECKING:
     from trl_jax.config.base import BaseConfig

@@ -19,8 +19,8 @@ from trl_jax.data.loader import ExampleLoader, StepBatch
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import is_first
+from trl_jax.training.devices import run_devices
 from trl_jax.training.events import Events
-from trl_jax.training.mesh import run_devices
 from trl_jax.training.model import short_name
 
 logger = logging.getLogger(__name__)

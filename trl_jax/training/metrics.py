@@ -40,8 +40,8 @@ from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import from_first, is_first, several
 from trl_jax.rollout.completions_log import write_picture
 from trl_jax.tasks.task import Task
+from trl_jax.training.devices import run_device
 from trl_jax.training.events import Events
-from trl_jax.training.mesh import run_device
 from trl_jax.training.resume import arguments_text, write_model
 from trl_jax.training.script_metrics import OWN_METRIC, own_metrics, with_same_names
 

@@ -37,7 +37,7 @@ from trl_jax.hub.vision.processor import native_of
 from trl_jax.mesh.mesh import Fetched, ShardingPlan
 from trl_jax.mesh.processes import several
 from trl_jax.nn.linear import HALVES
-from trl_jax.training.mesh import run_device, sharding_plan_of
+from trl_jax.training.devices import run_device, sharding_plan_of
 from trl_jax.training.nonfinite import check_weights
 
 if TYPE_CHECKING:

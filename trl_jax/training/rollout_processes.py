@@ -19,7 +19,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import of_each_process, several
 from trl_jax.rollout.rewards import RewardFunctions
-from trl_jax.rollout.rollout import Ids, Written
+from trl_jax.rollout.rollout import EncodedTexts, Written
 from trl_jax.rollout.tools import Environments
 
 
@@ -78,8 +78,8 @@ def joined(parts: Sequence[Written]) -> Written:
     )  # fmt: skip
 
 
-Urls = Sequence[Sequence[str]]  # of the images of each text
-Further = Callable[[Ids, Urls | None, Sequence[int]], tuple[list[np.ndarray], list[np.ndarray]]]
+# (texts, the maximum number of tokens for each) -> their next tokens, and the log-probabilities of these.
+Further = Callable[[EncodedTexts, Sequence[int]], tuple[list[np.ndarray], list[np.ndarray]]]
 
 
 def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
@@ -89,8 +89,7 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
     part without texts until all have finished.
 
     Args:
-        complete: called in all processes with the texts of all of them, the data URLs of their images or None, and the
-            maximum number of tokens for each; returns their tokens and log-probabilities.
+        complete: called in all processes with the texts of all of them, whose images are data URLs only.
 
     Returns:
         The result of `run`.
@@ -108,18 +107,19 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
         found = of_each_process(do)
         here = [part for part in found if part is not None]
         if here:
-            texts, images, rooms = zip(*here, strict=True)
-            images = None if images[0] is None else list(chain.from_iterable(images))
-            tokens, logps = complete(list(chain.from_iterable(texts)), images, list(chain.from_iterable(rooms)))
+            ids, urls, rooms = zip(*here, strict=True)
+            urls = None if urls[0] is None else list(chain.from_iterable(urls))
+            texts = EncodedTexts(list(chain.from_iterable(ids)), urls=urls)
+            tokens, logps = complete(texts, list(chain.from_iterable(rooms)))
         ended = False
         if not here:
             return None
         start = sum(len(part[0]) for part in found[: jax.process_index()] if part is not None)
         return tokens[start:], logps[start:]
 
-    def further(texts: Ids, images: Urls | None, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        tokens, logps = round_of(lambda: (list(texts), images, list(rooms)))
-        return tokens[: len(texts)], logps[: len(texts)]
+    def further(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        tokens, logps = round_of(lambda: (list(texts.ids), texts.urls, list(rooms)))
+        return tokens[: len(texts.ids)], logps[: len(texts.ids)]
 
     def outcome() -> None:
         if error is not None:

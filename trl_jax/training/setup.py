@@ -23,7 +23,8 @@ from trl_jax.core.torch_random import set_seed
 from trl_jax.data import chat
 from trl_jax.data.chat import load_tokenizer
 from trl_jax.data.checks import has_images
-from trl_jax.hub.auto import Checkpoint
+from trl_jax.hub.auto import Checkpoint, check_heads
+from trl_jax.hub.backend import Backend
 from trl_jax.hub.fetch import checkpoint_folder
 from trl_jax.hub.peft_config import AdapterConfig, PromptLearningConfig, positions_left
 from trl_jax.hub.peft_targets import with_new_tokens
@@ -38,17 +39,16 @@ from trl_jax.hub.vision.processor import (
     load_image_processor,
     native_of,
 )
-from trl_jax.mesh.mesh import Fetched, ShardingPlan
+from trl_jax.mesh.mesh import SEQUENCE, Fetched, ShardingPlan
 from trl_jax.mesh.processes import check_alike, is_first, several
 from trl_jax.tasks.task import Task
 from trl_jax.training import layout, model
 from trl_jax.training.data import Tokens
-from trl_jax.training.devices import ShardedStep
+from trl_jax.training.devices import ShardedStep, sharding_plan_of
 from trl_jax.training.evaluate import CompletionEvaluator, Evaluator
 from trl_jax.training.features import FeatureStore
 from trl_jax.training.forward import Forward, check_noise
 from trl_jax.training.logging import show_lines
-from trl_jax.training.mesh import check_division, check_offloading, sharding_plan_of
 from trl_jax.training.metrics import begin_state, events_of
 from trl_jax.training.optimizer_choice import OptimizerChoice
 from trl_jax.training.push import HubPublisher
@@ -56,7 +56,7 @@ from trl_jax.training.reference import PREFIX, ReferenceModel
 from trl_jax.training.resume import Checkpointer, arguments_text
 from trl_jax.training.rollout import RolloutParts, rollout_steps
 from trl_jax.training.script_loss import UserLoss
-from trl_jax.training.state import Editable, Hooks, Progress, Setup, own_methods
+from trl_jax.training.state import Editable, Hooks, Progress, Setup, methods_on_batches
 from trl_jax.training.step import TrainStep
 from trl_jax.training.train import Training
 
@@ -205,20 +205,44 @@ def settle_model(
             chat.settle_generation(one.generation_config, tokens.tokenizer, eos=eos, replaces=cloned)
 
 
-def divide(model: PreTrainedModel, args: BaseConfig, own_loss: frozenset[str]) -> ShardingPlan | None:
+def divide(model: PreTrainedModel, args: BaseConfig, batch_methods: frozenset[str]) -> ShardingPlan | None:
     """Shard the model's arrays over the mesh given by the arguments; returns None without a mesh.
 
     Args:
-        own_loss: the methods with which a script computes the loss itself.
+        batch_methods: the methods of a script that get whole batches.
     """
     plan = sharding_plan_of(args)
-    check_division(plan, model, own_loss)
+    _check_division(plan, model, batch_methods)
     if plan is not None:
         plan = replace(plan, axes=model.backend.axes)
         model.params, model.frozen = map(plan.placed, (model.params, model.frozen))
     if several():
         model.read, model.writes = Fetched, is_first()
     return plan
+
+
+def _check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, overridden: frozenset[str]) -> None:
+    """Raise ValueError if the tensor axis does not divide the model's heads, or if the sequence axis cannot be used
+    because of the model or of methods that the script has `overridden`."""
+    if sharding_plan is None:
+        return
+    _check_sequence(sharding_plan.size(SEQUENCE), model, overridden)
+    check_heads(sharding_plan, model.backend.heads, model.name_or_path)
+
+
+def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str]) -> None:
+    if size == 1:
+        return
+    ways = "Give these devices to data or fsdp instead."
+    if not model.backend.takes_stripes:
+        raise ValueError(
+            f"mesh: sequence {size} divides the tokens of a text over devices, which requires a native decoder with "
+            f"attention in every layer; {model.name_or_path} is not one ({model.backend.name} backend). {ways}"
+        )
+    if overridden:
+        raise ValueError(
+            f"mesh: sequence {size} divides texts, and a script's own {min(overridden)} gets them whole. {ways}"
+        )
 
 
 def divide_reference(
@@ -376,10 +400,10 @@ def build(
         TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
     hooks, torch_model, batch_size = spec.hooks, given.torch_model, args.per_device_train_batch_size
-    own_loss = own_methods(hooks.overridden)
+    batch_methods = methods_on_batches(hooks.overridden)
 
     quantization = model.quantization_of(given.quantization_config, args)
-    checkpoint, takes_images = _checkpoint_of(spec, args, task.head, given, own_loss)
+    checkpoint, takes_images = _checkpoint_of(spec, args, task.head, given, batch_methods)
     tokens, new_tokens = _tokens(spec, args, task.head, checkpoint, given)
     if takes_images:
         tokens = tokens._replace(encoder=image_encoder(checkpoint, torch_model, tokens.tokenizer, given.tokenizer))
@@ -398,7 +422,7 @@ def build(
     policy = model.load_policy(checkpoint, args, adapter, quantization, tokens.vocab_size)
     settle_model(policy, torch_model, tokens, args, head=task.head, tags=[*spec.tags, "trl_jax"])
 
-    reference, sharding_plan = _reference(spec, args, task, policy, tokens.vocab_size, own_loss)
+    reference, sharding_plan = _reference(spec, args, task, policy, tokens.vocab_size, batch_methods)
 
     seed_script(args, apart=spec.rollout is not None)
     events = events_of(args, policy, tokens.tokenizer, given.callbacks)
@@ -424,7 +448,7 @@ def build(
 
     # The rollout's parts read the setup, but never `setup.rollout_steps`.
     rollout_parts = None if spec.rollout is None else spec.rollout(setup)
-    check_own_loss(own_loss, task, policy)
+    check_batch_methods(batch_methods, task, policy)
     set_log_level(args.get_process_log_level(), asked=args.log_level != "passive")
     warn_of_idle_devices(args)
     os.makedirs(args.output_dir, exist_ok=True)
@@ -435,21 +459,26 @@ def build(
 
 
 def _reference(
-    spec: TrainerSpec, args: BaseConfig, task: Task, policy: PreTrainedModel, vocab_size: int, own_loss: frozenset[str]
+    spec: TrainerSpec,
+    args: BaseConfig,
+    task: Task,
+    policy: PreTrainedModel,
+    vocab_size: int,
+    batch_methods: frozenset[str],
 ) -> tuple[ReferenceModel | None, ShardingPlan | None]:
     """The reference, None without one, and the sharding plan of the policy and the reference."""
-    plan = divide(policy, args, own_loss)
+    plan = divide(policy, args, batch_methods)
     reference = None if spec.reference is None else spec.reference(args, task, Policy(policy, vocab_size, plan))
     return (None, plan) if reference is None else divide_reference(reference, plan)
 
 
 def _checkpoint_of(
-    spec: TrainerSpec, args: BaseConfig, head: str, given: Given, own_loss: frozenset[str]
+    spec: TrainerSpec, args: BaseConfig, head: str, given: Given, batch_methods: frozenset[str]
 ) -> tuple[Checkpoint | PreTrainedModel, bool]:
     """The model (without weights, unless it was passed as a model), and whether the run uses images: if its rows have
     images, or if tools may return some and the model has a processor."""
     takes_images = spec.check_images is not None and has_images(given.train)
-    may_see = spec.may_get_images and not own_loss and not isinstance(given.adapter, PromptLearningConfig)
+    may_see = spec.may_get_images and not batch_methods and not isinstance(given.adapter, PromptLearningConfig)
     if given.torch_model is None:
         checkpoint = model.find(given.model, args, head)
         takes_images = takes_images or (may_see and _is_multimodal(checkpoint, given.tokenizer))
@@ -503,19 +532,33 @@ def _sharded_step(plan: ShardingPlan | None, policy: PreTrainedModel, frozen: di
     return None if plan is None else ShardedStep(plan, policy.params, frozen)
 
 
-def check_own_loss(own_loss: frozenset[str], task: Task, policy: PreTrainedModel) -> None:
-    """Raise TypeError if a script overrides the loss, and the model or the task cannot provide its inputs."""
-    names = " and ".join(sorted(own_loss))
-    if own_loss and policy.backend.virtual.count:
+def check_batch_methods(batch_methods: frozenset[str], task: Task, policy: PreTrainedModel) -> None:
+    """Raise TypeError if the model or the task cannot provide the inputs of a script's methods that get whole batches."""
+    names = " and ".join(sorted(batch_methods))
+    if batch_methods and policy.backend.virtual.count:
         raise TypeError(
             f"An overridden {names} would receive logits for the text tokens only, but the first token of a text is "
             "predicted by the virtual tokens before it. Remove the override, or use a LoraConfig."
         )
-    if own_loss and task.head == "lm" and task.axis == "read":
+    if batch_methods and task.head == "lm" and task.axis == "read":
         raise TypeError(
             f"An overridden {names} would receive logits, but the loss of {type(task).__name__} also needs per-token "
             "values. Remove the override, and write a task with another loss."
         )
+
+
+def check_offloading(args: BaseConfig, backend: Backend) -> None:
+    """Raise ValueError if activation_offloading is set for a model without scanned layers; warn on a CPU, where it has
+    no effect."""
+    if not args.activation_offloading:
+        return
+    if backend.heads is None:
+        raise ValueError(
+            f"activation_offloading=True: this model runs on the {backend.name} backend, whose activations stay on the "
+            "device. Leave it out."
+        )
+    if args.device.type == "cpu":
+        logger.warning("activation_offloading has no effect on a CPU: its activations are in the host's memory.")
 
 
 class RunParts(NamedTuple):
@@ -546,7 +589,7 @@ def assemble(
     checkpointer, forward = Checkpointer(setup, arguments_text(args), hooks), Forward(setup)
     sharded_step = _sharded_step(setup.sharding_plan, policy, setup.frozen)
     user_loss = None
-    if setup.own_loss:
+    if setup.loss_overrides:
         hooked = hooks.compute_loss, hooks.script_values, hooks.own_step, hooks.loss_is_function, hooks.loss_functions
         user_loss = UserLoss(setup, forward, *hooked)
     if setup.rollout_steps is None:

@@ -21,22 +21,20 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
+from trl_jax.training.devices import on_device
 from trl_jax.training.events import Events, Interrupts
 from trl_jax.training.features import FeatureStore
 from trl_jax.training.layout import longest_text
-from trl_jax.training.mesh import on_device
 from trl_jax.training.reference import ReferenceModel
 
-OWN_LOSS = frozenset({"compute_loss", "prediction_step"})  # methods with which a script computes on a batch itself
-
-OWN_STEP = frozenset(
-    {"training_step", "_prepare_inputs"}
-)  # methods around the loss; a step with one of them runs like a step with a user-defined loss
+LOSS_METHODS = frozenset({"compute_loss", "prediction_step"})
+# Methods around the loss: a step with one of them runs like a step with a user-defined loss.
+STEP_METHODS = frozenset({"training_step", "_prepare_inputs"})
 
 
-def own_methods(overridden: frozenset[str]) -> frozenset[str]:
-    """The overridden methods that get whole batches: those in OWN_STEP or, if there are none, those in OWN_LOSS."""
-    return overridden & OWN_STEP or overridden & OWN_LOSS
+def methods_on_batches(overridden: frozenset[str]) -> frozenset[str]:
+    """The overridden methods that get whole batches: those in STEP_METHODS, or in LOSS_METHODS if there are none."""
+    return overridden & STEP_METHODS or overridden & LOSS_METHODS
 
 
 @dataclass
@@ -202,9 +200,9 @@ class Setup:
         return self.frozen | self.model.params
 
     @property
-    def own_loss(self) -> frozenset[str]:
-        """The methods in OWN_LOSS that the script overrides."""
-        return OWN_LOSS & self.overridden
+    def loss_overrides(self) -> frozenset[str]:
+        """The methods in LOSS_METHODS that the script overrides."""
+        return LOSS_METHODS & self.overridden
 
     @property
     def objective(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -23,16 +23,19 @@ from trl_jax.mesh.mesh import distributed
 from trl_jax.tasks.task import Task
 from trl_jax.training.checkpoint import LoopProgress
 from trl_jax.training.devices import (
+    PROGRAMS_AT_ONCE,
     Programs,
     RematFallback,
     ShardedStep,
     compile_ahead,
     compiler_options,
+    compiles_ahead,
+    describe,
     device_memory_limit,
+    run_device,
 )
 from trl_jax.training.forward import Forward, run_key
 from trl_jax.training.logging import CompilationUntimed
-from trl_jax.training.mesh import PROGRAMS_AT_ONCE, compiles_ahead, describe, run_device
 from trl_jax.training.optimizer_choice import OptimizerChoice, check_optax
 from trl_jax.training.optimizers import Optimizer, decays, from_optax
 from trl_jax.training.script_loss import UserLoss, UserLossStep
@@ -247,24 +250,13 @@ class TrainStep:
         key = run_key(args, setup.model.backend)
         flops_a_token = 6 * setup.model.num_parameters(exclude_embeddings=True)
         compilation = CompilationUntimed(setup.events)
-
-        @contextlib.contextmanager
-        def at_iterates():
-            averages = setup.model.params
-            setup.model.params = tx.point(averages, setup.progress.optimizer_state)
-            try:
-                yield
-            finally:
-                setup.model.params = averages
-
-        if setup.rollout_steps is not None:
-            setup.rollout_steps.at_iterates = at_iterates
+        self._tx = tx
 
         def advance(batch):
-            nonlocal step, tx
+            nonlocal step
             check()
             if (changed := new_optimizer()) is not None:
-                step, tx = self.build(changed), changed
+                step, self._tx = self.build(changed), changed
             step_key = None if key is None else jax.random.fold_in(key, setup.state.global_step)
             rate, shape = np.float32(next_rate()), batch.arrays.tokens.shape
             tell(batch)
@@ -276,7 +268,7 @@ class TrainStep:
             compilation.done(shape)
             if setup.reference is not None and setup.reference.moves_after(setup.state.global_step + 1):
                 # A schedule-free optimizer takes gradients at other points than its averages (the model's params).
-                now = tx.point(setup.model.params, setup.progress.optimizer_state)
+                now = self._tx.point(setup.model.params, setup.progress.optimizer_state)
                 setup.reference.follow(setup.model.frozen | now)
             if setup.rollout_steps is not None:
                 setup.rollout_steps.stepped(metrics)
@@ -286,6 +278,18 @@ class TrainStep:
             return metrics
 
         return advance
+
+    @contextlib.contextmanager
+    def at_iterates(self) -> Iterator[None]:
+        """A context in which the model has the parameters at which the next gradient is taken. With a schedule-free
+        optimizer, these differ from the averages that it has otherwise."""
+        model = self._setup.model
+        averages = model.params
+        model.params = self._tx.point(averages, self._setup.progress.optimizer_state)
+        try:
+            yield
+        finally:
+            model.params = averages
 
     def placed(self, batch: Any) -> Any:
         """Put the batch's arrays on the devices.

@@ -199,7 +199,7 @@ class Training:
         self._checkpointer.forget_dataset()
         begin_state(setup.events, setup.train_batch_size)
         if setup.rollout_steps is not None:
-            setup.rollout_steps.begin(self._begin_step)
+            setup.rollout_steps.begin(self._begin_step, self._train_step.at_iterates)
         random_before, progress = None, LoopProgress()
         if found is not None:
             random_before = None if found.model_only else RandomState(setup.random_streams)
@@ -262,7 +262,7 @@ class Training:
         setup.events.handler.train_dataloader = batches
         steps = batches if setup.rollout_steps is not None else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
-        tell_layout(told, laid_out, reason_of_layout(setup), own_loss=bool(setup.own_loss))
+        tell_layout(told, laid_out, reason_of_layout(setup), own_loss=bool(setup.loss_overrides))
         step, hooks = train_step.build(tx), self._hooks
         changed = RecompileCheck(setup, hooks.settle_task, self.made_optimizer, hooks.loss)
         place = None if "compute_loss" in setup.overridden else train_step.placed

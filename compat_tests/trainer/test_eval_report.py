@@ -9,7 +9,7 @@ import pytest
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.tasks.eval_report import calibration_error, histogram, report
+from trl_jax.trainer.reward_trainer import calibration_error, eval_report, histogram
 
 
 def test_an_evaluation_reports_its_subsets_and_draws_its_margins(checkpoint, tmp_path):
@@ -31,7 +31,7 @@ def test_an_evaluation_reports_its_subsets_and_draws_its_margins(checkpoint, tmp
 
 
 def test_without_a_column_there_are_no_subsets(tmp_path):
-    assert set(report(np.array([1.0, -1.0]), None, prefix="eval", folder=tmp_path)) == {"ece"}
+    assert set(eval_report(np.array([1.0, -1.0]), None, prefix="eval", folder=tmp_path)) == {"ece"}
 
 
 def test_calibration():
@@ -43,10 +43,10 @@ def test_calibration():
 
 
 def test_margins_that_are_no_numbers(tmp_path):
-    found = report(np.array([1.0, np.nan, -2.0, 3.0]), ["a", "a", "b", "b"], prefix="eval", folder=tmp_path)
+    found = eval_report(np.array([1.0, np.nan, -2.0, 3.0]), ["a", "a", "b", "b"], prefix="eval", folder=tmp_path)
     assert np.isnan(found["ece"]) and found["accuracy_a"] == 0.5 and found["accuracy_b"] == 0.5
     assert "margin of 3 pairs" in (tmp_path / "eval_margins.svg").read_text()
-    report(np.full(2, np.nan), None, prefix="none", folder=tmp_path)
+    eval_report(np.full(2, np.nan), None, prefix="none", folder=tmp_path)
     assert not (tmp_path / "none_margins.svg").exists()
 
 

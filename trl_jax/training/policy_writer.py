@@ -1,0 +1,404 @@
+"""Completions of prompts: by the run's model in this process, by servers, or by a script's `rollout_func`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import jax
+import numpy as np
+
+from trl_jax.core.text import brief
+from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.data import prompts as prompt_rows
+from trl_jax.data.checks import check_no_media, token_ids
+from trl_jax.data.image_rows import pictures_in
+from trl_jax.data.images import TextImages
+from trl_jax.generation.generator import Limit, device_bytes
+from trl_jax.generation.reuse import TurnCache
+from trl_jax.hub.generate import complete
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.vision.processor import open_picture
+from trl_jax.mesh.processes import of_each_process, several
+from trl_jax.rollout.own_methods import OwnMethods
+from trl_jax.rollout.rewards import RewardFunctions, raised_by
+from trl_jax.rollout.rollout import EncodedTexts, Ids, Written, all_written
+from trl_jax.rollout.server import data_url
+from trl_jax.rollout.tools import Tools, written_by
+from trl_jax.training.devices import device_memory_limit, local_memory_limit, run_device
+from trl_jax.training.logging import GenerationProgress, ProgressLine, tell_first
+from trl_jax.training.rollout_processes import Further, in_rounds, joined, local_copy, own_part, own_rank, write_own
+from trl_jax.training.server import Completions, ServerPolicy
+from trl_jax.training.state import Setup
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the policy completes prompts.
+
+    template_options: further arguments of the chat template.
+    max_prompt_length: number of last tokens of a prompt to keep; None keeps all.
+    options: fields of a GenerationConfig; `eos_token_id`, or each of several, ends a completion.
+    own_ends: EOS ids of the tokenizer and the model, which end a completion even if `options` has others.
+    parses_messages: whether to parse completions of conversations, if the tokenizer can.
+    tools: that the model may call; None without tools.
+    """
+
+    template_options: dict[str, Any]
+    max_prompt_length: int | None
+    options: dict[str, Any]
+    own_ends: Sequence[int]
+    parses_messages: bool
+    tools: Tools | None = None
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a completion."""
+        ids = self.options["eos_token_id"]
+        return [*([ids] if isinstance(ids, int) else ids), *self.own_ends]
+
+
+class PolicyWriter:
+    """Completes prompts with the run's current model, with servers, or with a user-defined `rollout_func`.
+
+    Args:
+        streams: random streams, one per rank. This process samples with the first of its ranks if `alone`, else with
+            the first of all.
+        alone: whether this process completes only its own prompts, on one device, instead of all prompts together with
+            the other processes.
+        rollout_func: maps prompts to completions, as `written_by` takes it; None: the policy completes them.
+        server: the servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
+        own: a script's override of `_tokenize_prompts`, among others; None without any.
+        rewards: their arrays share the devices with the completions; None without any.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        sampling: Sampling,
+        streams: Sequence[TorchGenerator],
+        line: ProgressLine,
+        *,
+        alone: bool,
+        rollout_func: Callable[[list], Mapping[str, Any]] | None = None,
+        server: ServerPolicy | None = None,
+        own: OwnMethods | None = None,
+        rewards: RewardFunctions | None = None,
+    ):
+        tools = sampling.tools and replace(sampling.tools, chat_tokenizer=setup.chat_tokenizer)
+        self._sampling = replace(sampling, tools=tools)
+        self._setup, self._streams, self._line = setup, streams, line
+        self._stream = streams[own_rank(len(streams)) if alone else 0]
+        self._alone, self._copy = alone, None
+        self._rollout_func, self._server, self._own, self._rewards = rollout_func, server, own, rewards
+        self._further: Further | None = None  # inside a `rollout_func`: completes texts in rounds
+        self._turns: TurnCache | None = None  # inside a `rollout_func`: of the last texts that it had completed
+
+    def prompts(self, found: Sequence[dict[str, Any]]) -> list:
+        return (
+            [row["prompt"] for row in found] if self._setup.encoder is None else prompt_rows.prompts_with_images(found)
+        )
+
+    @contextlib.contextmanager
+    def _prepared(self, prompts: list) -> Iterator[None]:
+        """A context in which processes complete parts of these prompts alone. All processes must enter it together: it
+        copies the model to each one's device, or sends it to a `rollout_func`'s servers. Inside, they wait for each
+        other only in rounds (see `in_rounds`), because each calls tools a different number of times."""
+        setup = self._setup
+        if self._rollout_func is None:
+            with setup.on_device():
+                self._copy = local_copy(setup.model, jax.numpy.asarray)
+        elif self._server is not None:
+            self._server.refresh(self.prompt_ids(prompts[:1])[0])
+        try:
+            yield
+        finally:
+            self._copy = None
+
+    def write(self, prompts: list, group: int) -> Written:
+        if not self._alone:
+            return self._write(prompts, group)
+        with self._prepared(prompts):
+            return write_own(self._write, prompts, group, self._streams)
+
+    def _write(self, prompts: list, group: int) -> Written | None:
+        """One completion per prompt; None without prompts, if other processes have some."""
+        if not prompts:
+            return None if self._server is None else in_rounds(self._complete_round, lambda further: None)
+        self._check(prompts[::group])
+        if self._rollout_func is not None:
+            return self.checked(self._by_script(prompts))
+        if self._server is not None:
+            return self.checked(self._by_servers(prompts, group, GenerationProgress(self._line, len(prompts)))())
+        return self.checked(self._by_policy(prompts, group))
+
+    def checked(self, made: Written) -> Written:
+        encoder = self._setup.encoder
+        if encoder is not None and has_stray_images(made, encoder.image_token_id):
+            raise ValueError(
+                f"A completion has the image token {encoder.image_token!r}, but no image belongs to it. Leave "
+                "suppress_tokens out of generation_kwargs, and image tokens out of the completions of a rollout_func."
+            )
+        return made if made.images is None else replace(made, images=with_features(self._setup, made.images))
+
+    def _check(self, prompts: list) -> None:
+        for prompt in prompts:
+            check_no_media(prompt, f"The prompt {brief(prompt)}", images=self._setup.encoder is not None)
+        if self._sampling.tools is not None and not prompt_rows.is_conversation(prompts[0]):
+            raise ValueError(
+                f"tools= answer in messages, and a prompt is the text {brief(prompts[0])}. Make prompts of messages, "
+                'as in [{"role": "user", "content": "..."}].'
+            )
+
+    def _by_script(self, prompts: list) -> Written:
+        setup = self._setup
+        if self._server is not None and not self._alone:
+            self._server.refresh(self.prompt_ids(prompts[:1])[0])
+
+        def run(further: Further | None) -> Written:
+            self._further, self._turns = further, TurnCache()
+            try:
+                with raised_by("rollout_func", prompts):
+                    return written_by(self._rollout_func, prompts, setup.vocab_size)
+            finally:
+                self._turns = None
+
+        made = in_rounds(self._complete_round, run) if self._alone and self._server is not None else run(None)
+        if made.sampling_logps is None and "sampling_logps" in setup.task.logps:
+            raise ValueError(
+                "rollout_func returned logprobs=None, but use_vllm=True with vllm_importance_sampling_correction, and "
+                "off_policy_mask_threshold, compare the sampler's log-probabilities with the policy's. Return them, "
+                "or set vllm_importance_sampling_correction=False and leave off_policy_mask_threshold out."
+            )
+        if setup.encoder is None:
+            return made
+        return replace(made, images=prompt_rows.placed_images(prompts, made.prompt_ids, setup.encoder))
+
+    def _by_policy(self, prompts: list, group: int) -> Written:
+        tools = self._sampling.tools
+        texts = self._checked(prompts)
+        turns = None if tools is None else TurnCache()
+        completions = self.complete(texts.ids, texts.equal_runs(group), texts.images, turns)
+        if tools is None:
+            return Written(texts.ids, completions, all_written(completions), images=texts.images)
+
+        def further(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], None]:
+            del rooms
+            images = None if texts.images is None else list(with_features(self._setup, texts.images))
+            return self.complete(texts.ids, 1, images, turns), None
+
+        return tools.completed(texts, completions, further)
+
+    def _by_servers(
+        self, prompts: list, group: int, progress: GenerationProgress | None = None
+    ) -> Callable[[], Written]:
+        """Start completing prompts; the returned function waits for the completions."""
+        tools = self._sampling.tools
+        if several() and tools is not None:  # each process has the environments and tools of its own part
+            part = own_part(len(prompts))
+            own, texts = self._encoded_parts(prompts, part)
+        else:
+            part, texts = slice(None), self._with_urls(prompts)
+            own = texts
+        completions = self._request(texts, texts.equal_runs(group), progress)
+
+        def written() -> Written:
+            made = completions()
+            if tools is None:
+                by_model = all_written(made.completions)
+                facts = {"sampling_logps": made.logps, "images": own.images, "seconds": made.seconds}
+                return Written(own.ids, made.completions, by_model, **facts)
+            seconds = Counter(made.seconds)
+
+            def further(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+                tokens = [np.zeros(0, np.int32)] * len(texts.ids)
+                logps = [np.zeros(0, np.float32)] * len(texts.ids)
+                asked = [place for place, room in enumerate(rooms) if room]  # the others end with a tool's answer
+                if not asked:
+                    return tokens, logps
+                found = self._request(texts.at(asked), 1, most=[rooms[place] for place in asked])()
+                seconds.update(found.seconds)
+                for place, *of_text in zip(asked, found.completions, found.logps, strict=True):
+                    tokens[place], logps[place] = of_text
+                return tokens, logps
+
+            first = made.completions[part], made.logps[part]
+            done = in_rounds(further, lambda more: tools.completed(own, first[0], more, first[1], _url_of))
+            done = joined(of_each_process(lambda: done)) if several() else done
+            return replace(done, seconds=dict(seconds))
+
+        return written
+
+    def _request(
+        self,
+        texts: EncodedTexts,
+        group: int,
+        progress: GenerationProgress | None = None,
+        most: Sequence[int] | None = None,
+    ) -> Callable[[], Completions]:
+        """Have the servers complete texts, of which each `group` in a row are equal; see `ServerPolicy.begin`."""
+        urls = None if texts.urls is None else texts.urls[::group]
+        return self._server.begin(texts.ids[::group], group, progress, most=most, images=urls)
+
+    def begin(self, prompts: list, group: int) -> Callable[[], Written]:
+        """Like `write`, but returns while the servers generate: the returned function waits for them."""
+        self._check(prompts[::group])
+        return self._by_servers(prompts, group)
+
+    def prompt_ids(self, prompts: list) -> list[list[int]]:
+        return self.encoded(prompts).ids
+
+    def _with_urls(self, prompts: list) -> EncodedTexts:
+        """Encoded prompts, with their images as data URLs if the run has images."""
+        if not prompts:
+            return EncodedTexts([]) if self._setup.encoder is None else EncodedTexts([], [], [])
+        texts = self._checked(prompts)
+        if texts.images is None:
+            return texts
+        urls: list[list[str]] = []
+        for number, prompt in enumerate(prompts):  # equal prompts of a group are adjacent
+            alike = number > 0 and texts.images[number].key == texts.images[number - 1].key
+            urls.append(urls[-1] if alike else list(map(_url_of, pictures_in(prompt))))
+        return texts._replace(urls=urls)
+
+    def _encoded_parts(self, prompts: list, part: slice) -> tuple[EncodedTexts, EncodedTexts]:
+        """The prompts of this process's `part`, and those of all processes, whose images are data URLs only. All
+        processes must call this together."""
+        own = EncodedTexts([])
+
+        def encoded() -> tuple[list[list[int]], list[list[str]] | None]:
+            nonlocal own
+            own = self._with_urls(prompts[part])
+            return own.ids, own.urls
+
+        ids, urls = zip(*of_each_process(encoded), strict=True)
+        urls = None if own.urls is None else list(chain.from_iterable(urls))
+        return own, EncodedTexts(list(chain.from_iterable(ids)), urls=urls)
+
+    def _checked(self, prompts: list) -> EncodedTexts:
+        """Prompts, encoded by the script's `_tokenize_prompts` if it has one.
+
+        Raises:
+            ValueError: a token id is not in the vocabulary.
+        """
+        texts = self.encoded(prompts) if self._own is None else self._own.encoded(prompts, self.encoded)
+        for prompt, ids in zip(prompts, texts.ids, strict=True):
+            token_ids(ids, self._setup.vocab_size, f"The prompt {brief(prompt)}")
+        return texts
+
+    def encoded(self, prompts: list) -> EncodedTexts:
+        """The token ids of prompts, and their images if the run has any."""
+        sampling = self._sampling
+        own = None if sampling.tools is None else sampling.tools.of_each
+        if own is None:
+            return self._rendered(prompts, sampling.template_options)
+        tools = [list(functions.values()) or None for functions in own]
+        each = zip(prompts, tools, strict=True)
+        found = [self._rendered([prompt], sampling.template_options | {"tools": some}) for prompt, some in each]
+        images = None if self._setup.encoder is None else [texts.images[0] for texts in found]
+        return EncodedTexts([texts.ids[0] for texts in found], images)
+
+    def _rendered(self, prompts: list, template_options: dict[str, Any]) -> EncodedTexts:
+        options = {"template_options": template_options, "max_prompt_length": self._sampling.max_prompt_length}
+        if self._setup.encoder is not None:
+            ids, images = prompt_rows.encoded_prompts(prompts, self._setup.encoder, **options)
+            return EncodedTexts(ids, list(with_features(self._setup, images)))
+        return EncodedTexts(prompt_rows.prompt_ids(prompts, self._setup.chat_tokenizer, **options))
+
+    def complete(
+        self,
+        prompt_ids: Ids,
+        group: int,
+        images: list[TextImages] | None = None,
+        turns: TurnCache | None = None,
+    ) -> list[np.ndarray]:
+        setup = self._setup
+        tell_first(setup.progress.told, "generation")
+        with setup.on_device():
+            model = self._copy if self._alone else setup.model
+            out = complete(
+                model, prompt_ids[::group], self._sampling.options, group=group, stream=self._stream,
+                dtype=setup.args.compute_dtype, head_dtype="float32" if setup.args.cast_lm_head_to_fp32 else None,
+                logps=False, images=None if images is None else images[::group],
+                progress=GenerationProgress(self._line, len(prompt_ids)), limit=self._limit(model),
+                tokenizer=setup.processing_class, turns=turns,
+            )  # fmt: skip
+        every = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+        return [up_to_end(tokens, self._sampling.own_ends) for tokens in every]
+
+    def _limit(self, model: PreTrainedModel) -> Limit:
+        """How many completions of a model to generate at once. In auto mode, this depends only on the arrays that the
+        run holds, so it is reproducible."""
+        setup = self._setup
+        scorers = None if self._rewards is None else self._rewards.arrays
+        own = (model.params, model.frozen) if self._alone else None
+        held = device_bytes((setup.arrays, setup.progress.optimizer_state, scorers, own))
+        return Limit(setup.args.max_completions_per_device, max(self._room - held, 0) if self._room else None)
+
+    @cached_property
+    def _room(self) -> int:
+        """Bytes of a device that generation may use, together with all arrays of the run; 0 if unknown."""
+        device = run_device(self._setup.args)
+        return local_memory_limit(device) if self._alone else device_memory_limit(device)
+
+    def complete_once(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """Complete each text once. Up to `group` consecutive texts may be equal. Also returns the servers'
+        log-probabilities of the new tokens; None if this process generates."""
+        checked = [token_ids(own, self._setup.vocab_size, f"prompt_ids[{place}]") for place, own in enumerate(ids)]
+        texts = EncodedTexts([own.tolist() for own in checked])
+        if self._further is not None:
+            return self._further(texts, [group] * len(checked))
+        group = texts.equal_runs(group)
+        if self._server is None:
+            return self.complete(texts.ids, group, None, self._turns), None
+        made = self._request(texts, group, GenerationProgress(self._line, len(checked)))()
+        return made.completions, made.logps
+
+    def _complete_round(self, texts: EncodedTexts, groups: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Complete each text of all processes once. Runs of equal texts (`groups` long) become a single request."""
+        made = self._request(texts, texts.equal_runs(math.gcd(*groups)))()
+        return made.completions, made.logps
+
+    def decoded(self, ids: Ids) -> list[str]:
+        return self._setup.processing_class.batch_decode(ids, skip_special_tokens=True)
+
+    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
+        known = prompt_ids if self._sampling.parses_messages else None
+        return prompt_rows.completion_texts(prompts, completion_ids, self._setup.processing_class, known)
+
+
+def with_features(setup: Setup, images: Sequence[TextImages | None]) -> Sequence[TextImages | None]:
+    """The images of texts with their features, if features are cached."""
+    known = all(image.features for text in images if text is not None for image in text.images)
+    if known or setup.features is None:
+        return images
+    return setup.features.filled_texts(images, setup.model, setup.reference)
+
+
+def _url_of(picture: Any) -> str:
+    return data_url(open_picture(picture))
+
+
+def up_to_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """The tokens up to the first of `ends`, including it; all of them if there is none."""
+    places = np.flatnonzero(np.isin(tokens, ends))
+    return tokens[: places[0] + 1] if len(places) else tokens
+
+
+def has_stray_images(made: Written, image_token: int) -> bool:
+    """Whether a completion has an image token without an image."""
+    seen = [None] * len(made.completion_ids) if made.images is None else made.images
+    for prompt, completion, images in zip(made.prompt_ids, made.completion_ids, seen, strict=True):
+        placed = np.zeros(len(completion), bool)
+        if images is not None:
+            own = images.features[len(prompt) :] != -1
+            placed[: len(own)] = own
+        if ((np.asarray(completion) == image_token) & ~placed).any():
+            return True
+    return False
