@@ -533,7 +533,7 @@ def _sharded_step(plan: ShardingPlan | None, policy: PreTrainedModel, frozen: di
 
 
 def check_batch_methods(batch_methods: frozenset[str], task: Task, policy: PreTrainedModel) -> None:
-    """Raise TypeError if the model or the task cannot provide the inputs of a script's methods that get whole batches."""
+    """Raise TypeError if the model or the task cannot provide whole batches for a script's methods."""
     names = " and ".join(sorted(batch_methods))
     if batch_methods and policy.backend.virtual.count:
         raise TypeError(
