@@ -44,7 +44,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.cache import Cache
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import Compiled, compiled_program, on_device
-from trl_jax.rollout.rollout import Ids, Logps, Writer, Written, all_written
+from trl_jax.rollout.rollout import EncodedTexts, Ids, Logps, Writer, Written, all_written
 from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -64,7 +64,7 @@ class LongestWriter:
         longest: length of the longest prompt so far, in tokens.
     """
 
-    def __init__(self, writer: Writer, encoded: Callable[[list], tuple[list[list[int]], Any]], tokens: int):
+    def __init__(self, writer: Writer, encoded: Callable[[list], EncodedTexts], tokens: int):
         """
         Args:
             writer: the policy, whose prompts these are.
@@ -77,11 +77,11 @@ class LongestWriter:
 
     def write(self, prompts: list, group: int) -> Written:
         del group
-        ids, images = self._encoded(prompts)
-        self.longest = max(self.longest, *map(len, ids))
-        completions = [np.full(self._tokens, TOKEN, np.int32) for _ in ids]
-        logps = [np.zeros(self._tokens, np.float32) for _ in ids]  # of servers
-        return Written(ids, completions, all_written(completions), images=images, sampling_logps=logps)
+        texts = self._encoded(prompts)
+        self.longest = max(self.longest, *map(len, texts.ids))
+        completions = [np.full(self._tokens, TOKEN, np.int32) for _ in texts.ids]
+        logps = [np.zeros(self._tokens, np.float32) for _ in texts.ids]  # of servers
+        return Written(texts.ids, completions, all_written(completions), images=texts.images, sampling_logps=logps)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         del prompt_ids, completion_ids
@@ -240,8 +240,8 @@ def begun(source: RolloutSteps) -> RolloutSteps:
     return source
 
 
-def _longest_ids(length: int, prompts: list[str]) -> tuple[list[list[int]], None]:
-    return [[int(prompt)] * length for prompt in prompts], None
+def _longest_ids(length: int, prompts: list[str]) -> EncodedTexts:
+    return EncodedTexts([[int(prompt)] * length for prompt in prompts])
 
 
 def _no_logps(model: str, made: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
