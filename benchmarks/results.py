@@ -295,7 +295,7 @@ def distillation(package: Any, args: Any, folder: Path) -> Run:
     ))  # fmt: skip
     trainer = gkd.GKDTrainer(
         model=str(student), teacher_model=str(args.weights), args=config, train_dataset=_dataset(rows),
-        eval_dataset=_dataset(held_out),
+        eval_dataset=_dataset(held_out), processing_class=_tokenizer(args.weights),
     )  # fmt: skip
     return Run(trainer, ASKED, None, 48)
 
@@ -347,11 +347,15 @@ def _dataset(rows: Sequence[dict[str, Any]]) -> Any:
 _TOKENIZERS: dict[Path, Any] = {}
 
 
-def _tokens(folder: Path, messages: Sequence[Message]) -> int:
-    """The number of tokens of a dialogue in the model's chat template."""
+def _tokenizer(folder: Path) -> Any:
     if folder not in _TOKENIZERS:
         _TOKENIZERS[folder] = sft_turns.tokenizer(folder)
-    return len(_TOKENIZERS[folder].apply_chat_template(list(messages), tokenize=True, return_dict=False))
+    return _TOKENIZERS[folder]
+
+
+def _tokens(folder: Path, messages: Sequence[Message]) -> int:
+    """The number of tokens of a dialogue in the model's chat template."""
+    return len(_tokenizer(folder).apply_chat_template(list(messages), tokenize=True, return_dict=False))
 
 
 TASKS: dict[str, Callable[[Any, Any, Path], Run]] = {
