@@ -16,8 +16,8 @@ from jax.experimental import io_callback
 
 from trl_jax.generation.generator import Completions
 from trl_jax.generation.sampling import History, Processor, Text
-from trl_jax.hub.generation_inputs import Prompts, Settings, StopStrings, is_torch
-from trl_jax.hub.torch_bridge import as_array, as_tensors
+from trl_jax.hub.generation_inputs import Prompts, Settings, StopStrings
+from trl_jax.hub.torch_bridge import as_array, as_tensors, is_torch
 
 # The user's functions and requested outputs
 

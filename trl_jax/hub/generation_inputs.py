@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import logging
 import math
-import sys
 import warnings
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from trl_jax.data.checks import check_no_media
 from trl_jax.data.images import TextImages
 from trl_jax.generation.beams import Beams
 from trl_jax.generation.sampling import Options, Processor, Renormalize, Text, logits_processors, sampling_processors
-from trl_jax.hub.torch_bridge import as_tensors
+from trl_jax.hub.torch_bridge import as_tensors, is_torch
 
 # Prompts: token ids in any form to unpadded rows, and back
 
@@ -61,11 +60,6 @@ class Prompts:
     def back(self, array: np.ndarray) -> Any:
         """The array, as a torch tensor if the prompts were one."""
         return as_tensors(array) if self.in_torch else array
-
-
-def is_torch(value: Any) -> bool:
-    """Whether `value` is a torch tensor, without importing torch."""
-    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
 def read_prompts(input_ids: Any, attention_mask: Any, settings: Settings, vocabulary: int) -> Prompts:

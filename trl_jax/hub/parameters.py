@@ -7,6 +7,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +15,64 @@ import jax.numpy as jnp
 import numpy as np
 
 from trl_jax.hub.backend import SAVED_DTYPES, Backend
-from trl_jax.hub.torch_bridge import as_tensors
+from trl_jax.hub.torch_bridge import (
+    as_array,
+    as_tensors,
+    is_torch,
+    parameter_values,
+    refused_write,
+    replaced,
+    values_class,
+    without_memory,
+)
 
 # Values that were read
+#
+# If torch is imported, scripts get them as tensors (`torch_bridge.parameter_values`). Otherwise they get NumPy arrays
+# with the methods of a tensor that scripts use most, which have torch's meaning.
 
 
-_WRITES = re.compile(r"[^_]_$")  # names of torch's functions and methods that write into a tensor
+class Extremes(NamedTuple):
+    """What `max(dim)`, `min(dim)` and `sort` return, as in torch."""
+
+    values: Snapshot
+    indices: Snapshot
+
+
+def _along(name: str, **defaults: Any) -> Callable:
+    """NumPy's method with torch's names of its arguments."""
+
+    def method(values: Snapshot, dim: Any = None, keepdim: bool = False, **numpys: Any) -> Any:
+        found = {"axis": dim} | ({"keepdims": True} if keepdim else {}) | defaults | numpys
+        return vars(np.ndarray)[name](values, **found)
+
+    return method
+
+
+def _unbiased(name: str) -> Callable:
+    def method(values: Snapshot, dim: Any = None, unbiased: bool = True, **options: Any) -> Any:
+        if isinstance(dim, bool):  # torch's std(unbiased)
+            dim, unbiased = None, dim
+        return _along(name)(values, dim, **{"ddof": options.pop("correction", int(unbiased))} | options)
+
+    return method
+
+
+def _extreme(name: str) -> Callable:
+    def method(values: Snapshot, dim: int | None = None, keepdim: bool = False, **numpys: Any) -> Any:
+        found = _along(name)(values, dim, keepdim, **numpys)
+        return found if dim is None else Extremes(found, _along(f"arg{name}")(values, dim, keepdim))
+
+    return method
+
+
+class _Size(int):
+    """NumPy's `size`, which is also torch's `size()`."""
+
+    shape: tuple[int, ...]
+
+    def __call__(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
 
 
 def _in_place(name: str) -> Callable:
@@ -30,81 +83,43 @@ def _in_place(name: str) -> Callable:
     return method
 
 
-def _unbiased(name: str) -> Callable:
-    """`std` or `var` with torch's default; NumPy's functions, such as np.std, pass their own `ddof`."""
+class Snapshot(np.ndarray):
+    """The values of a parameter when they were read, or a copy of them, in a script that does not import torch."""
 
-    def method(values: Snapshot, *args: Any, ddof: int = 1, **kwargs: Any) -> Any:
-        return vars(np.ndarray)[name](values, *args, ddof=ddof, **kwargs)
+    _name = ""  # of the parameter
+    requires_grad, grad, grad_fn, is_leaf, is_cuda = False, None, None, True, False
 
-    return method
+    sum, mean, prod, all, any = map(_along, ("sum", "mean", "prod", "all", "any"))
+    argmax, argmin, cumsum, cumprod = map(_along, ("argmax", "argmin", "cumsum", "cumprod"))
+    std, var = map(_unbiased, ("std", "var"))
+    max, min = map(_extreme, ("max", "min"))
 
-
-class _TensorApi:
-    """What parameters and their values have in common with torch tensors."""
-
-    _name: str = ""  # of the parameter
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        self.requires_grad = requires_grad
-        return self
+    def __array_finalize__(self, of: Any) -> None:
+        self._name = of._name if isinstance(of, Snapshot) else ""
 
     @property
     def data(self) -> Snapshot:
-        """The values, as torch's `parameter.data`. Setting equal values in another dtype is a no-op, because weights
-        are float32 while they train.
-
-        Raises:
-            ValueError: other values are set.
-        """
-        return self.detach()
-
-    @data.setter
-    def data(self, values: Any) -> None:
-        if not np.array_equal(np.asarray(values, np.float32), np.asarray(self, np.float32)):
-            raise ValueError(
-                f"Cannot set other values for {self._name or 'a parameter'}: these are a copy. Change model.params, or "
-                "the weights before they are loaded."
-            )
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Let torch functions such as `torch.equal(parameter, other)` work by converting parameters to tensors.
-
-        Raises:
-            ValueError: the function would write into one.
-        """
-        kwargs = kwargs or {}
-        written = [*args, *kwargs.values()][:1] if _WRITES.search(function.__name__) else []
-        for one in (*written, kwargs.get("out")):
-            if isinstance(one, _TensorApi):
-                one.detach()._check_writable()
-        return function(*as_tensors(_with_values(args)), **as_tensors(_with_values(kwargs)))
-
-
-def _with_values(arguments: Any) -> Any:
-    """Replace parameters by their values, also inside dicts, lists and tuples."""
-    if isinstance(arguments, dict):
-        return {name: _with_values(value) for name, value in arguments.items()}
-    if isinstance(arguments, list | tuple):
-        return type(arguments)(map(_with_values, arguments))
-    return arguments.detach() if isinstance(arguments, Parameter) else arguments
-
-
-class Snapshot(_TensorApi, np.ndarray):
-    """The values of a parameter when they were read, or a copy of them, with some methods of a torch tensor."""
+        return self
 
     @property
-    def requires_grad(self) -> bool:
-        return False
+    def size(self) -> int:
+        found = _Size(np.ndarray.size.__get__(self))
+        found.shape = self.shape
+        return found
 
-    @requires_grad.setter
-    def requires_grad(self, wanted: bool) -> None:
-        raise ValueError("requires_grad can only be set on a parameter itself, not on a copy or a slice of it.")
+    def numel(self) -> int:
+        return int(self.size)
 
-    grad: None = None
-    std, var = map(_unbiased, ("std", "var"))
+    nelement = numel
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def element_size(self) -> int:
+        return self.itemsize
+
+    def is_floating_point(self) -> bool:
+        return np.issubdtype(self.dtype, np.floating) or self.dtype.name.startswith(("bfloat", "float"))
 
     def clone(self) -> Snapshot:
         return self.copy()
@@ -116,42 +131,89 @@ class Snapshot(_TensorApi, np.ndarray):
         """A copy, into which a script may write."""
         return self.copy()
 
-    float = cpu
-
     def to(self, *args: Any, **kwargs: Any) -> Snapshot:
-        """A copy, into which a script may write. The dtype does not change, and JAX chooses the device."""
-        return self.copy()
+        """A copy, into which a script may write, with another dtype if one is named. JAX chooses the device."""
+        names = [name for name in map(given_dtype, (*args, *kwargs.values())) if name is not None]
+        return self.astype(jnp.dtype(names[0])) if names else self.copy()
 
-    def is_floating_point(self) -> bool:
-        return np.issubdtype(self.dtype, np.floating) or self.dtype.name.startswith(("bfloat", "float"))
-
-    def numel(self) -> int:
-        return self.size
-
-    def dim(self) -> int:
-        return self.ndim
+    def float(self) -> Snapshot:
+        return self.astype(np.float32)
 
     def numpy(self) -> np.ndarray:
         return np.asarray(self)
 
+    def abs(self) -> Snapshot:
+        return np.abs(self)
+
+    def pow(self, exponent: Any) -> Snapshot:
+        return self**exponent
+
+    def sqrt(self) -> Snapshot:
+        return np.sqrt(self)
+
+    def isnan(self) -> Snapshot:
+        return np.isnan(self)
+
+    def isfinite(self) -> Snapshot:
+        return np.isfinite(self)
+
+    def norm(self, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
+        order = {"inf": np.inf, "fro": 2}.get(p, p)
+        if isinstance(dim, tuple | list):
+            raise ValueError(f"norm(dim={dim}): without torch, a norm is over one axis or all. Import torch.")
+        return np.linalg.norm(
+            self.ravel() if dim is None else self, order, axis=dim, keepdims=keepdim and dim is not None
+        )
+
+    def sort(self, dim: int = -1, descending: bool = False) -> Extremes:
+        order = self.argsort(dim, descending)
+        return Extremes(np.take_along_axis(self, order, axis=dim), order)
+
+    def argsort(self, dim: int = -1, descending: bool = False, **numpys: Any) -> Any:
+        return np.ndarray.argsort(-self if descending else self, **{"axis": dim, "kind": "stable"} | numpys)
+
+    def nonzero(self) -> Snapshot:
+        return np.argwhere(self)
+
+    def repeat(self, *sizes: Any, **numpys: Any) -> Snapshot:
+        if numpys:
+            return np.ndarray.repeat(self, *sizes, **numpys)
+        return np.tile(self, sizes[0] if isinstance(sizes[0], tuple | list) else sizes)
+
+    def view(self, *shape: Any, **numpys: Any) -> Snapshot:
+        of_numpy = numpys or not shape or isinstance(shape[0], type | np.dtype | str)
+        return np.ndarray.view(self, *shape, **numpys) if of_numpy else self.reshape(*shape)
+
+    def t(self) -> Snapshot:
+        return self.T
+
+    def transpose(self, *dims: Any) -> Snapshot:
+        numpys = len(dims) != 2
+        return np.ndarray.transpose(self, *dims) if numpys else self.swapaxes(*dims)
+
+    def permute(self, *dims: Any) -> Snapshot:
+        return np.ndarray.transpose(self, *dims)
+
+    def squeeze(self, dim: int | None = None, **numpys: Any) -> Snapshot:
+        if dim is None or self.shape[dim] == 1:
+            return np.ndarray.squeeze(self, **{"axis": dim} | numpys)
+        return self
+
+    def unsqueeze(self, dim: int) -> Snapshot:
+        return np.expand_dims(self, dim)
+
+    def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """NumPy's functions call NumPy's methods."""
+        found = function(*replaced(args, Snapshot, np.asarray), **replaced(kwargs, Snapshot, np.asarray))
+        return found.view(Snapshot) if type(found) is np.ndarray else found
+
     def __getattr__(self, name: str) -> Any:
-        """What only a torch tensor has, such as `norm` or `abs`, if torch is imported.
-
-        Raises:
-            ValueError: it would write into a parameter, as `mul_` does.
-        """
-        if name.startswith("_") or "torch" not in sys.modules:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        method = getattr(as_tensors(np.asarray(self)), name)
-        if not _WRITES.search(name):
-            return method
-        self._check_writable()
-
-        def write(*given: Any, **options: Any) -> Snapshot:
-            method(*given, **options)  # the tensor shares this array's memory
-            return self
-
-        return write
+        if not name.startswith("_") and _WRITES.search(name):
+            self._check_writable()
+        known = (
+            "" if name.startswith("_") else ". Import torch, whose tensor methods parameters then have, or use NumPy"
+        )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{known}")
 
     def __setitem__(self, index: Any, values: Any) -> None:
         self._check_writable()
@@ -162,10 +224,29 @@ class Snapshot(_TensorApi, np.ndarray):
     def _check_writable(self) -> None:
         """Raise ValueError unless this is the script's own copy, for example from `clone`."""
         if not self.flags.writeable:
-            raise ValueError(
-                f"Cannot write into {self._name or 'a parameter'}: these are a copy of its values, so the model would "
-                "not change. Change model.params, or the weights before they are loaded."
-            )
+            raise refused_write(self._name)
+
+
+_WRITES = re.compile(r"[^_]_$")  # names of torch's methods that write into a tensor
+
+
+def for_scripts(values: Snapshot) -> Any:
+    """The values as scripts see them."""
+    if "torch" not in sys.modules:
+        return values
+    _relate_classes()
+    return parameter_values(values.base, values._name)
+
+
+@cache
+def _relate_classes() -> None:
+    Parameter.register(sys.modules["torch"].Tensor)  # torch.testing.assert_close only compares related types
+    _register_with_jax(values_class())
+
+
+def _register_with_jax(kind: type) -> None:
+    """For functions of JAX, it is a container of its values: they would not convert another object."""
+    jax.tree_util.register_pytree_node(kind, lambda one: ((np.asarray(one),), None), lambda _, values: values[0])
 
 
 class _LastRead(NamedTuple):
@@ -233,7 +314,7 @@ class Weights:
         arrays = self.arrays
         references = [weakref.ref(array) for array in arrays.values()]
         for name, values in self.backend.named(self.readable(arrays), wanted):
-            snapshot = np.array(values).view(Snapshot)
+            snapshot = np.array(values).view(Snapshot)  # scripts cannot write into it, but it has its own memory
             snapshot.flags.writeable, snapshot._name = False, name
             self._last_read = _LastRead(references, snapshot)
             yield name, snapshot
@@ -292,34 +373,67 @@ def of_weights(name: str) -> property:
 # Parameters
 
 
+def _with_values(arguments: Any) -> Any:
+    return replaced(arguments, Parameter, Parameter.detach)
+
+
 def _of_values(name: str) -> Callable:
-    return lambda parameter, *given: getattr(parameter.detach(), name)(*given)
+    return lambda parameter, *given: getattr(parameter.detach(), name)(*_with_values(given))
 
 
-_SHAPES = ("shape", "ndim", "size", "nbytes", "itemsize")
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor".split()
+_DELEGATED = [
+    f"__{name}__"
+    for name in (
+        *_BINARY, *(f"r{name}" for name in _BINARY), *(f"i{name}" for name in _BINARY), "neg", "pos", "abs", "invert",
+        "lt", "le", "eq", "ne", "gt", "ge", "getitem", "setitem", "len", "iter", "contains", "bool", "float", "int",
+        "repr", "format",
+    )
+]  # fmt: skip
+# Known without reading the values
+_SHAPES = {"shape", "ndim", "size", "nbytes", "itemsize", "numel", "nelement", "dim", "element_size", "device",
+           "is_floating_point", "is_leaf", "is_cuda", "grad_fn"}  # fmt: skip
 
 
-class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin, metaclass=abc.ABCMeta):
-    """A parameter of a model, with the methods of a NumPy array and some of a torch tensor.
+class Parameter(metaclass=abc.ABCMeta):  # noqa: B024 - for `register`
+    """A parameter of a model. It has the methods of its values: a torch tensor's if torch is imported, otherwise those
+    of `Snapshot`.
 
     A model has one object per parameter, so that scripts can compare parameters by `id` or `is`, as in torch. It reads
     the model's current values when they are needed. `requires_grad` reads and sets whether `train()` updates it.
     """
-
-    __hash__ = object.__hash__
 
     def __init__(self, weights: Weights, name: str):
         self._weights, self._name = weights, name
         self._held: Snapshot | None = None
         self._like: np.ndarray | None = None  # an array of its shape and dtype without memory
 
-    def detach(self) -> Snapshot:
+    def detach(self) -> Any:
         """The current values, read-only."""
-        return self._weights.values_of(self._name) if self._held is None else self._held
+        return for_scripts(self._weights.values_of(self._name) if self._held is None else self._held)
 
     def _keep(self, values: Snapshot, *, hold: bool) -> None:
-        self._like = np.broadcast_to(np.zeros((), values.dtype), values.shape)
+        self._like = np.broadcast_to(np.zeros((), values.dtype), values.shape).view(Snapshot)
         self._held = values if hold else None
+
+    @property
+    def data(self) -> Any:
+        """The values, as torch's `parameter.data`. Setting equal values in another dtype is a no-op, because weights
+        are float32 while they train.
+
+        Raises:
+            ValueError: other values are set.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Any) -> None:
+        given = values if isinstance(values, np.ndarray | Parameter) or not is_torch(values) else as_array(values.cpu())
+        if not np.array_equal(np.asarray(given, np.float32), np.asarray(self, np.float32)):
+            raise ValueError(
+                f"Cannot set other values for {self._name or 'a parameter'}: these are a copy. Change model.params, or "
+                "the weights before they are loaded."
+            )
 
     @property
     def requires_grad(self) -> bool:
@@ -328,6 +442,10 @@ class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin, metaclass=abc.A
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
         self._weights.set_trainable(self._name, trainable=wanted)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Parameter:
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def grad(self) -> None:
@@ -345,49 +463,60 @@ class Parameter(_TensorApi, np.lib.mixins.NDArrayOperatorsMixin, metaclass=abc.A
     @property
     def dtype(self) -> Any:
         """torch's dtype if torch is imported, as scripts compare it with `torch.float32`; otherwise NumPy's."""
-        found = (self.detach() if self._like is None else self._like).dtype
-        return vars(sys.modules["torch"])[found.name] if "torch" in sys.modules else found
+        return self._shape_only.dtype
 
-    def numel(self) -> int:
-        return self.size
+    @property
+    def _shape_only(self) -> Any:
+        """The values, or instead something with their shape and dtype, which is cheaper."""
+        if self._like is None:
+            return self.detach()
+        return without_memory(self._like.shape, self._like.dtype.name) if "torch" in sys.modules else self._like
 
-    def dim(self) -> int:
-        return self.ndim
+    def numpy(self) -> np.ndarray:
+        return np.asarray(self.detach())
+
+    def data_ptr(self) -> int:
+        """A number that no other parameter has, for scripts that count shared ones once."""
+        return id(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "grad":  # whose getter raised: it does again
             return object.__getattribute__(self, name)
-        return getattr(self._like if name in _SHAPES and self._like is not None else self.detach(), name)
+        return getattr(self._shape_only if name in _SHAPES else self.detach(), name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.detach(), dtype, copy=copy)
+        return np.array(np.asarray(self.detach()), dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple = (), **kwargs: Any) -> Any:
-        for one in out:
-            if isinstance(one, _TensorApi):
-                one.detach()._check_writable()
+        if any(type(one) is Parameter for one in out):
+            raise refused_write(self._name)
         kwargs |= {"out": out} if out else {}
-        return getattr(ufunc, method)(*_with_values(inputs), **kwargs)
+        return getattr(ufunc, method)(*replaced(inputs, Parameter, np.asarray), **kwargs)
+
+    def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return function(*replaced(args, Parameter, np.asarray), **replaced(kwargs, Parameter, np.asarray))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let torch functions such as `torch.equal(parameter, other)` work on the values of parameters."""
+        return function(*as_tensors(_with_values(args)), **as_tensors(_with_values(kwargs or {})))
 
     def __jax_array__(self) -> jax.Array:
-        return jnp.asarray(self.detach())
+        return jnp.asarray(np.asarray(self))
 
-    __getitem__, __setitem__, __len__, __iter__, __contains__, __bool__, __float__, __int__, __repr__, __format__ = map(
-        _of_values,
-        ("__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__bool__", "__float__", "__int__",
-         "__repr__", "__format__"),
-    )  # fmt: skip
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy the values."""
+        return self.clone()
 
-    def __reduce__(self) -> Any:
-        """Pickle and copy the values."""
-        return self.detach().__reduce__()
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
 
 
-Parameter.register(Snapshot)  # torch.testing.assert_close only compares values of related types
-# For functions of JAX, a parameter is a container of its values: they would not convert another object.
-jax.tree_util.register_pytree_node(
-    Parameter, lambda parameter: ((np.asarray(parameter.detach()),), None), lambda _, values: values[0]
-)
+for _name in _DELEGATED:
+    setattr(Parameter, _name, _of_values(_name))
+_register_with_jax(Parameter)
 
 
 # Modules

@@ -27,14 +27,13 @@ from trl_jax.data.batch import IGNORED, last_real_token, padded_length
 from trl_jax.hub.backend import Backend, frozen_size, trainable_masks
 from trl_jax.hub.checkpoint import Source, resized_table, tables_of_tokens
 from trl_jax.hub.generate import GenerationApi
-from trl_jax.hub.generation_inputs import is_torch
 from trl_jax.hub.parameters import (
     EmbeddingModule,
     ModuleApi,
     Parameter,
-    Snapshot,
     Submodule,
     Weights,
+    for_scripts,
     given_dtype,
     of_weights,
     owners,
@@ -43,7 +42,7 @@ from trl_jax.hub.peft import merged
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, already_initialized
 from trl_jax.hub.push import Publisher, Upload
-from trl_jax.hub.torch_bridge import as_tensors, module_classes
+from trl_jax.hub.torch_bridge import as_tensors, is_torch, module_classes
 from trl_jax.models.model import merge
 
 logger = logging.getLogger(__name__)
@@ -381,9 +380,10 @@ class TransformersModelApi(ModuleApi):
             return parameter
         raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ...")
 
-    def state_dict(self) -> dict[str, Snapshot]:
-        """A copy of every parameter and buffer by its name."""
-        return dict(self.weights.snapshots())
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of every parameter and buffer by its name; a tied one has both names, as in torch."""
+        found = {name: for_scripts(values) for name, values in self.weights.snapshots()}
+        return found | {other: found[name] for other, name in self.backend.tied.items()}
 
     def get_input_embeddings(self) -> Any:
         """The token embedding, with its `weight`, `num_embeddings` and `embedding_dim`."""
@@ -455,9 +455,10 @@ class TransformersModelApi(ModuleApi):
         return self
 
     @property
-    def device(self) -> str:
-        """Device for the inputs, so that `.to(model.device)` works on a batch of torch tensors."""
-        return "cpu"
+    def device(self) -> Any:
+        """Device for the inputs, so that `.to(model.device)` works on a batch of torch tensors: torch's if torch is
+        imported, otherwise "cpu"."""
+        return sys.modules["torch"].device("cpu") if "torch" in sys.modules else "cpu"
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model. A dtype sets the dtype in which its weights are saved from now on; they still train in
@@ -740,12 +741,9 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     def _is_own_state(self, state: Any) -> bool:
         """Whether a script passes the model's own `state_dict()`, with the current values."""
-        names = set()
-        for name, values in self.weights.snapshots() if isinstance(state, dict) else ():
-            if name not in state or not np.array_equal(state[name], values):
-                return False
-            names.add(name)
-        return bool(names) and names == state.keys()
+        if not isinstance(state, dict) or state.keys() - self.backend.tied.keys() != {*self.names()}:
+            return False
+        return all(np.array_equal(state[name], values) for name, values in self.weights.snapshots())
 
     def push_to_hub(
         self,

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.util
 import pickle
+import re
 import sys
 import tempfile
 import zipfile
@@ -209,6 +210,11 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_torch(value: Any) -> bool:
+    """Whether `value` is a torch tensor, without importing torch."""
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
+
+
 def as_tensors(values: Any) -> Any:
     """Convert arrays to torch tensors, also inside dicts, lists and tuples; other values are returned unchanged."""
     if isinstance(values, dict):
@@ -225,6 +231,132 @@ def _as_tensor(values: np.ndarray) -> Any:
     if values.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
+
+
+_WRITES = re.compile(r"[^_]_$|^__(i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)|setitem)__$")
+_FLAGS = ("requires_grad_", "__set__")
+# Their results are the script's own. Some return the tensor itself if its device and dtype are as wanted; we copy it,
+# as if it were on a GPU.
+_COPIES = ("clone", "cpu", "cuda", "to", "float")
+
+
+@cache
+def values_class() -> type:
+    """The class of tensors with the values of a parameter, or with results of computing with them.
+
+    The values cannot be written, because the model would not change, nor can views of them. Copies and results can.
+    """
+    import torch
+
+    class ParameterValues(torch.Tensor):
+        __module__, __qualname__ = __name__, "ParameterValues"
+        parameter: str | None = None  # the name of the parameter whose values they are; None for results
+
+        @classmethod
+        def __torch_function__(
+            cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if not all(issubclass(one, torch.Tensor) for one in types):
+                return NotImplemented  # `Parameter` converts its own
+            kwargs, name = kwargs or {}, function.__name__
+            given = [*args, *kwargs.values()]
+            for one in _members(given[:1] if _WRITES.search(name) or name in _FLAGS else kwargs.get("out")):
+                if type(one) is cls and one.parameter is not None:
+                    raise refused_flag() if name in _FLAGS else refused_write(one.parameter)
+            read = [one for one in _members(given) if type(one) is cls and one.parameter is not None]
+            with torch._C.DisableTorchFunctionSubclass():
+                found = function(*args, **kwargs)
+                if read and isinstance(found, np.ndarray):
+                    found.flags.writeable = False
+                if name in _COPIES and isinstance(found, torch.Tensor):
+                    return _plain(found).clone() if any(_share_memory(found, one) for one in read) else _plain(found)
+                return replaced(found, torch.Tensor, lambda one: _result(one, read))
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.unbind(0))
+
+        def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+            return function(
+                *replaced(args, ParameterValues, np.asarray), **replaced(kwargs, ParameterValues, np.asarray)
+            )
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            values = as_array(_plain(self.detach()))
+            values.flags.writeable = False
+            return np.array(values, dtype, copy=copy)
+
+        def __repr__(self, **options: Any) -> str:
+            return _plain(self).__repr__(**options)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _plain(self.detach()).__reduce_ex__(protocol)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return _plain(self.detach()).clone().requires_grad_(self.requires_grad)
+
+    def _plain(values: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return values.as_subclass(torch.Tensor)
+
+    def _result(values: Any, read: list[Any]) -> Any:
+        found = values.as_subclass(ParameterValues)
+        found.parameter = next((one.parameter for one in read if _share_memory(values, one)), None)
+        return found
+
+    def _share_memory(one: Any, other: Any) -> bool:
+        strided = one.layout is torch.strided and one.device.type == "cpu"
+        return strided and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+    return ParameterValues
+
+
+def _members(values: Any) -> Iterator[Any]:
+    """What lists, tuples and dicts contain, or the value itself."""
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _members(value)
+    else:
+        yield values
+
+
+def replaced(values: Any, kind: type, change: Callable) -> Any:
+    """Change what is exactly of this class, also inside dicts, lists and tuples."""
+    if type(values) is kind:
+        return change(values)
+    if isinstance(values, dict):
+        return {name: replaced(value, kind, change) for name, value in values.items()}
+    if isinstance(values, list | tuple) and any(type(one) is kind for one in _members(values)):
+        return type(values)([replaced(value, kind, change) for value in values])
+    return values
+
+
+def refused_write(name: str) -> ValueError:
+    return ValueError(
+        f"Cannot write into {name or 'a parameter'}: these are a copy of its values, so the model would not change. "
+        "Change model.params, or the weights before they are loaded."
+    )
+
+
+def refused_flag() -> ValueError:
+    return ValueError(
+        "requires_grad can only be set on a parameter itself, not on a copy or a slice of it. Set it on a clone()."
+    )
+
+
+def parameter_values(values: np.ndarray, name: str) -> Any:
+    """The values of a parameter as a tensor with the same memory, into which scripts cannot write."""
+    tensor = _as_tensor(values).as_subclass(values_class())
+    tensor.parameter = name
+    return tensor
+
+
+def without_memory(shape: tuple[int, ...], dtype: str) -> Any:
+    """A tensor of this shape and dtype with the memory of one number."""
+    import torch
+
+    return torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
 
 
 def as_array(values: Any) -> np.ndarray:
