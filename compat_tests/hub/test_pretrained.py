@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 import weakref
 
@@ -410,3 +411,178 @@ def test_an_adapter_can_be_disabled(folders, tmp_path):
         and hasattr(model, "disable_adapter")
     )
     assert trainer.accelerator.get_state_dict(model).keys() == model.state_dict().keys()
+
+
+FACTS = """
+q_proj.in_features | q_proj.out_features | q_proj.weight.shape | q_proj.bias.shape | q_proj.extra_repr() | q_proj
+up_proj.bias | layer.self_attn.layer_idx | layer.self_attn.head_dim | layer.hidden_size | model.model.norm
+model.model.norm.variance_epsilon | layer.mlp.act_fn | model.lm_head.in_features | model.lm_head.bias | layer
+model.model.embed_tokens.padding_idx | model.model.embed_tokens.embedding_dim | q_proj.state_dict().keys() | model
+layer.training | layer.to("cpu").training | model.main_input_name | model.base_model_prefix | model.config_class
+model.model.config.hidden_size | model.model.dtype | next(layer.parameters()).shape | model.get_submodule(ACT)
+model.zero_grad() | model.compile() | model.disable_input_require_grads() | model.can_generate()
+""".replace("\n", "|")
+
+
+def fact(model, call, base):
+    q_proj, up_proj = (
+        model.get_submodule(f"{base}model.layers.0.{name}") for name in ("self_attn.q_proj", "mlp.up_proj")
+    )
+    layer, model = model.get_submodule(f"{base}model.layers.0"), model if not base else model.model
+    known = {"model": model, "layer": layer, "q_proj": q_proj, "up_proj": up_proj, "ACT": "model.layers.0.mlp.act_fn"}
+    found = eval(call, known)
+    return repr(found) if isinstance(found, torch.nn.Module) else found
+
+
+def test_modules_say_about_themselves_what_torchs_do(folders):
+    ours, theirs = (
+        kind.from_pretrained(folders[True])
+        for kind in (trl_jax.AutoModelForCausalLM, transformers.AutoModelForCausalLM)
+    )
+    for call in filter(None, map(str.strip, FACTS.split("|"))):
+        assert fact(ours, call, "") == fact(theirs, call, ""), call
+    visited = []
+    for model in (ours, theirs):
+        seen = []
+        assert (
+            model.apply(lambda module, seen=seen: seen.append(type(module.extra_repr()) and module.__class__)) is model
+        )
+        visited.append(seen[:-1])  # the last one is the model
+    assert visited[0] == visited[1] and len(visited[0]) > 30
+    with pytest.raises(ValueError, match="Cannot write into model.embed_tokens.weight"):
+        ours.apply(lambda one: torch.nn.init.zeros_(one.weight) if isinstance(one, torch.nn.Embedding) else None)
+    assert list(ours.buffers()) == list(ours.model.named_buffers()) == []
+
+
+def test_adapted_modules_are_found_where_peft_looks(folders, tmp_path):
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    args, rows = trl_jax.SFTConfig(str(tmp_path), **BASE), Dataset.from_list(text_rows(4))
+    ours = trl_jax.SFTTrainer(str(folders[True]), args, train_dataset=rows, peft_config=lora).model
+    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folders[True]), lora)
+    name = "base_model.model.model.layers.1.self_attn.q_proj"
+    for call in (
+        lambda model: model.get_submodule(name).weight.shape, lambda model: model.get_submodule(name).bias.shape,
+        lambda model: model.get_submodule(name).in_features, lambda model: model.model.model.norm.weight.shape,
+        lambda model: model.lm_head.weight.shape, lambda model: model.base_model.lm_head.weight.shape,
+        lambda model: model.get_submodule(name).lora_A["default"].weight.shape,
+        lambda model: repr(model.get_submodule(name)),
+        lambda model: dict(model.get_submodule(name).scaling), lambda model: model.get_submodule(name).r["default"],
+        lambda model: model.peft_type,
+    ):  # fmt: skip
+        assert call(ours) == call(theirs)
+    for method, instead in (
+        ("merge_adapter", "merge_and_unload"), ("unload", "get_base_model"),
+        ("disable_adapter_layers", "disable_adapter"), ("add_adapter", "peft_config"),
+    ):  # fmt: skip
+        with pytest.raises(AttributeError, match=f"{method} of .* exists in torch only: .*{instead}"):
+            getattr(ours, method)
+    ours.set_adapter("default")
+    with pytest.raises(ValueError, match="Adapter other not found"):
+        ours.set_adapter("other")
+    found, wanted = map(peft.get_peft_model_state_dict, (ours, theirs))
+    assert {name: one.shape for name, one in found.items()} == {name: one.shape for name, one in wanted.items()}
+    peft.set_peft_model_state_dict(theirs, found)
+    assert all(torch.equal(one, found[name]) for name, one in peft.get_peft_model_state_dict(theirs).items())
+    with pytest.raises(ValueError, match="load_state_dict: only weights in float32 without an adapter can be set"):
+        ours.load_state_dict(ours.state_dict())
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        ours.get_submodule(name).scaling["default"] = 1.0
+
+
+def test_what_only_torch_can_do_says_what_to_write(folders):
+    model = trl_jax.AutoModelForCausalLM.from_pretrained(folders[True])
+    for kind in ("forward", "forward_pre", "full_backward"):
+        for module in (model, model.model.layers[0]):
+            with pytest.raises(AttributeError, match=f"register_{kind}_hook of .* calls no modules. Call the model"):
+                getattr(module, f"register_{kind}_hook")
+    with pytest.raises(AttributeError, match="model.norm.weight has no register_hook: gradients stay within"):
+        model.model.norm.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(TypeError, match="model.norm cannot be called: JAX computes the whole model at once"):
+        model.model.norm(torch.zeros(1, 64))
+    with pytest.raises(TypeError, match=r"cannot be pickled. Call model.save_pretrained\(folder\)"):
+        pickle.dumps(model)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(TypeError, match=r"peft adds modules of torch, .* peft_config=LoraConfig\(...\)"):
+        peft.get_peft_model(model, lora)
+    assert (
+        not hasattr(model, "nothing") and not hasattr(model.model.norm, "nothing") and not hasattr(model, "peft_config")
+    )
+
+
+def test_calls_take_arguments_that_change_nothing(folders):
+    ours, theirs = (
+        kind.from_pretrained(folders[True])
+        for kind in (trl_jax.AutoModelForCausalLM, transformers.AutoModelForCausalLM)
+    )
+    ids = torch.tensor([[5, 9, 11, 7], [8, 6, 4, 3]])
+    for options in (
+        {}, {"return_dict": True, "use_cache": False}, {"output_hidden_states": False, "output_attentions": None},
+        {"position_ids": torch.arange(4)[None]}, {"logits_to_keep": 2}, {"labels": ids}, {"return_dict": False},
+    ):  # fmt: skip
+        found, wanted = ours.forward(input_ids=ids, **options), theirs(input_ids=ids, **options)
+        torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=1e-4)
+        if options.get("return_dict", True):
+            torch.testing.assert_close(found.logits, wanted.logits, atol=1e-5, rtol=1e-4)
+            assert ("loss" in found) == ("loss" in wanted) == (found.loss is not None)
+            assert found.keys() == wanted.keys() - {"cache", "past_key_values"} and found.hidden_states is None
+    for options, given in (
+        ({"output_hidden_states": True}, "output_hidden_states"), ({"position_ids": torch.ones(2, 4)}, "position_ids"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 4, 64)}, "inputs_embeds"), ({"past": 1}, "past"),
+    ):  # fmt: skip
+        with pytest.raises(
+            TypeError, match=f"computes logits from input_ids and attention_mask, not from {given}. For"
+        ):
+            ours(**{"input_ids": ids} | options)
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_a_state_dict_can_be_loaded(tie, folders):
+    ours, theirs = (
+        kind.from_pretrained(folders[tie]) for kind in (trl_jax.AutoModelForCausalLM, transformers.AutoModelForCausalLM)
+    )
+    torch.manual_seed(3)
+    twin = transformers.AutoModelForCausalLM.from_config(theirs.config)
+    norm, before = ours.model.norm.weight, ours.model.norm.weight.clone()
+    assert ours.load_state_dict(twin.state_dict()) == ([], [])
+    for name, values in twin.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], values), name
+    ids = torch.tensor([[5, 9, 11, 7]])
+    torch.testing.assert_close(ours(ids).logits, twin(ids).logits, atol=1e-5, rtol=1e-4)
+    changed = {"model.norm.weight": 2 * before.numpy(), "other": np.zeros(3)}
+    found = ours.load_state_dict(changed, strict=False)
+    assert found == tuple(
+        twin.load_state_dict({name: torch.as_tensor(one) for name, one in changed.items()}, strict=False)
+    )
+    assert torch.equal(norm, 2 * before) and torch.equal(ours.lm_head.weight, twin.lm_head.weight)
+    for state, text in (
+        (changed, "Missing key.*model.embed_tokens.weight.*Unexpected key.*'other'"),
+        (
+            ours.state_dict() | {"model.norm.weight": np.zeros(3)},
+            r"size mismatch for model.norm.weight: .*\[3\].*\[64\]",
+        ),
+    ):
+        for model in (ours, theirs):
+            given = {name: torch.as_tensor(np.array(one)) for name, one in state.items()} if model is theirs else state
+            with pytest.raises(RuntimeError, match="(?s)" + text.replace("'other'", "other")):
+                model.load_state_dict(given)
+    assert torch.equal(norm, 2 * before)
+
+
+def test_a_state_dict_that_is_loaded_during_training_is_trained_further(folders, tmp_path):
+    losses, trl = [], pytest.importorskip("trl")
+    for package in (trl_jax, trl):
+
+        class Restart(transformers.TrainerCallback):
+            def on_train_begin(self, args, state, control, model, **kwargs):
+                self.first = {name: values.clone() for name, values in model.state_dict().items()}
+
+            def on_step_end(self, args, state, control, model, **kwargs):
+                model.load_state_dict(self.first)
+
+        settings = BASE | {"max_steps": 3, "learning_rate": 0.05, "lr_scheduler_type": "constant"}
+        args = package.SFTConfig(str(tmp_path / package.__name__), **settings)
+        rows = Dataset.from_list(text_rows(2))
+        trainer = package.SFTTrainer(str(folders[True]), args, train_dataset=rows, callbacks=[Restart()])
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4) and len(losses[0]) == 3

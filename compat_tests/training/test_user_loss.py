@@ -542,7 +542,7 @@ def test_what_scripts_reach_into(folder, tmp_path, capsys):
     model.add_model_tags(["a", "a"])
     model.add_model_tags("b")
     assert model.model_tags == ["trl", "reward-trainer", "trl_jax", "a", "b"]
-    with pytest.raises(KeyError, match="has no parameter 'x'"):
+    with pytest.raises(AttributeError, match="has no parameter 'x'"):
         model.get_parameter("x")
     model.print_trainable_parameters()
     assert "trainable%: 100" in capsys.readouterr().out

@@ -142,6 +142,14 @@ class Backend(abc.ABC):
         """
         return (one for one in self.on_disk(arrays) if wanted is None or one[0] in wanted)
 
+    def with_values(self, arrays: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The arrays that change if parameters, by their names in PyTorch, get these values.
+
+        Raises:
+            ValueError: it cannot set values.
+        """
+        return dict(values)
+
     def is_trained(self, name: str) -> bool:
         """Whether a parameter, by its name in PyTorch, is trained unless user code freezes it."""
         return True
@@ -169,6 +177,10 @@ class Backend(abc.ABC):
     def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
         """The parameter at a path in float32, whatever format it is stored in."""
         return arrays[path]
+
+
+def fixed_values_error(instead: str) -> ValueError:
+    return ValueError(f"load_state_dict: only weights in float32 without an adapter can be set. {instead}.")
 
 
 # Parameters that user code freezes with torch's flag, `requires_grad = False`

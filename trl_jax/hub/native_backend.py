@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.backend import SAVED_DTYPES, Backend, Locations
+from trl_jax.hub.backend import SAVED_DTYPES, Backend, Locations, fixed_values_error
 from trl_jax.hub.checkpoint import ShardingRule, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
 from trl_jax.hub.modules import current_name, parameter_names, torch_tensor_map
@@ -259,6 +259,17 @@ class NativeBackend(Backend):
             arrays = {path: self.weight(arrays, path) for path in paths}
         for name in names:
             yield name, read_tensor(arrays, entries[name])
+
+    def with_values(self, arrays: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self.formats:
+            raise fixed_values_error("Load the folder that has them with from_pretrained")
+        changed: dict[str, np.ndarray] = {}
+        for entry in self._in_torch:
+            for name, index in entry.tensors(arrays[entry.path].shape):
+                if name in values:
+                    found = changed.setdefault(entry.path, np.array(arrays[entry.path]))
+                    found[index] = entry.take(values[name])
+        return changed
 
 
 def _of(array: jax.Array | jax.ShapeDtypeStruct, do: Callable) -> jax.Array | jax.ShapeDtypeStruct:

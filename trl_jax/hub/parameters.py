@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -390,6 +391,16 @@ _DELEGATED = [
         "repr", "format",
     )
 ]  # fmt: skip
+_GRADIENTS = re.compile("backward$|register_.*hook$|retain_grad$")
+
+
+def _without_gradient(parameter: str, name: str) -> AttributeError:
+    return AttributeError(
+        f"{parameter} has no {name}: gradients stay within the compiled step. grad_norm is logged; to change "
+        "gradients, return an optax transformation from create_optimizer."
+    )
+
+
 # Known without reading the values
 _SHAPES = {"shape", "ndim", "size", "nbytes", "itemsize", "numel", "nelement", "dim", "element_size", "device",
            "is_floating_point", "is_leaf", "is_cuda", "grad_fn"}  # fmt: skip
@@ -432,7 +443,7 @@ class Parameter(metaclass=abc.ABCMeta):  # noqa: B024 - for `register`
         if not np.array_equal(np.asarray(given, np.float32), np.asarray(self, np.float32)):
             raise ValueError(
                 f"Cannot set other values for {self._name or 'a parameter'}: these are a copy. Change model.params, or "
-                "the weights before they are loaded."
+                "call model.load_state_dict({name: values}, strict=False)."
             )
 
     @property
@@ -455,10 +466,7 @@ class Parameter(metaclass=abc.ABCMeta):  # noqa: B024 - for `register`
             AttributeError: it is read in a hook where torch has gradients. Ours stay within the compiled step.
         """
         if self.requires_grad and self._weights.at_gradients:
-            raise AttributeError(
-                f"{self._name} has no grad: gradients stay within the compiled step. grad_norm is logged; to change "
-                "gradients, return an optax transformation from create_optimizer."
-            )
+            raise _without_gradient(self._name, "grad")
 
     @property
     def dtype(self) -> Any:
@@ -482,6 +490,8 @@ class Parameter(metaclass=abc.ABCMeta):  # noqa: B024 - for `register`
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "grad":  # whose getter raised: it does again
             return object.__getattribute__(self, name)
+        if _GRADIENTS.match(name):
+            raise _without_gradient(self._name, name)
         return getattr(self._shape_only if name in _SHAPES else self.detach(), name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -540,6 +550,30 @@ def given_dtype(value: Any) -> str | None:
 _TABLE = re.compile(r"^(?!.*\.lora_).*\.weight$")
 
 
+# What to write instead of a method of a torch module
+_INSTEAD = {
+    "register_.*hook": "JAX runs a step as one compiled program, which calls no modules. Call the model to read its "
+    "outputs, override compute_loss of the trainer, or return an optax transformation from create_optimizer to "
+    "change gradients",
+    "(un)?merge_adapter|unload": "merge_and_unload() returns the merged model and get_base_model() the model without "
+    "its adapter; both leave this one as it is",
+    "(en|dis)able_adapters?(_layers)?": "Use `with model.disable_adapter():`",
+    "(add|load|delete)_adapters?": "A model has one adapter. Pass peft_config to the trainer to create one, or "
+    "load its folder with AutoPeftModelForCausalLM.from_pretrained",
+    ".*": "Call the whole model, or read its parameters. For what only torch can do, save it with save_pretrained and "
+    "load it with transformers",
+}
+
+
+def _fixed(value: Any) -> Any:
+    """A setting of a torch module, into which a script cannot write: the model would not change."""
+    if isinstance(value, dict):
+        return MappingProxyType({name: _fixed(one) for name, one in value.items()})
+    if isinstance(value, list | set):
+        return tuple(value) if isinstance(value, list) else frozenset(value)
+    return value
+
+
 class ModuleApi:
     """What scripts ask of a torch module. Needs `_module`, the module's name in the model, and `_named_parameters`."""
 
@@ -568,7 +602,7 @@ class ModuleApi:
         parameters, such as activations, are left out.
         """
         model, start = self._whole, f"{self._module}." if self._module else ""
-        inside = (name for name in model._module_classes if name.startswith(start) and name != "")
+        inside = (name for name in model._torch_modules if name.startswith(start) and name != "")
         yield prefix, self
         for name in inside:
             yield ".".join(filter(None, (prefix, name.removeprefix(start)))), model._module_named(name)
@@ -582,6 +616,68 @@ class ModuleApi:
     def children(self) -> Iterator[Any]:
         return (module for _, module in self.named_children())
 
+    def named_buffers(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Parameter]]:
+        """Yield what is saved with the parameters but not trained, with names in transformers. torch also lists what is
+        not saved, such as the frequencies of rotary embeddings."""
+        start = f"{prefix}." if prefix else ""
+        buffers, inside = self._whole.weights.buffers(), self._whole.weights.names_in(self._module)
+        wanted = {
+            ours: start + name for name, ours in inside.items() if ours in buffers and (recurse or "." not in name)
+        }
+        return ((wanted[ours], values) for ours, values in self._whole._named(wanted))
+
+    def buffers(self, recurse: bool = True) -> Iterator[Parameter]:
+        return (values for _, values in self.named_buffers(recurse=recurse))
+
+    def apply(self, fn: Callable[[Any], Any]) -> Any:
+        """Call a function with each module in this one, and then with this one, as in torch. It cannot write into
+        parameters."""
+        for module in self.children():
+            module.apply(fn)
+        fn(self)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: no gradients are kept between steps."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: JAX compiles each step."""
+
+    def extra_repr(self) -> str:
+        found = self._in_torch
+        return "" if found is None else found.extra_repr()
+
+    def __repr__(self) -> str:
+        found = self._in_torch
+        return f"{self._module or self._whole.name_or_path} ({type(self).__name__})" if found is None else repr(found)
+
+    @property
+    def _in_torch(self) -> Any:
+        """The same module of a torch model without values, if torch is imported; otherwise None."""
+        return self._whole._torch_modules.get(self._module)
+
+    def _fact(self, name: str, error: AttributeError) -> Any:
+        """What torch's module says about itself, such as `in_features`.
+
+        Raises:
+            AttributeError: it is a method or a tensor; or `error`, if torch's module does not have it either.
+        """
+        has_raised = any(name in vars(kind) for kind in type(self).__mro__)  # the getter of a property
+        module = None if has_raised else self._in_torch
+        try:
+            value = getattr(module, name)
+        except AttributeError:
+            raise error from None
+        if (inside := f"{self._module}.{name}".lstrip(".")) in self._whole._torch_modules:
+            return self._whole._module_named(inside)
+        if is_torch(value) or callable(value) and not isinstance(value, type):
+            instead = next(text for pattern, text in _INSTEAD.items() if re.fullmatch(pattern, name))
+            raise AttributeError(
+                f"{name} of {self._module or self._whole.name_or_path} exists in torch only: this model computes with "
+                f"JAX. {instead}."
+            )
+        return _fixed(value)
+
 
 class Submodule(ModuleApi):
     """A module of a model, such as `model.model` or `model.lm_head`, so that scripts can inspect or freeze it."""
@@ -592,10 +688,14 @@ class Submodule(ModuleApi):
     @property
     def __class__(self) -> type:
         """The module's class in transformers or PEFT if torch is imported, for `isinstance`."""
-        return self._model._module_classes.get(self._module) or type(self)
+        found = self._in_torch
+        return type(self) if found is None else type(found)
 
-    def __repr__(self) -> str:
-        return f"{self._module} ({self.__class__.__name__})"
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"{self._module} cannot be called: JAX computes the whole model at once. Call the model, as "
+            "model(input_ids).logits, or compute with the parameters in model.params."
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
@@ -622,7 +722,16 @@ class Submodule(ModuleApi):
                 )
         return self
 
-    cpu = cuda = float = to
+    cpu = cuda = float = type = to
+
+    def half(self) -> Submodule:
+        return self.to("float16")
+
+    def bfloat16(self) -> Submodule:
+        return self.to("bfloat16")
+
+    def double(self) -> Submodule:
+        return self.to(np.float64)
 
     def train(self, mode: bool = True) -> Submodule:
         """Does nothing: like transformers' Trainer, each step trains and each evaluation evaluates the whole model."""
@@ -635,15 +744,27 @@ class Submodule(ModuleApi):
         self._model.set_trainable(*self._names(), trainable=requires_grad)
         return self
 
+    def state_dict(self) -> dict[str, Any]:
+        """As the model's, with names relative to this module."""
+        state = self._model.state_dict()
+        return {name: state[ours] for name, ours in self._model.weights.names_in(self._module).items()}
+
     def _names(self) -> list[str]:
         return list(self._model.weights.names_in(self._module).values())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return self._model.submodule(f"{self._module}.{name}")
+        if name in ("config", "device", "dtype", "training"):
+            return getattr(self._model, name)
+        try:
+            return self._model.submodule(f"{self._module}.{name}")
+        except AttributeError as error:
+            return self._fact(name, error)
 
-    def __getitem__(self, number: int | slice) -> Any:
+    def __getitem__(self, number: int | slice | str) -> Any:
+        if isinstance(number, str):
+            return self._model.submodule(f"{self._module}.{number}")
         selected = range(len(self))[number]
         if isinstance(selected, range):
             return [self[i] for i in selected]

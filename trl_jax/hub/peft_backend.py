@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from trl_jax.core.files import as_dtype
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.backend import Backend, Locations
+from trl_jax.hub.backend import Backend, Locations, fixed_values_error
 from trl_jax.hub.checkpoint import IndexedEntry, ShardingRule, read_tensor, shard_array
 from trl_jax.hub.modules import of_vision, parameter_names, torch_order, torch_tensor_map
 from trl_jax.hub.native_backend import NativeBackend
@@ -119,6 +119,11 @@ class AdaptedBackend(Backend):
 
     def is_trained(self, name: str) -> bool:
         return name in self.trained_names
+
+    def with_values(self, arrays: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        raise fixed_values_error(
+            "Load the folder of the adapter with AutoPeftModelForCausalLM.from_pretrained, or change model.params"
+        )
 
     @property
     @abc.abstractmethod

@@ -46,6 +46,11 @@ class PeftConfig:
     base_model_name_or_path: str | None = None
     revision: str | None = None
     inference_mode: bool = False
+    is_adaption_prompt: ClassVar[bool] = False
+
+    @property
+    def is_prompt_learning(self) -> bool:
+        return isinstance(self, PromptLearningConfig)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,8 @@ from trl_jax.hub.peft import merged
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, already_initialized
 from trl_jax.hub.push import Publisher, Upload
-from trl_jax.hub.torch_bridge import as_tensors, is_torch, module_classes
+from trl_jax.hub.torch_bridge import as_array, as_tensors, is_torch, torch_modules
+from trl_jax.mesh.mesh import like
 from trl_jax.models.model import merge
 
 logger = logging.getLogger(__name__)
@@ -127,27 +128,51 @@ def write_generation_config(config: Any, folder: Path) -> None:
 # Calling a model
 
 
-class ScoreOutput(NamedTuple):
+class _Output:
+    """What transformers' outputs have in common. They are also tuples."""
+
+    loss, hidden_states, attentions = None, None, None
+
+    def __getitem__(self, key: str | int) -> jax.Array:
+        return self._asdict()[key] if isinstance(key, str) else tuple.__getitem__(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._fields
+
+    def keys(self) -> Collection[str]:
+        return self._asdict().keys()
+
+    def items(self) -> Collection[tuple[str, jax.Array]]:
+        return self._asdict().items()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._asdict().get(key, default)
+
+    def to_tuple(self) -> tuple[jax.Array, ...]:
+        return tuple(self)
+
+
+class _Scores(NamedTuple):
+    logits: jax.Array
+
+
+class ScoreOutput(_Output, _Scores):
     """The output of a model call: `logits`, float32, available as attribute, key or first element.
 
     `[rows, 1]` for a score head, `[rows, T, V]` for a language model. T includes virtual tokens that have embeddings,
     as in PEFT.
     """
 
-    logits: jax.Array
 
-    def __getitem__(self, key: str | int) -> jax.Array:
-        return self.logits if key == "logits" else tuple.__getitem__(self, key)
-
-
-class LossOutput(NamedTuple):
-    """The output of a language model that is called with `labels`: `loss`, then `logits` as in `ScoreOutput`."""
-
+class _Losses(NamedTuple):
     loss: jax.Array
     logits: jax.Array
 
-    def __getitem__(self, key: str | int) -> jax.Array:
-        return getattr(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+
+class LossOutput(_Output, _Losses):
+    """The output of a language model that is called with `labels`: `loss`, then `logits` as in `ScoreOutput`."""
+
+    loss = _Losses.loss
 
 
 def _with_loss(logits: jax.Array, labels: Any) -> LossOutput:
@@ -164,6 +189,29 @@ def _with_loss(logits: jax.Array, labels: Any) -> LossOutput:
     of_targets = jnp.take_along_axis(log_probs, np.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     counts = targets != IGNORED
     return LossOutput(-jnp.sum(of_targets * counts) / counts.sum(), logits)
+
+
+# Arguments of transformers' models that are accepted with these values.
+_CALL_OPTIONS = dict.fromkeys(("return_dict", "use_cache"), (None, False, True)) | dict.fromkeys(
+    ("output_hidden_states", "output_attentions", "output_router_logits", "past_key_values", "cache", "inputs_embeds"),
+    (None, False),
+)
+
+
+def _is_without_effect(name: str, value: Any) -> bool:
+    if name == "position_ids" and value is not None:
+        positions = np.asarray(value)
+        return bool((positions == np.arange(positions.shape[-1])).all())
+    return value is None or isinstance(value, bool) and value in _CALL_OPTIONS.get(name, ())
+
+
+def _call_error(model: str, others: dict[str, Any]) -> TypeError:
+    given = sorted(name for name, value in others.items() if not _is_without_effect(name, value))
+    return TypeError(
+        f"{model}(...) computes logits from input_ids and attention_mask{', not from ' if given else ''}"
+        f"{' and '.join(given)}. For hidden states, attentions or embeddings as inputs, save it with save_pretrained "
+        "and load it with transformers."
+    )
 
 
 def score_rows(
@@ -238,6 +286,13 @@ def compiled_scores(
 _OUTPUT_EMBEDDINGS = re.compile(r"(?P<module>(^|.*\.)(lm_head|embed_out))\.(?!.*lora_).*weight$")
 
 
+class LoadedKeys(NamedTuple):
+    """What `load_state_dict` returns, as torch's."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 class TransformersModelApi(ModuleApi):
     """Mixin that needs `weights`, `config`, `name_or_path` and `save_pretrained`."""
 
@@ -251,8 +306,8 @@ class TransformersModelApi(ModuleApi):
     accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
     _parameters: dict[str, Parameter] | None = None
     _submodules: weakref.WeakValueDictionary[str, Submodule] | None = None
-    # The classes of modules, and for what they were found: the backend, and whether torch was imported.
-    _known_classes: tuple[tuple[Any, bool], dict[str, type | None]] = ((None, False), {})
+    # All modules, and for what they were made: the backend, and whether torch was imported.
+    _known_modules: tuple[tuple[Any, bool], dict[str, Any]] = ((None, False), {})
     _module = ""
     _base: Any = None  # the model without its adapter, in `disable_adapter`
 
@@ -269,14 +324,24 @@ class TransformersModelApi(ModuleApi):
             parameter._keep(values, hold=self.read is not None)  # later reads would be collective operations
             yield name, parameter
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies, which have weights and parameters of their own."""
-        return vars(self) | {
-            "weights": copy.copy(self.weights),
-            "_parameters": None,
-            "_submodules": None,
-            "_base": None,
-        }
+    def _copied(self, copied: Callable[[Any], Any]) -> Any:
+        """A copy, which has weights and parameters of its own."""
+        own = {"weights": copy.copy(self.weights), "_parameters": None, "_submodules": None, "_base": None}
+        other = object.__new__(type(self))
+        vars(other).update(copied(vars(self) | own))
+        return other
+
+    def __copy__(self) -> Any:
+        return self._copied(dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._copied(lambda state: copy.deepcopy(state | {"_known_modules": ((None, False), {})}, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self.name_or_path} cannot be pickled. Call model.save_pretrained(folder) and load the folder with "
+            "from_pretrained, or save model.state_dict()."
+        )
 
     def names(self) -> list[str]:
         """Names of all parameters, and of the buffers that are saved with them."""
@@ -297,12 +362,22 @@ class TransformersModelApi(ModuleApi):
     def submodule(self, name: str) -> Any:
         """The parameter or buffer with this name, or the module whose parameters' names start with it. Raises
         AttributeError if none exists."""
-        name = self.backend.tied.get(name, name)
-        if name in self.names():
-            return next(values for _, values in self._named([name]))
-        if not self.weights.names_in(name):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return self._module_named(name)
+        for one in self._names_for(name):
+            found = self.backend.tied.get(one, one)
+            if found in self.names():
+                return next(values for _, values in self._named([found]))
+            if self.weights.names_in(found):
+                return self._module_named(found)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _names_for(self, name: str) -> Iterator[str]:
+        """A name, and where PEFT's modules look it up if they do not have it themselves."""
+        yield name
+        if isinstance(self.backend, AdaptedBackend):
+            owner, _, last = name.rpartition(".")
+            if last in ("weight", "bias"):
+                yield f"{owner}.base_layer.{last}"
+            yield from (start + name.removeprefix("base_model.") for start in ("base_model.", "base_model.model."))
 
     def _module_named(self, name: str) -> Submodule:
         """The module with this name: the same object as long as a script holds it, so that `is` compares modules."""
@@ -314,7 +389,8 @@ class TransformersModelApi(ModuleApi):
 
     def get_submodule(self, target: str) -> Any:
         """The module with this name; "" is the model itself. Raises AttributeError if there is none."""
-        found = self.submodule(target) if target else self
+        without_parameters = target in self._torch_modules and not self.weights.names_in(target)
+        found = self._module_named(target) if without_parameters else self.submodule(target) if target else self
         if isinstance(found, Parameter):
             raise AttributeError(f"{target!r} is not a module but a parameter")
         return found
@@ -346,7 +422,10 @@ class TransformersModelApi(ModuleApi):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "weights" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return self.submodule(name)
+        try:
+            return self.submodule(name)
+        except AttributeError as error:
+            return self._fact(name, error)
 
     @property
     def _whole(self) -> Any:
@@ -358,32 +437,78 @@ class TransformersModelApi(ModuleApi):
         return dict(self.named_children())
 
     @property
-    def _module_classes(self) -> dict[str, type | None]:
-        """The names of all modules in order -> their classes if torch is imported; otherwise the names of modules with
-        parameters -> None."""
+    def _torch_modules(self) -> dict[str, Any]:
+        """The names of all modules in order -> torch's modules without values if torch is imported; otherwise the names
+        of modules with parameters -> None."""
         in_torch = "torch" in sys.modules
-        known, known_in_torch = self._known_classes[0]
+        known, known_in_torch = self._known_modules[0]
         if known is not self.backend or known_in_torch != in_torch:
             adapter = self.backend.config if isinstance(self.backend, AdaptedBackend) else None
             adapter = already_initialized(adapter) if isinstance(adapter, LoraConfig) else adapter
             images = any(path.startswith("vision.") for path in self.backend.tensors)
             if in_torch:
-                found = module_classes(self.config, self.backend.head, adapter, images=images)
+                found = torch_modules(self.config, self.backend.head, adapter, images=images)
             else:
                 found = dict.fromkeys(owners(self.names(), self.backend.tied))
-            self._known_classes = (self.backend, in_torch), found
-        return self._known_classes[1]
+            self._known_modules = (self.backend, in_torch), found
+        return self._known_modules[1]
+
+    def is_custom_code(self) -> bool:
+        """Called by peft, which is about to change the modules."""
+        raise TypeError(
+            f"peft adds modules of torch, and {self.name_or_path} computes with JAX. Pass the config to the trainer, "
+            "as peft_config=LoraConfig(...), load an adapter's folder with trl_jax.AutoPeftModelForCausalLM, or use a "
+            "model that transformers has loaded."
+        )
 
     def get_parameter(self, name: str) -> Parameter:
-        """The parameter with this name. Raises KeyError if there is none."""
+        """The parameter with this name. Raises AttributeError if there is none."""
         for _, parameter in self._named([self.backend.tied.get(name, name)]):
             return parameter
-        raise KeyError(f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ...")
+        raise AttributeError(
+            f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ..."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of every parameter and buffer by its name; a tied one has both names, as in torch."""
         found = {name: for_scripts(values) for name, values in self.weights.snapshots()}
         return found | {other: found[name] for other, name in self.backend.tied.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadedKeys:
+        """Set the values of parameters by their names, as in torch, also between two steps of `train()`.
+
+        Args:
+            state_dict: tensors or arrays.
+            strict: whether all names of the model must be there, and no others.
+            assign: has no effect.
+
+        Raises:
+            RuntimeError: names do not match with `strict`, or a shape differs.
+            ValueError: the model is quantized, exported or has an adapter.
+        """
+        shapes = {name: values.shape for name, values in self._named()}
+        tied = self.backend.tied
+        known = [*shapes, *tied]
+        missing = [name for name in known if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in known]
+        given = {
+            tied.get(name, name): np.asarray(as_array(value.detach().cpu()) if is_torch(value) else value)
+            for name, value in state_dict.items()
+            if name in known
+        }
+        errors = [
+            f"size mismatch for {name}: copying a param with shape {list(value.shape)} from checkpoint, the shape in "
+            f"current model is {list(shapes[name])}."
+            for name, value in given.items()
+            if value.shape != tuple(shapes[name])
+        ]
+        for kind, names in (("Missing", missing), ("Unexpected", unexpected)) if strict else ():
+            errors += [f"{kind} key(s) in state_dict: {', '.join(map(repr, names))}."] if names else []
+        if errors:
+            raise RuntimeError(f"Error(s) in loading state_dict for {self.name_or_path}:\n\t" + "\n\t".join(errors))
+        changed = self.backend.with_values(self.weights.readable(self.params), given)
+        self.params = self.params | {path: like(self.params[path], values) for path, values in changed.items()}
+        return LoadedKeys(missing, unexpected)
 
     def get_input_embeddings(self) -> Any:
         """The token embedding, with its `weight`, `num_embeddings` and `embedding_dim`."""
@@ -430,6 +555,9 @@ class TransformersModelApi(ModuleApi):
 
     def enable_input_require_grads(self) -> None:
         """Does nothing: gradients reach adapters without it."""
+
+    def disable_input_require_grads(self) -> None:
+        """Does nothing, like `enable_input_require_grads`."""
 
     def print_trainable_parameters(self) -> None:
         train, count = self.get_nb_trainable_parameters()
@@ -483,6 +611,9 @@ class TransformersModelApi(ModuleApi):
     def float(self) -> Any:
         return self.to("float32")
 
+    def double(self) -> Any:
+        return self.to(np.float64)
+
 
 # PreTrainedModel
 
@@ -530,11 +661,13 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     def __call__(
         self,
-        input_ids: Any,
+        input_ids: Any = None,
         attention_mask: Any | None = None,
         *,
         token_type_ids: Any | None = None,
         labels: Any | None = None,
+        logits_to_keep: int = 0,
+        **others: Any,
     ) -> ScoreOutput | LossOutput:
         """Compute scores or logits of token ids: JAX arrays, or torch tensors if `input_ids` is one.
 
@@ -544,14 +677,23 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
             token_type_ids: all zeros, as tokenizers return them for single texts. Decoders ignore it.
             labels: int `[rows, T]`, the token ids, -100 for those without a loss; adds `loss` to the output of a
                 language model.
+            logits_to_keep: the number of last positions whose logits are returned; 0 means all.
+            others: arguments of transformers' models with values that do not change the result.
 
         Raises:
+            TypeError: `others` has other values.
             ValueError: rows are empty or too long, there are several rows but no `pad_token_id`, an id is outside the
                 vocabulary, token_type_ids are not 0, or labels have another shape.
         """
+        if input_ids is None or not all(_is_without_effect(name, value) for name, value in others.items()):
+            raise _call_error(self.name_or_path, others)
         outputs = self._called(input_ids, attention_mask, token_type_ids)
         outputs = outputs if labels is None else _with_loss(outputs.logits, labels)
+        if logits_to_keep and self.active.backend.head == "lm":
+            outputs = outputs._replace(logits=outputs.logits[:, -logits_to_keep:])
         return type(outputs)(*as_tensors([np.asarray(value) for value in outputs])) if is_torch(input_ids) else outputs
+
+    forward = __call__
 
     def _called(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> ScoreOutput:
         if self.weights.refusal is not None:
@@ -597,6 +739,15 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     @property
     def active_adapter(self) -> str:
         return self.active_adapters[0]
+
+    def set_adapter(self, adapter_name: str) -> None:
+        """Does nothing, because a model has one adapter.
+
+        Raises:
+            ValueError: it has another name.
+        """
+        if adapter_name not in self.peft_config:
+            raise ValueError(f"Adapter {adapter_name} not found: {self.name_or_path} has {self.active_adapters}.")
 
     @property
     def __class__(self) -> type:

@@ -89,8 +89,8 @@ def adapted(model: Any, config: Any) -> Any:
         return get_peft_model(model, PeftConfig.from_pretrained(folder))
 
 
-def module_classes(config: Any, head: str, adapter: Any = None, *, images: bool = False) -> dict[str, type]:
-    """The names of all modules of a torch model -> their classes.
+def torch_modules(config: Any, head: str, adapter: Any = None, *, images: bool = False) -> dict[str, Any]:
+    """All modules of a torch model by their names, without memory for its parameters.
 
     Args:
         config: the model's config object.
@@ -108,7 +108,7 @@ def module_classes(config: Any, head: str, adapter: Any = None, *, images: bool 
         else:
             model = unloaded(config, head)
         model = model if adapter is None else adapted(model, adapter)
-    return {name: type(module) for name, module in model.named_modules()}
+    return dict(model.named_modules())
 
 
 def empty(parameter: Any, dtype: str) -> None:
@@ -335,7 +335,7 @@ def replaced(values: Any, kind: type, change: Callable) -> Any:
 def refused_write(name: str) -> ValueError:
     return ValueError(
         f"Cannot write into {name or 'a parameter'}: these are a copy of its values, so the model would not change. "
-        "Change model.params, or the weights before they are loaded."
+        "Change model.params, or call model.load_state_dict({name: values}, strict=False)."
     )
 
 

@@ -276,6 +276,12 @@ def owned(values: np.ndarray | jax.Array, device: jax.Device | None = None) -> j
     return jax.device_put(jax.device_put(values, device), may_alias=False)
 
 
+def like(array: jax.Array, values: np.ndarray) -> jax.Array:
+    """Values of every process on the devices of an array, in its dtype, in a buffer that can be donated."""
+    values = values.astype(array.dtype, copy=False)
+    return placed(values, array.sharding) if isinstance(array.sharding, NamedSharding) else owned(values)
+
+
 def placed(array: Any, sharding: NamedSharding) -> jax.Array:
     """Shard an array that every process has. The result is a copy, so that it can be donated, unless the array already
     has this sharding.

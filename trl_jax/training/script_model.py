@@ -176,6 +176,8 @@ class BoundModel:
         self.outputs.append(model(tokens, places, reads_of_rows(at, tokens.shape[1]), **options))
         return Outputs(logits=self.outputs[-1][:, None])
 
+    forward = __call__
+
     def _with_images(self, tokens: jax.Array, pixel_values: Any) -> tuple[Images, jax.Array]:
         """The batch's images with these patches, and the positions of the tokens."""
         images, positions = self._images

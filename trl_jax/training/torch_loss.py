@@ -58,6 +58,8 @@ class TorchModel:
             return Outputs(**torch_objects.batch_tensors(outputs))
         return self._outputs(kind, given)
 
+    forward = __call__
+
     @property
     def _in_base(self) -> bool:
         return self._model.active is not self._model
