@@ -377,6 +377,9 @@ def test_without_torch_modules_have_names(folders, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     assert [name for name, _ in model.named_modules()] == ["", *torchs]
     assert {type(module) for _, module in model.named_modules() if module is not model} == {Submodule, EmbeddingModule}
+    assert repr(model.model.norm) == "model.norm (Submodule)" and not hasattr(model.model.norm, "eps")
+    with pytest.raises(AttributeError, match="register_forward_hook of model.norm exists in torch only"):
+        model.model.norm.register_forward_hook(print)
     monkeypatch.undo()  # as a script that imports torch later
     assert any(isinstance(module, torch.nn.Linear) for module in model.modules())
 

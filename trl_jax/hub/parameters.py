@@ -211,10 +211,8 @@ class Snapshot(np.ndarray):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and _WRITES.search(name):
             self._check_writable()
-        known = (
-            "" if name.startswith("_") else ". Import torch, whose tensor methods parameters then have, or use NumPy"
-        )
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{known}")
+        instead = "" if name.startswith("_") else ". Use NumPy, or import torch: then values are its tensors"
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{instead}")
 
     def __setitem__(self, index: Any, values: Any) -> None:
         self._check_writable()
@@ -664,6 +662,13 @@ class ModuleApi:
         """
         has_raised = any(name in vars(kind) for kind in type(self).__mro__)  # the getter of a property
         module = None if has_raised else self._in_torch
+        instead = next(text for pattern, text in _INSTEAD.items() if re.fullmatch(pattern, name))
+        refused = AttributeError(
+            f"{name} of {self._module or self._whole.name_or_path} exists in torch only: this model computes with JAX. "
+            f"{instead}."
+        )
+        if module is None and not has_raised and instead is not _INSTEAD[".*"]:
+            raise refused
         try:
             value = getattr(module, name)
         except AttributeError:
@@ -671,11 +676,7 @@ class ModuleApi:
         if (inside := f"{self._module}.{name}".lstrip(".")) in self._whole._torch_modules:
             return self._whole._module_named(inside)
         if is_torch(value) or callable(value) and not isinstance(value, type):
-            instead = next(text for pattern, text in _INSTEAD.items() if re.fullmatch(pattern, name))
-            raise AttributeError(
-                f"{name} of {self._module or self._whole.name_or_path} exists in torch only: this model computes with "
-                f"JAX. {instead}."
-            )
+            raise refused
         return _fixed(value)
 
 
