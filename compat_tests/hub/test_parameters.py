@@ -118,6 +118,7 @@ def test_views_cannot_be_written_and_copies_can(models):
         lambda: weight.chunk(2)[1].zero_(), lambda: weight.copy_(before + 1),
         lambda: torch.add(before, 1, out=weight.data),
         lambda: torch._foreach_mul_([weight.data], 2), lambda: torch.nn.init.zeros_(weight.data),
+        lambda: torch.nn.functional.relu(weight, inplace=True),
         lambda: weight.data.__setitem__(0, 1), lambda: weight.detach().__iadd__(1),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"Cannot write into {ONE}: these are a copy"):
@@ -131,6 +132,12 @@ def test_views_cannot_be_written_and_copies_can(models):
         assert type(copied) is torch.Tensor and copied.mul_(0).sum() == 0
     for result in (weight.data + 0, weight.abs(), weight.norm(dim=0), weight[0] * 2):
         assert result.mul_(0).sum() == 0 and result.view(-1).zero_().sum() == 0
+    layer = torch.nn.Linear(64, 64)
+    layer.weight.data = weight.data
+    assert torch.equal(layer.weight, weight)
+    with torch.no_grad():
+        layer.weight.zero_()
+    assert torch.equal(weight, before)
     leaf = (weight * 2).requires_grad_()
     (leaf**2).sum().backward()
     assert torch.equal(leaf.grad, 2 * leaf) and leaf.grad.zero_().sum() == 0
@@ -148,6 +155,11 @@ def test_a_state_dict_can_be_saved_and_loaded_by_torch(models, tmp_path):
     stored = safetensors_torch.load_file(tmp_path / "one.safetensors")[ONE]
     twin = transformers.AutoModelForCausalLM.from_config(theirs.config)
     twin.load_state_dict(state)
+    assigned = transformers.AutoModelForCausalLM.from_config(theirs.config)
+    assigned.load_state_dict(state, assign=True)
+    assigned(torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    torch.optim.SGD(assigned.parameters(), lr=0.1).step()
+    assert not torch.equal(assigned.get_parameter(ONE), ours.get_parameter(ONE))
     for one in (loaded[ONE], stored, twin.get_parameter(ONE), pickle.loads(pickle.dumps(ours.get_parameter(ONE)))):
         assert torch.equal(one, theirs.get_parameter(ONE))
     assert type(loaded[ONE]) is torch.Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 import re
 import sys
 import weakref
@@ -72,6 +73,12 @@ class _Size(int):
 
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, shape: tuple[int, ...]) -> _Size:
+        found = cls(math.prod(shape))
+        found.shape = shape
+        return found
+
     def __call__(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
@@ -104,9 +111,7 @@ class Snapshot(np.ndarray):
 
     @property
     def size(self) -> int:
-        found = _Size(np.ndarray.size.__get__(self))
-        found.shape = self.shape
-        return found
+        return _Size.of(self.shape)
 
     def numel(self) -> int:
         return int(self.size)
@@ -323,6 +328,15 @@ class Weights:
             return self._last_read.values
         return next(values for _, values in self.snapshots([name]))
 
+    def taken(self, name: str) -> Snapshot:
+        """The values of a parameter for a script, whose memory no later reads share: torch may write into it."""
+        values = self.values_of(name)
+        self.forget()
+        return values
+
+    def forget(self) -> None:
+        self._last_read = None
+
     def names(self) -> list[str]:
         return list(self.backend.locations(self.arrays))
 
@@ -373,11 +387,11 @@ def of_weights(name: str) -> property:
 
 
 def _with_values(arguments: Any) -> Any:
-    return replaced(arguments, Parameter, Parameter.detach)
+    return replaced(arguments, Parameter, lambda one: one._values)
 
 
 def _of_values(name: str) -> Callable:
-    return lambda parameter, *given: getattr(parameter.detach(), name)(*_with_values(given))
+    return lambda parameter, *given: getattr(parameter._values, name)(*_with_values(given))
 
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor".split()
@@ -400,7 +414,7 @@ def _without_gradient(parameter: str, name: str) -> AttributeError:
 
 
 # Known without reading the values
-_SHAPES = {"shape", "ndim", "size", "nbytes", "itemsize", "numel", "nelement", "dim", "element_size", "device",
+_SHAPES = {"shape", "ndim", "nbytes", "itemsize", "numel", "nelement", "dim", "element_size", "device",
            "is_floating_point", "is_leaf", "is_cuda", "grad_fn"}  # fmt: skip
 
 
@@ -419,6 +433,12 @@ class Parameter(metaclass=abc.ABCMeta):  # noqa: B024 - for `register`
 
     def detach(self) -> Any:
         """The current values, read-only."""
+        held = self._held
+        return for_scripts(self._weights.taken(self._name) if held is None else np.array(held).view(Snapshot))
+
+    @property
+    def _values(self) -> Any:
+        """The current values for a single operation, without reading them from the device twice in a row."""
         return for_scripts(self._weights.values_of(self._name) if self._held is None else self._held)
 
     def _keep(self, values: Snapshot, *, hold: bool) -> None:
@@ -475,11 +495,15 @@ class Parameter(metaclass=abc.ABCMeta):  # noqa: B024 - for `register`
     def _shape_only(self) -> Any:
         """The values, or instead something with their shape and dtype, which is cheaper."""
         if self._like is None:
-            return self.detach()
+            return self._values
         return without_memory(self._like.shape, self._like.dtype.name) if "torch" in sys.modules else self._like
 
+    @property
+    def size(self) -> int:
+        return _Size.of(self.shape)
+
     def numpy(self) -> np.ndarray:
-        return np.asarray(self.detach())
+        return np.asarray(self._values)
 
     def data_ptr(self) -> int:
         """A number that no other parameter has, for scripts that count shared ones once."""
@@ -493,7 +517,7 @@ class Parameter(metaclass=abc.ABCMeta):  # noqa: B024 - for `register`
         return getattr(self._shape_only if name in _SHAPES else self.detach(), name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(np.asarray(self.detach()), dtype, copy=copy)
+        return np.array(np.asarray(self._values), dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple = (), **kwargs: Any) -> Any:
         if any(type(one) is Parameter for one in out):
@@ -519,7 +543,7 @@ class Parameter(metaclass=abc.ABCMeta):  # noqa: B024 - for `register`
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)
+        return self._values.__reduce_ex__(protocol)
 
 
 for _name in _DELEGATED:

@@ -472,6 +472,7 @@ class TransformersModelApi(ModuleApi):
     def state_dict(self) -> dict[str, Any]:
         """A copy of every parameter and buffer by its name; a tied one has both names, as in torch."""
         found = {name: for_scripts(values) for name, values in self.weights.snapshots()}
+        self.weights.forget()
         return found | {other: found[name] for other, name in self.backend.tied.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadedKeys:

@@ -260,16 +260,19 @@ def values_class() -> type:
                 return NotImplemented  # `Parameter` converts its own
             kwargs, name = kwargs or {}, function.__name__
             given = [*args, *kwargs.values()]
-            for one in _members(given[:1] if _WRITES.search(name) or name in _FLAGS else kwargs.get("out")):
-                if type(one) is cls and one.parameter is not None:
-                    raise refused_flag() if name in _FLAGS else refused_write(one.parameter)
             read = [one for one in _members(given) if type(one) is cls and one.parameter is not None]
+            if name == "requires_grad_" and read and (*given, True)[1]:
+                return _own(read[0]).as_subclass(cls).requires_grad_()  # for torch.nn.Parameter(values)
+            writes = _WRITES.search(name) or name in _FLAGS or kwargs.get("inplace")
+            for one in _members(given[:1] if writes else kwargs.get("out")):
+                if any(one is other for other in read):
+                    raise refused_flag() if name in _FLAGS else refused_write(one.parameter)
             with torch._C.DisableTorchFunctionSubclass():
                 found = function(*args, **kwargs)
                 if read and isinstance(found, np.ndarray):
                     found.flags.writeable = False
                 if name in _COPIES and isinstance(found, torch.Tensor):
-                    return _plain(found).clone() if any(_share_memory(found, one) for one in read) else _plain(found)
+                    return _own(found) if any(_share_memory(found, one) for one in read) else _plain(found)
                 return replaced(found, torch.Tensor, lambda one: _result(one, read))
 
         def __iter__(self) -> Iterator[Any]:
@@ -288,6 +291,9 @@ def values_class() -> type:
         def __repr__(self, **options: Any) -> str:
             return _plain(self).__repr__(**options)
 
+        def __format__(self, spec: str) -> str:
+            return format(_plain(self), spec)
+
         def __reduce_ex__(self, protocol: Any) -> Any:
             return _plain(self.detach()).__reduce_ex__(protocol)
 
@@ -297,6 +303,9 @@ def values_class() -> type:
     def _plain(values: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return values.as_subclass(torch.Tensor)
+
+    def _own(values: Any) -> Any:
+        return _plain(values).clone()
 
     def _result(values: Any, read: list[Any]) -> Any:
         found = values.as_subclass(ParameterValues)
