@@ -300,23 +300,28 @@ def values_class() -> type:
         def __deepcopy__(self, memo: Any) -> Any:
             return _plain(self.detach()).clone().requires_grad_(self.requires_grad)
 
-    def _plain(values: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return values.as_subclass(torch.Tensor)
-
-    def _own(values: Any) -> Any:
-        return _plain(values).clone()
-
     def _result(values: Any, read: list[Any]) -> Any:
         found = values.as_subclass(ParameterValues)
         found.parameter = next((one.parameter for one in read if _share_memory(values, one)), None)
         return found
 
-    def _share_memory(one: Any, other: Any) -> bool:
-        strided = one.layout is torch.strided and one.device.type == "cpu"
-        return strided and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
     return ParameterValues
+
+
+def _plain(values: Any) -> Any:
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return values.as_subclass(torch.Tensor)
+
+
+def _own(values: Any) -> Any:
+    return _plain(values).clone()
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    strided = str(one.layout) == "torch.strided" and one.device.type == "cpu"
+    return strided and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _members(values: Any) -> Iterator[Any]:
