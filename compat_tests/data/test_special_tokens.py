@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import datasets
 import pytest
 
-from compat_tests.tiny import tiny_tokenizer
+from compat_tests.tiny import tiny_model, tiny_tokenizer
 from trl_jax.data import chat
-from trl_jax.data.chat import PartsTokenizer, check_template, settle, settle_chat_template, warn_of_shared_pad, with_eos
+from trl_jax.data.chat import (
+    PartsTokenizer,
+    check_template,
+    settle,
+    settle_chat_template,
+    settle_generation,
+    warn_of_shared_pad,
+    with_eos,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -187,3 +196,20 @@ def test_errors_name_the_class_of_the_users_tokenizer():
         check_template(PartsTokenizer(tokenizer), {}, "Row 0")
     with pytest.raises(ValueError, match=rf"the tokenizer \({kind}\) has none"):
         with_eos("bread", PartsTokenizer(tokenizer), "Row 0")
+
+
+@pytest.mark.parametrize("before", [0, [0], [4, 0], [4], 4, None])
+def test_the_eos_id_of_a_generation_config_is_trls(before, tmp_path):
+    """`tiny_tokenizer(pad="</s>")` has the EOS id 0, which is falsy."""
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    tiny_model(tmp_path, head="causal", num_hidden_layers=1, hidden_size=16, tokenizer={"pad": "</s>"})
+    ours = transformers.GenerationConfig(eos_token_id=before)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.generation_config.eos_token_id = before
+    args = trl.SFTConfig(str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none", eos_token="</s>")
+    rows = datasets.Dataset.from_list([{"text": "bread"}])
+    theirs = trl.SFTTrainer(model, args=args, train_dataset=rows).model.generation_config
+    tokenizer = settle(tiny_tokenizer(pad="</s>"), eos_token="</s>")
+    assert tokenizer.eos_token_id == 0
+    settle_generation(ours, tokenizer, eos=True)
+    assert ours.eos_token_id == theirs.eos_token_id

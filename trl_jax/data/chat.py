@@ -181,8 +181,7 @@ def settle_generation(config: Any, tokenizer: Any, *, eos: bool, replaces: bool 
     """Copy the pad id into a generation_config and, if `eos`, insert the EOS id at the front of its EOS ids or, if
     `replaces`, let it replace them, as `clone_chat_template` does."""
     config.pad_token_id = tokenizer.pad_token_id
-    others = config.eos_token_id or []
-    others = [others] if isinstance(others, int) else others
+    others = _as_list(config.eos_token_id)
     if replaces:
         config.eos_token_id = tokenizer.eos_token_id
     elif eos and tokenizer.eos_token_id not in others:
