@@ -637,6 +637,29 @@ def test_prompts_of_a_stream_are_those_of_the_table(kind, make):
     assert {"eval_rows_reward", "eval_others_reward"} <= metrics.keys()
 
 
+def test_the_shards_of_a_stream_are_shuffled_as_in_trl(checkpoint, tmp_path):
+    trl, seen = pytest.importorskip("trl"), {}
+    for package in (trl, trl_jax):
+        read = seen[package] = []
+
+        def look(prompts, completions, read=read, **columns):
+            read.append(prompts)
+            return length_reward(completions)
+
+        args = package.GRPOConfig(str(tmp_path / package.__name__), **BASE | CONFIG | {"max_steps": 2})
+        stream, rows = (table(n).to_iterable_dataset(num_shards=2) for n in (8, 4))
+        trainer = package.GRPOTrainer(str(checkpoint(**SMALL)), look, args, stream, eval_dataset=rows)
+        trainer.train()
+        trainer.evaluate()
+    assert seen[trl_jax] == seen[trl] and len(seen[trl]) == 4
+
+
+def test_the_row_numbers_of_a_shuffled_stream_say_so(make):
+    rows = IterableDataset.from_generator(lambda: iter([*table(1).to_list(), *[{"prompt": ""}] * 7]))
+    with pytest.raises(ValueError, match=r"^Row \d of train_dataset, shuffled, has an empty prompt"):
+        make(train=rows).train()
+
+
 def test_a_later_row_of_a_stream_is_checked_when_it_comes(make):
     rows = IterableDataset.from_generator(lambda: iter([*table(4).to_list(), {"prompt": ""}, *table(3).to_list()]))
     with pytest.raises(ValueError, match="^Row 4 of train_dataset has an empty prompt"):

@@ -64,15 +64,19 @@ def check_prompts(
     return dataset
 
 
-def checked_stream(dataset: IterableDataset, name: str, tokenizer: Any, *, images: bool) -> IterableDataset:
-    """A stream that checks each row when it is read; arguments and errors as for `check_prompts`."""
-    facts = {"name": name, "begins": _begins(tokenizer), "images": images}
+def checked_stream(
+    dataset: IterableDataset, name: str, tokenizer: Any, *, images: bool, shuffled: bool = False
+) -> IterableDataset:
+    """A stream that checks each row when it is read; arguments and errors as for `check_prompts`. The row numbers of a
+    stream that is `shuffled` count the rows read."""
+    place = f"{argument(name)}, shuffled," if shuffled else argument(name)
+    facts = {"place": place, "begins": _begins(tokenizer), "images": images}
     return dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
 
 
 def check_row(row: Mapping[str, Any], number: int, name: str, tokenizer: Any, *, images: bool) -> None:
     """Check a row that a transform returned; errors as for `check_prompts`."""
-    _checked(row, number, name, _begins(tokenizer), images)
+    _checked(row, number, argument(name), _begins(tokenizer), images)
 
 
 def _begins(tokenizer: Any) -> bool:
@@ -89,7 +93,7 @@ def _check_table(dataset: Dataset, name: str, begins: bool, images: bool) -> Non
         doubtful = np.flatnonzero(_doubtful(block.column("prompt").combine_chunks(), begins))
         prompts = plain[first : first + len(block)]["prompt"] if doubtful.size else []
         for row in doubtful.tolist():
-            _checked({"prompt": prompts[row]}, first + row, name, begins, images)
+            _checked({"prompt": prompts[row]}, first + row, argument(name), begins, images)
 
 
 def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
@@ -117,16 +121,17 @@ def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
     return found
 
 
-def _checked(row: Mapping[str, Any], number: int, name: str, begins: bool, images: bool) -> dict[str, Any]:
+def _checked(row: Mapping[str, Any], number: int, place: str, begins: bool, images: bool) -> dict[str, Any]:
     """Raise ValueError for a row with an invalid prompt.
 
     Args:
+        place: the dataset, as errors name it.
         begins: whether the tokenizer starts every text with a special token, so that an empty prompt is valid.
     """
-    where = f"Row {number} of {argument(name)}"
-    check_has(row, number, ("prompt",), argument(name))
+    where = f"Row {number} of {place}"
+    check_has(row, number, ("prompt",), place)
     if not images:
-        checks.check_no_images(row, argument(name))
+        checks.check_no_images(row, place)
     prompt = row["prompt"]
     if "image" in row or "images" in row:
         _check_messages(prompt)

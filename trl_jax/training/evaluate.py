@@ -104,7 +104,7 @@ class CompletionEvaluator:
         """The rows of each batch, with a prompt repeated for each of its completions; always in TRL's order."""
         setup, group = self._setup, self._setup.task.num_generations_eval
         if isinstance(dataset, IterableDataset):
-            order = list(readable(setup, dataset, "eval").shuffle(seed=setup.args.seed))
+            order = list(readable(setup, dataset, "eval", shuffle=True))
         else:
             order = TorchGenerator(setup.args.seed).permutation(len(dataset))
         for stream in self._source.streams:

@@ -78,7 +78,8 @@ def rollout_steps(
     )
 
     def make_sampler() -> Sampler:
-        return _sampler(readable(setup, setup.train_dataset, "train"), setup.task.cycle, setup.args.seed, parts.shuffle)
+        rows = readable(setup, setup.train_dataset, "train", shuffle=parts.shuffle)
+        return _sampler(rows, setup.task.cycle, setup.args.seed, parts.shuffle)
 
     def measure(metrics: dict[str, np.ndarray]) -> dict[str, list[float]]:
         return by_micro_batch(setup.objective, metrics, "train")
@@ -111,17 +112,22 @@ def _judge(setup: Setup, rewards: RewardFunctions, logps: CompletionLogps, line:
     return Judge(lambda: setup.task, rewards, logps, call_in_thread, line)
 
 
-def readable(setup: Setup, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
-    """The dataset; rows of a stream are checked as they are read."""
+def readable(
+    setup: Setup, dataset: Dataset | IterableDataset, name: str, *, shuffle: bool
+) -> Dataset | IterableDataset:
+    """The dataset. A stream is shuffled if asked, and its rows are checked as they are read."""
     if not isinstance(dataset, IterableDataset):
         return dataset
-    return prompt_rows.checked_stream(dataset, name, setup.processing_class, images=setup.encoder is not None)
+    # TRL shuffles the stream itself. Behind the `map` of the check, several shards would come in another order.
+    dataset = dataset.shuffle(seed=setup.args.seed) if shuffle else dataset
+    facts = {"images": setup.encoder is not None, "shuffled": shuffle}
+    return prompt_rows.checked_stream(dataset, name, setup.processing_class, **facts)
 
 
 def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, shuffle: bool) -> Sampler:
     sizes = {"chunk": cycle.prompts, "repeats": cycle.repeats}
     if isinstance(dataset, IterableDataset):
-        return StreamSampler(dataset.shuffle(seed=seed) if shuffle else dataset, **sizes)
+        return StreamSampler(dataset, **sizes)
     return RepeatSampler(len(dataset), shuffle=shuffle, seed=seed, wraps=cycle.wraps, **sizes)
 
 
