@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+import trl_jax
 from compat_tests.effort import only_thorough, usually
-from compat_tests.parity import golden, reference
+from compat_tests.parity import golden, grpo_cases, reference
+from compat_tests.parity.grpo_cases import STEPS, prompt_rows
 from compat_tests.parity.kto_cases import kto_rows
 from compat_tests.parity.marks import assert_same_curve, assert_same_entry, assert_same_weights, steps_of
 from compat_tests.parity.test_dpo_curve import assert_same
@@ -114,3 +116,21 @@ def test_trl_counts_the_pads_behind_texts_that_lie_end_to_end(checkpoint, tmp_pa
     (mine, *_), (other, *_) = steps_of(ours.logs), steps_of(theirs.logs)
     assert abs(mine["loss"] - other["loss"]) < 0.001 * 0.5
     assert other["num_tokens"] % 64 == 0 and abs(mine["aux_loss"] - other["aux_loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["shared", "padded"])
+def test_truncated_completions_are_not_balanced(layout, checkpoint, tmp_path):
+    """With `mask_truncated_completions`, TRL masks them in the attention mask, which the balance counts."""
+    folder, config = checkpoint("qwen2_moe", **SMALL | {"num_hidden_layers": 1}), STEPS | {
+        "max_steps": 1, "num_generations": 4, "max_completion_length": 12, "mask_truncated_completions": True,
+        "router_aux_loss_coef": 0.5,
+    }  # fmt: skip
+    trl, found = pytest.importorskip("trl"), []
+    for package in (trl_jax, trl):
+        own = {"batch_layout": layout} if package is trl_jax else {}
+        run = grpo_cases.run(package, "GRPO", folder, prompt_rows(8), tmp_path / package.__name__, **config, **own)
+        found.append(run.logs[0])
+    ours, theirs = found
+    assert theirs["completions/clipped_ratio"] > 0
+    for name in ("loss", "aux_loss", "grad_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4)

@@ -36,7 +36,8 @@ class Batch(NamedTuple):
     pass_weight: float32 `[E]`, weight of each example in a mean over passes (on all devices) of each pass's mean over
         its examples. None unless each micro-batch is a pass.
     router_token_count: int16 `[R, T]`, how many of the first `Example.num_primary_texts` texts a token belongs to. This
-        is its weight in the statistics of MoE routers: 0 for padding, 2 for a token shared by two texts.
+        is its weight in the statistics of MoE routers: 0 for padding, 2 for a token shared by two texts. Only the
+        first `Example.num_routed` tokens of a text count.
     first_labels: int32 `[R]`, the label of the first token of each padded row, -100 for documents. No token predicts
         it, but scripts see it in `labels`, as in TRL. None in other layouts.
     lengths: int32 `[X]`, tokens per text; in padded rows of documents `[R]`, tokens per row.
@@ -291,6 +292,15 @@ class Example(NamedTuple):
     def num_targets(self) -> int:
         """Number of targets in all texts."""
         return sum(len(self.targets(text)[0]) for text in range(len(self.labels)))
+
+    @property
+    def num_routed(self) -> int | None:
+        """Number of first tokens of each text that the statistics of MoE routers cover; None covers all.
+
+        A completion without targets, such as a truncated one with `mask_truncated_completions`, is not covered: TRL
+        masks it in the attention mask, too.
+        """
+        return None if self.context is None or self.num_targets else self.context.tokens
 
     @property
     def num_counted_targets(self) -> int:

@@ -266,7 +266,7 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
             if packed.prompt is not None:
                 packed.prompt[row, 0, run] = run[0]
     for at in places[: one.example.num_primary_texts]:
-        batch.router_token_count[row, 0, at] += 1
+        batch.router_token_count[row, 0, at[: one.example.num_routed]] += 1
     if one.shared:  # the first text's own tokens are reversed: each attends from itself to the end of the shared prefix
         own = places[0][one.shared :]
         first[own], end[own] = own, places[0][0] + one.shared
@@ -304,7 +304,9 @@ def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.n
     positions[at] = one.example.positions_of(0, 0, len(ids), _axes(batch))
     packed.first[row, 0, context], packed.first[row, 0, own] = context[0], start
     packed.context[row, 0, own], packed.context_end[row, 0, own] = context[0], context[-1] + 1
-    batch.router_token_count[row, 0, at] += len(one.example.texts[: one.example.num_primary_texts])
+    batch.router_token_count[row, 0, at[: one.example.num_routed]] += len(
+        one.example.texts[: one.example.num_primary_texts]
+    )
     batch.enter((row,), one.slot, one.example, one.weight)
     return [at]
 
@@ -463,7 +465,7 @@ def _write_padded(
         at = []
         for row, (start, end) in enumerate(spans, start=rows[number]):
             batch.tokens[m, row, : end - start], batch.lengths[m, row] = ids[start:end], end - start
-            batch.router_token_count[m, row, : end - start] = number in primary
+            batch.router_token_count[m, row, : end - start][: example.num_routed] = number in primary
             if example.positions and _axes(batch) is not None:
                 batch.positions[m, row, : end - start] = example.positions[number][start:end]
             at.append(row * length + np.arange(end - start))
