@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from functools import partial
 
@@ -383,6 +384,16 @@ def test_compute_metrics_and_predict_give_what_trl_gives(config, model, checkpoi
     real = theirs.label_ids > 0
     assert np.abs(ours.predictions[real] - theirs.predictions[real]).max() < 1e-4
     assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], abs=1e-5)
+
+
+def test_a_precomputed_reference_of_the_trainers_own_rows_is_there_after_training(model, tmp_path):
+    """TRL's `predict` takes prepared rows as they are; the model itself has moved away from the reference."""
+    trl, found = pytest.importorskip("trl"), []
+    for package in (trl_jax, trl):
+        config = {"precompute_ref_log_probs": True, "max_steps": 2, "per_device_eval_batch_size": 4}
+        trainer = trained(package, model, tmp_path / package.__name__, config, eval_dataset=table(4, seed=4))
+        found.append(trainer.predict(trainer.eval_dataset).metrics["test_loss"])
+    assert found[0] == pytest.approx(found[1], abs=1e-5) and abs(found[1] - math.log(2)) > 1e-3
 
 
 @only_thorough

@@ -316,7 +316,8 @@ def resolve_targets(config: LoraConfig, modules: list[Module], model_type: str) 
     if isinstance(wanted, set) and len(wanted) >= _MANY:
         wanted = _shortest(wanted, _every_name(places))
     conv = any(module.kind == "conv1d" for _, module, _ in places)
-    return replace(config, target_modules=wanted, fan_in_fan_out=config.fan_in_fan_out or conv)
+    transposed = conv or (config.fan_in_fan_out and not wanted)  # PEFT corrects it for the modules that it finds
+    return replace(config, target_modules=wanted, fan_in_fan_out=transposed)
 
 
 def is_all(wanted: Any) -> bool:

@@ -303,9 +303,11 @@ class ReferenceTrainer(BaseTrainer):
 
     def _with_reference(self, dataset: Dataset, name: str) -> Dataset:
         run, args = self._setup, self.args
-        policy = Policy(run.model, run.vocab_size, run.sharding_plan)
+        policy, columns = Policy(run.model, run.vocab_size, run.sharding_plan), run.task.columns.optional
         reference = loaded_reference(args, policy, self._ref_model, fresh_adapter=self._fresh_adapter)
         if run.state.global_step and self._ref_model is None and reference.arrays:
+            if set(columns) <= set(dataset.column_names or ()):  # prepared before training, such as self.eval_dataset
+                return dataset
             raise ValueError(
                 "Cannot compute reference log-probs for a dataset passed to `evaluate()` after training has started, "
                 "because `precompute_ref_log_probs=True` and no `ref_model` was provided: the model as it was is not "
@@ -313,7 +315,7 @@ class ReferenceTrainer(BaseTrainer):
                 "`precompute_ref_log_probs=False`."
             )
         own = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
-        batch_size, columns = args.precompute_ref_batch_size or own, run.task.columns.optional
+        batch_size = args.precompute_ref_batch_size or own
         reference, plan = setup.divide_reference(reference, run.sharding_plan)
         # A copy of the setup whose passes evaluate the reference.
         comparing = dataclasses.replace(run, reference=reference, sharding_plan=plan)

@@ -216,3 +216,24 @@ def test_a_router_that_gives_more_than_a_linear_map_does():
     assert {name.rpartition(".")[2] for name in names[0]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     with pytest.raises(ValueError, match=r"selects model.layers.0.mlp.router \(and 2 more\), which is not a linear"):
         ours(modules, "phimoe", {"target_modules": ["router"]})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_the_axes_of_linear_maps_are_corrected_as_in_peft(model_type):
+    """`fan_in_fan_out` is True for Conv1D and False for Linear, in the saved config, too."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    from transformers import AutoModelForSequenceClassification
+
+    config = config_of(model_type)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    targets = ["c_attn"] if model_type == "gpt2" else ["q_proj"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for flag in (True, False):
+            theirs = peft.LoraConfig(target_modules=targets, fan_in_fan_out=flag, task_type="SEQ_CLS")
+            peft.get_peft_model(copy.deepcopy(model), theirs)
+            facts = native_config(json.loads(config.to_json_string(use_diff=False)), Path("config.json"))
+            ours = LoraConfig(target_modules=targets, fan_in_fan_out=flag, task_type="SEQ_CLS")
+            saved, _, _ = resolved(ours, modules_of(facts), model_type)
+            assert saved.fan_in_fan_out == theirs.fan_in_fan_out == (model_type == "gpt2")
