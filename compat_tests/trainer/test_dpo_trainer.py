@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset
 import trl_jax
 from compat_tests.effort import only_thorough, thorough
 from compat_tests.parity.dpo_cases import CHAT, SMALL
+from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.tiny import preference_rows
@@ -394,6 +395,19 @@ def test_a_precomputed_reference_of_the_trainers_own_rows_is_there_after_trainin
         trainer = trained(package, model, tmp_path / package.__name__, config, eval_dataset=table(4, seed=4))
         found.append(trainer.predict(trainer.eval_dataset).metrics["test_loss"])
     assert found[0] == pytest.approx(found[1], abs=1e-5) and abs(found[1] - math.log(2)) > 1e-3
+
+
+def test_a_prediction_of_the_loss_only_has_no_logits(model, tmp_path):
+    """Nor does it call `compute_metrics`."""
+    trl, found = pytest.importorskip("trl"), []
+    config = {"prediction_loss_only": True, "per_device_eval_batch_size": 4}
+    for package in (trl_jax, trl):
+        given = {"eval_dataset": table(4, seed=4), "compute_metrics": shares}
+        trainer = make(package, model, tmp_path / package.__name__, config, **given)
+        found.append(trainer.predict(trainer.eval_dataset))
+    ours, theirs = found
+    assert ours.predictions is theirs.predictions is None and ours.label_ids is theirs.label_ids is None
+    assert timeless(ours.metrics) == pytest.approx(timeless(theirs.metrics), abs=1e-5)
 
 
 @only_thorough

@@ -206,12 +206,13 @@ class Evaluator:
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
         """Predict the batches of get_test_dataloader, including texts longer than max_length."""
-        start = time.monotonic()
+        start, only_loss = time.monotonic(), self._setup.args.prediction_loss_only
         evaluated, predicted = self._evaluated(batches, "get_test_dataloader", hooks, predicts=True)
-        metrics = _prefixed(prefix, evaluated.loss(), self._script_metrics(predicted, hooks))
+        metrics = _prefixed(prefix, evaluated.loss(), {} if only_loss else self._script_metrics(predicted, hooks))
         metrics |= self._speed(prefix, start, evaluated)
         self._setup.events.fire("on_predict", metrics)
-        return PredictionOutput(predictions=predicted.joined, label_ids=predicted.joined_labels, metrics=metrics)
+        found = (None, None) if only_loss else (predicted.joined, predicted.joined_labels)
+        return PredictionOutput(predictions=found[0], label_ids=found[1], metrics=metrics)
 
     def try_metrics(self, hooks: MetricHooks) -> None:
         """Try compute_metrics before training (see the function `try_metrics`). Skipped without compute_metrics or an
@@ -269,6 +270,7 @@ class Evaluator:
     ) -> tuple[Evaluated, Predicted]:
         """Evaluate a loader's batches. With `predicts`, texts may be longer than max_length."""
         setup = self._setup
+        wants_logits = (predicts or hooks.compute_metrics is not None) and not setup.args.prediction_loss_only
         dtype = (None if setup.progress.in_train else setup.args.eval_dtype) or setup.args.compute_dtype
         setup.events.handler.eval_dataloader = batches
         tell_first(setup.progress.told, "evaluation")
@@ -277,7 +279,7 @@ class Evaluator:
             if self._by_script is not None:
                 evaluate = partial(self._by_script, setup.arrays, dtype=dtype)
                 evaluated = run_batches(self._checked(evaluate), steps, after_each)
-            elif setup.task.head == "lm" and (predicts or hooks.compute_metrics is not None):
+            elif setup.task.head == "lm" and wants_logits:
                 by_logits = self._logits(hooks.preprocess_logits_for_metrics)
                 evaluate = self._checked(partial(by_logits, setup.arrays, dtype=dtype))
                 rows = steps.laid_out(layout="padded", divided=False)
