@@ -99,10 +99,15 @@ def test_answers_to_other_prompts_are_not_balanced(checkpoint, tmp_path):
 
 
 @only_thorough
-def test_trl_asks_for_a_number_that_phimoe_calls_otherwise(checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("phimoe", "Phimoe"), ("granitemoe", "GraniteMoe"), ("granitemoehybrid", "GraniteMoeHybrid")],
+)
+def test_trl_asks_for_a_number_that_these_types_call_otherwise(family, config, checkpoint, tmp_path):
     """With `num_experts` in the config TRL does train: see test_sft_models.py."""
-    folder, options = checkpoint("phimoe", **SMALL), CONFIG | {"trainer": "SFT", "max_steps": 1}
-    with pytest.raises(AttributeError, match="'PhimoeConfig' object has no attribute 'num_experts'"):
+    layers = {"layer_types": ["attention"] * SMALL["num_hidden_layers"]} if family == "granitemoehybrid" else {}
+    folder, options = checkpoint(family, **SMALL | layers), CONFIG | {"trainer": "SFT", "max_steps": 1}
+    with pytest.raises(AttributeError, match=f"'{config}Config' object has no attribute 'num_experts'"):
         reference.run_trl(folder, text_rows(4), tmp_path / "theirs", **options)
     ours = reference.run_ours(folder, text_rows(4), tmp_path / "ours", **options)
     assert "aux_loss" in steps_of(ours.logs)[0]

@@ -229,6 +229,21 @@ def test_documents_of_a_row_are_apart_without_packing(folder, tmp_path):
     assert abs(whole["eval_loss"] - apart["eval_loss"]) > 1e-3
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", thorough("opt")])
+def test_documents_are_apart_where_the_masks_of_transformers_ignore_their_boundaries(family, tmp_path):
+    """TRL's loss without padding is not its loss with padding for these types; trl_jax has the latter in both."""
+    trl = pytest.importorskip("trl")
+    folder = tiny_model(tmp_path / "model", family, head="causal", num_hidden_layers=1)
+    rows, found = Dataset.from_list(text_rows(4, "prompt", seed=1)), []
+    for package, free in ((trl, False), (trl_jax, True), (trl, True)):
+        config = {"padding_free": free, "max_length": None, "pad_to_multiple_of": None, "use_cpu": True}
+        out = tmp_path / f"{package.__name__}{free}"
+        config |= {"per_device_eval_batch_size": 4}
+        found.append(make(package, folder, out, config=config, eval_dataset=rows).evaluate()["eval_loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert abs(found[2] - found[0]) > 1e-3
+
+
 def test_a_packed_set_is_packed_once(folder, tmp_path):
     trainer = make(trl_jax, folder, tmp_path, config={"packing": True, "max_length": 64})
     again = trainer.prepare_dataset(trainer.train_dataset, "train")
