@@ -116,6 +116,21 @@ def test_a_reference_keeps_the_dtype_that_it_has(checkpoint, model, tmp_path, co
 
 
 # KTO's test always runs the other case.
+def test_biases_that_train_do_not_move_the_reference(checkpoint, tmp_path):
+    """TRL's reference has the biases that the policy trains, unless its log-probabilities are computed before."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    folder = checkpoint(**SMALL, model_type="qwen2")
+
+    def losses(package, kind, config):
+        adapter = kind(r=4, target_modules=["q_proj", "v_proj"], bias="lora_only", task_type="CAUSAL_LM")
+        run = trained(package, folder, tmp_path / package.__name__, {"max_steps": 2} | config, peft_config=adapter)
+        return [entry["loss"] for entry in steps(run)]
+
+    ours = losses(trl_jax, trl_jax.LoraConfig, {})
+    assert ours == pytest.approx(losses(trl, peft.LoraConfig, {"precompute_ref_log_probs": True}), rel=1e-5)
+    assert abs(ours[1] - losses(trl, peft.LoraConfig, {})[1]) > 1e-4
+
+
 @pytest.mark.parametrize("config", [{}, thorough({"precompute_ref_log_probs": True})])
 def test_under_a_new_adapter_the_reference_is_the_model_without_it(model, tmp_path, config):
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
