@@ -73,9 +73,9 @@ def prepare(
     plain, first = tokenize.opened(checks.as_read(dataset, name) if skip_prepare_dataset else dataset, name)
     if skip_prepare_dataset:
         plain = _unprepared(plain, first, name, num_proc)
-        return plain if answer_marks is None else _answers_of(plain, answer_marks, num_proc, where)
+        return plain if answer_marks is None else _label_answers(plain, answer_marks, num_proc, where)
     check_lengths(packing, packing_strategy, max_length, truncation_mode)
-    row_format, completions = settle(
+    row_format, completion_only = format_of_rows(
         first, where, column=dataset_text_field, formatting_func=formatting_func,
         completion_only_loss=completion_only_loss, assistant_only_loss=assistant_only_loss,
     )  # fmt: skip
@@ -84,14 +84,20 @@ def prepare(
     if assistant_only_loss and row_format.conversational:
         chat_template = chat_template or marked_template(tokenizer)
         warn_of_stop_token(tokenizer, chat_template)
-    masking = Masking(completions, assistant_only_loss, chat_template)
     packs = packing and not (row_format.kind == "ids" and "seq_lengths" in first)
-    limits = {"max_length": None if packs else max_length, "keep_end": truncation_mode == "keep_end"}
-    limits |= {"row_format": row_format, "masking": masking, "where": where}
-    plain = _tokenized(plain, num_proc, tokenizer=tokenizer, **limits)
-    plain = _labeled(plain, where, drops=max_length is not None and not packs)
+    plain = _tokenized(
+        plain,
+        num_proc,
+        where,
+        tokenizer=tokenizer,
+        row_format=row_format,
+        masking=Masking(completion_only, assistant_only_loss, chat_template),
+        max_length=None if packs else max_length,
+        keep_end=truncation_mode == "keep_end",
+    )
+    plain = _without_unlabeled(plain, where, drops=max_length is not None and not packs)
     if answer_marks is not None:
-        plain = _answers_of(plain, answer_marks, num_proc, where)
+        plain = _label_answers(plain, answer_marks, num_proc, where)
     if packs:
         plain = plain.select_columns(list(COLUMNS))
         plain = plain.shuffle(seed=seed) if shuffle_dataset else plain
@@ -110,7 +116,7 @@ def _packed(
     return concatenate_datasets([pack_dataset(piece, max_length, strategy, options) for piece in pieces])
 
 
-def _answers_of(
+def _label_answers(
     dataset: Dataset | IterableDataset, marks: AnswerMarks, num_proc: int | None, where: str
 ) -> Dataset | IterableDataset:
     return label_answers(dataset, marks, where, _map_options(dataset, num_proc, f"Labeling answers of {where}"))
@@ -153,17 +159,19 @@ def _unprepared(
         )
     check_masks(first, name)
     row_format, masking = RowFormat("ids"), Masking(False, False, None)
-    facts = {"tokenizer": None, "row_format": row_format, "masking": masking, "max_length": None, "keep_end": False}
-    return _tokenized(dataset, num_proc, where=where, **facts)
+    limits = {"max_length": None, "keep_end": False}
+    return _tokenized(dataset, num_proc, where, tokenizer=None, row_format=row_format, masking=masking, **limits)
 
 
 def _tokenized(
-    dataset: Dataset | IterableDataset, num_proc: int | None, *, where: str, **facts: Any
+    dataset: Dataset | IterableDataset, num_proc: int | None, where: str, **arguments: Any
 ) -> Dataset | IterableDataset:
-    """Map `tokenize_batch` over the dataset; a stream is mapped one row at a time."""
-    options = {"batch_size": 1} if isinstance(dataset, IterableDataset) else {}
-    options |= _map_options(dataset, num_proc, f"Tokenizing {where}")
-    return dataset.map(tokenize_batch, with_indices=True, batched=True, fn_kwargs=facts | {"where": where}, **options)
+    """Map `tokenize_batch`, with these arguments, over the dataset; a stream is mapped one row at a time."""
+    options = _map_options(dataset, num_proc, f"Tokenizing {where}")
+    if isinstance(dataset, IterableDataset):
+        options["batch_size"] = 1
+    arguments["where"] = where
+    return dataset.map(tokenize_batch, with_indices=True, batched=True, fn_kwargs=arguments, **options)
 
 
 def _map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words: str) -> dict[str, Any]:
@@ -173,7 +181,7 @@ def _map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words
     return {"num_proc": num_proc, "desc": words.replace("_", " ", 1)}
 
 
-def _labeled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dataset | IterableDataset:
+def _without_unlabeled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dataset | IterableDataset:
     """Warn about rows whose labels are all -100, and drop them if `drops`.
 
     Raises:
@@ -182,7 +190,7 @@ def _labeled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dat
     if isinstance(dataset, IterableDataset):
         facts = {"where": where, "state": tokenize.StreamState()}
         return dataset.filter(_has_label, with_indices=True, fn_kwargs=facts) if drops else dataset
-    kept = np.concatenate([_have_labels(block) for _, block in checks.blocks(dataset, ("labels",))])
+    kept = np.concatenate([_have_labels(block) for _, block in blocks(dataset, ("labels",))])
     missing, total = np.count_nonzero(~kept), len(kept)
     if missing == total:
         raise ValueError(f"All {total:,} rows of {where} {_NO_LABEL}. {_WAY_OUT}")
@@ -195,7 +203,7 @@ def _labeled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dat
 
 def _have_labels(block: pa.Table) -> np.ndarray:
     """Whether each row has a label that is not -100: `[rows]`."""
-    labels, lengths = checks.list_lengths(block, "labels")
+    labels, lengths = list_lengths(block, "labels")
     rows = np.repeat(np.arange(len(lengths)), lengths)
     return np.bincount(rows[labels != IGNORED], minlength=len(lengths)) > 0
 
@@ -216,7 +224,7 @@ def _has_label(row: dict[str, Any], index: int, where: str, state: tokenize.Stre
 _MIXED = "Write the prompt and the completion either both as text or both as messages."
 
 
-class _Talk(NamedTuple):
+class _Conversation(NamedTuple):
     """A conversation, its chat template arguments, and the row's name in errors."""
 
     messages: list[dict[str, Any]]
@@ -244,7 +252,7 @@ def tokenize_batch(
     """
     check_has(batch, indices[0], row_format.needed, where)
     if row_format.kind == "ids":
-        ids, labels = _given(batch, indices[0], row_format, max_length, where)
+        ids, labels = _read_ids(batch, indices[0], row_format, max_length, where)
     else:
         cells = zip(*(batch[column] for column in batch), strict=True)
         rows = [dict(zip(batch, row, strict=True)) for row in cells]
@@ -252,28 +260,29 @@ def tokenize_batch(
         ids, labels = read(rows, [f"Row {i} of {where}" for i in indices], tokenizer, row_format, masking)
     if max_length is None:
         return {"input_ids": ids, "labels": labels}
-    part = slice(-max_length, None) if keep_end else slice(max_length)
-    return {"input_ids": [row[part] for row in ids], "labels": [row[part] for row in labels]}
+    kept = slice(-max_length, None) if keep_end else slice(max_length)
+    return {"input_ids": [row[kept] for row in ids], "labels": [row[kept] for row in labels]}
 
 
-def _given(batch: Any, first: int, row_format: RowFormat, max_length: int | None, where: str) -> tuple[list, list]:
+def _read_ids(batch: Any, first: int, row_format: RowFormat, max_length: int | None, where: str) -> tuple[list, list]:
     """The ids of tokenized rows, and their labels, or labels built from their masks."""
-    others = row_format.masks or (("labels",) if "labels" in batch else ())
-    block = _table(batch, ("input_ids", *others), first, where)
+    has_labels = not row_format.masks and "labels" in batch
+    block = _table(batch, ("input_ids", *(("labels",) if has_labels else row_format.masks)), first, where)
     lists = checks.id_lists(block, "input_ids", first, where)
     lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
-    labels = lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+    if has_labels:
+        labels = _read_labels(block, lengths, first, where)
+    else:
+        labels = lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
     for column in row_format.masks:
         labels[~reward.kept(block, first, column, lengths, "of 'input_ids'", where)] = IGNORED
-    if others == ("labels",):
-        labels = _given_labels(block, lengths, first, where)
     if "seq_lengths" in batch:
         _check_documents(batch["seq_lengths"], lengths, max_length, first, where)
     values, ends = labels.tolist(), np.cumsum(lengths).tolist()
     return batch["input_ids"], [values[start:end] for start, end in pairwise([0, *ends])]
 
 
-def _given_labels(block: pa.Table, lengths: np.ndarray, first: int, where: str) -> np.ndarray:
+def _read_labels(block: pa.Table, lengths: np.ndarray, first: int, where: str) -> np.ndarray:
     """The concatenated labels of a block, `[tokens]`, checked against the lengths of the ids, `[rows]`."""
     lists = checks.id_lists(block, "labels", first, where)
     found = lists.value_lengths().to_numpy(zero_copy_only=False)
@@ -308,14 +317,13 @@ def _table(batch: Any, columns: tuple[str, ...], first: int, where: str) -> pa.T
         raise ValueError(f"Rows from {first} of {where}, columns {list(columns)}: {printable(str(error))}") from error
 
 
-def _of_texts(rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, _: Masking) -> tuple:
+def _read_texts(rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, _: Masking) -> tuple:
     texts = []
     for row, where in zip(rows, places, strict=True):
-        column = row_format.column
         if row_format.formatting_func:
             text, column = _formatted(row, row_format.formatting_func), "formatting_func(row)"
         else:
-            text = row[column]
+            text, column = row[row_format.column], row_format.column
         if not isinstance(text, str):
             raise checks.cell_error(where, column, text, "a string")
         chat.check_unicode(text, column, where)
@@ -333,29 +341,31 @@ def _formatted(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], 
     try:
         text = formatting_func(row)
     except (IndexError, KeyError, TypeError):
-        text = _of_batch(row, formatting_func)
+        text = _formatted_as_batch(row, formatting_func)
         if not isinstance(text, str):
             raise
-    return _of_batch(row, formatting_func) if isinstance(text, list) else text
+    return _formatted_as_batch(row, formatting_func) if isinstance(text, list) else text
 
 
-def _of_batch(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], Any]) -> Any:
+def _formatted_as_batch(row: dict[str, Any], formatting_func: Callable[[dict[str, Any]], Any]) -> Any:
     """Call the function with a batch of one row; returns its only text, or whatever else it returns."""
-    _tell_of_batches()
+    _warn_of_batches()
     texts = formatting_func({column: [cell] for column, cell in row.items()})
     return texts[0] if isinstance(texts, list) and len(texts) == 1 else texts
 
 
 @cache
-def _tell_of_batches() -> None:
+def _warn_of_batches() -> None:
     logger.warning(
         "formatting_func returns a list or fails on a single row, like the batched functions of earlier TRL releases, "
         "so it is called with batches of one row. Write it to take one row and return its text."
     )
 
 
-def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking) -> tuple:
-    talks = []
+def _read_messages(
+    rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking
+) -> tuple:
+    conversations = []
     for row, where in zip(rows, places, strict=True):
         messages = row[row_format.kind]
         if row_format.kind == "conversations":
@@ -365,9 +375,9 @@ def _of_messages(rows: list[dict], places: list[str], tokenizer: Any, row_format
             raise checks.cell_error(where, row_format.kind, messages, valid)
         chat.check_unicode(messages, row_format.kind, where)
         checks.check_no_media(messages, f"{where}, column {row_format.kind!r}")
-        talks.append(_Talk(messages, _options(row, tokenizer, masking, where), where))
-    ids, said = _tokenize(talks, tokenizer, masking.assistant)
-    return ids, [_labels(*both) for both in zip(ids, *said, strict=True)]
+        conversations.append(_Conversation(messages, _template_options(row, tokenizer, masking, where), where))
+    ids, assistant_masks = _tokenize(conversations, tokenizer, masking.assistant)
+    return ids, _labels(ids, assistant_masks)
 
 
 def _as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
@@ -378,7 +388,7 @@ def _as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
     return [{names.get(key, key): value for key, value in message.items()} for message in conversation]
 
 
-def _of_completions(
+def _read_completions(
     rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking
 ) -> tuple:
     for row, where in zip(rows, places, strict=True):
@@ -389,33 +399,37 @@ def _of_completions(
         if chat.is_messages(row["prompt"]) != row_format.conversational:
             found, first = ("text", "a conversation") if row_format.conversational else ("a conversation", "text")
             raise ValueError(f"{where} is {found}, but the first row is {first}. All rows must have the same form.")
-    return (_conversations if row_format.conversational else _joined)(rows, places, tokenizer, masking)
+    if row_format.conversational:
+        return _conversational_completions(rows, places, tokenizer, masking)
+    return _text_completions(rows, places, tokenizer, masking)
 
 
-def _joined(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
+def _text_completions(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
     """Text rows: the prompt followed by the completion and EOS."""
     ended = [chat.with_eos(row["completion"], tokenizer, where) for row, where in zip(rows, places, strict=True)]
     ids = tokenizer(text=[row["prompt"] + text for row, text in zip(rows, ended, strict=True)])["input_ids"]
     if not masking.completion:
         return ids, ids
     prompts = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
-    behind = [_behind(prompt, whole) for prompt, whole in zip(prompts, ids, strict=True)]
-    return ids, [_labels(whole, mask) for whole, mask in zip(ids, behind, strict=True)]
+    return ids, _labels(ids, list(map(_completion_mask, prompts, ids)))
 
 
-def _conversations(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
+def _conversational_completions(
+    rows: list[dict], places: list[str], tokenizer: Any, masking: Masking
+) -> tuple[list, list]:
     """Conversational rows: the prompt's messages followed by the completion's."""
-    options = [_options(row, tokenizer, masking, where) for row, where in zip(rows, places, strict=True)]
+    options = [_template_options(row, tokenizer, masking, where) for row, where in zip(rows, places, strict=True)]
     whole = [row["prompt"] + row["completion"] for row in rows]
-    ids, found = _tokenize(list(map(_Talk, whole, options, places)), tokenizer, masking.assistant)
+    ids, assistant_masks = _tokenize(list(map(_Conversation, whole, options, places)), tokenizer, masking.assistant)
+    completion_masks = None
     if masking.completion:
-        asked = [row["prompt"] for row in rows]
-        prompts, _ = _tokenize(list(map(_Talk, asked, options, places)), tokenizer, add_generation_prompt=True)
-        found = [*found, list(map(_behind, prompts, ids))]
-    return ids, [_labels(*all_) for all_ in zip(ids, *found, strict=True)]
+        prompts = list(map(_Conversation, [row["prompt"] for row in rows], options, places))
+        prompt_ids, _ = _tokenize(prompts, tokenizer, add_generation_prompt=True)
+        completion_masks = list(map(_completion_mask, prompt_ids, ids))
+    return ids, _labels(ids, assistant_masks, completion_masks)
 
 
-def _options(row: dict[str, Any], tokenizer: Any, masking: Masking, where: str) -> dict[str, Any]:
+def _template_options(row: dict[str, Any], tokenizer: Any, masking: Masking, where: str) -> dict[str, Any]:
     options = chat.template_options(row, where)
     if masking.chat_template is not None:
         return {"chat_template": masking.chat_template, **options}
@@ -424,30 +438,30 @@ def _options(row: dict[str, Any], tokenizer: Any, masking: Masking, where: str) 
 
 
 def _tokenize(
-    talks: list[_Talk], tokenizer: Any, assistant: bool = False, **options: Any
-) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """Tokenize conversations. Returns their ids, and a list with the assistant masks as its only item, or an empty list
-    if not `assistant`.
+    conversations: list[_Conversation], tokenizer: Any, assistant: bool = False, **options: Any
+) -> tuple[list[list[int]], list[list[int]] | None]:
+    """The ids of each conversation and, if `assistant`, the masks of assistant content, else None.
 
     Without masks, conversations are rendered one by one but tokenized together, which is faster.
     """
-    if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(talk.options) for talk in talks):
-        texts = [_render(talk, tokenizer, tokenize=False, **options) for talk in talks]
+    if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(one.options) for one in conversations):
+        texts = [_render(one, tokenizer, tokenize=False, **options) for one in conversations]
         if isinstance(tokenizer, chat.ProcessorTokenizer):
-            return tokenizer.ids_of(texts), []
-        return tokenizer(text=texts, add_special_tokens=False)["input_ids"], []
+            return tokenizer.ids_of(texts), None
+        return tokenizer(text=texts, add_special_tokens=False)["input_ids"], None
     options |= {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": assistant}
-    rendered = [_render(talk, tokenizer, **options) for talk in talks]
+    rendered = [_render(one, tokenizer, **options) for one in conversations]
     ids = [one["input_ids"] for one in rendered]
-    return ids, [[_said(one, talk.where) for one, talk in zip(rendered, talks, strict=True)]] if assistant else []
+    if not assistant:
+        return ids, None
+    return ids, [_assistant_mask(one, talk.where) for one, talk in zip(rendered, conversations, strict=True)]
 
 
-def _render(talk: _Talk, tokenizer: Any, **options: Any) -> Any:
-    return chat.rendered(tokenizer, talk.messages, talk.where, **options, **talk.options)
+def _render(conversation: _Conversation, tokenizer: Any, **options: Any) -> Any:
+    return chat.rendered(tokenizer, conversation.messages, conversation.where, **options, **conversation.options)
 
 
-def _said(rendered: dict[str, list[int]], where: str) -> list[int]:
-    """The mask of assistant content."""
+def _assistant_mask(rendered: dict[str, list[int]], where: str) -> list[int]:
     if 1 not in rendered["assistant_masks"]:
         raise RuntimeError(
             "You're using `assistant_only_loss=True`, but at least one example has no assistant tokens. This usually "
@@ -458,8 +472,8 @@ def _said(rendered: dict[str, list[int]], where: str) -> list[int]:
     return rendered["assistant_masks"]
 
 
-def _behind(prompt: list[int], whole: list[int]) -> list[int]:
-    """The mask of the completion: 0 for the common prefix of the prompt and the whole text, then 1."""
+def _completion_mask(prompt: list[int], whole: list[int]) -> list[int]:
+    """0 for the common prefix of the prompt and the whole text, then 1."""
     alike = common_prefix(prompt, whole)
     return [0] * alike + [1] * (len(whole) - alike)
 
@@ -483,18 +497,22 @@ def warn_of_prefix() -> None:
     )
 
 
-def _labels(ids: list[int], *found: list[int]) -> list[int]:
-    """The ids where all masks are 1, -100 elsewhere."""
-    if not found:
+def _labels(ids: list[list[int]], *masks: list[list[int]] | None) -> list[list[int]]:
+    """The ids of each row where all masks are 1, -100 elsewhere; None is no mask."""
+    masks = [mask for mask in masks if mask is not None]
+    if not masks:
         return ids
-    return [token if all(bits) else IGNORED for token, *bits in zip(ids, *found, strict=True)]
+    return [
+        [token if all(bits) else IGNORED for token, *bits in zip(*row, strict=True)]
+        for row in zip(ids, *masks, strict=True)
+    ]
 
 
 _READERS = {
-    "text": _of_texts,
-    "messages": _of_messages,
-    "conversations": _of_messages,
-    "completion": _of_completions,
+    "text": _read_texts,
+    "messages": _read_messages,
+    "conversations": _read_messages,
+    "completion": _read_completions,
 }
 
 
@@ -553,7 +571,7 @@ def label_answers(
     """
     labeled = dataset.map(_labeled_batch, batched=True, fn_kwargs={"marks": marks}, **options)
     if not isinstance(labeled, IterableDataset):
-        missing = sum(_without_label(labels, lengths) for labels, lengths in _all_labels(labeled))
+        missing = sum(np.count_nonzero(~_have_labels(block)) for _, block in blocks(labeled, ("labels",)))
         if missing:
             logger.warning(
                 f"{missing:,} of {len(labeled):,} rows of {where} have no answer to train on and do not contribute to "
@@ -565,15 +583,6 @@ def label_answers(
 
 def _labeled_batch(batch: dict[str, list], marks: AnswerMarks) -> dict[str, list]:
     return {"labels": [answer_labels(ids, marks) for ids in batch["input_ids"]]}
-
-
-def _all_labels(dataset: Dataset) -> Any:
-    return (list_lengths(block, "labels") for _, block in blocks(dataset, ("labels",)))
-
-
-def _without_label(labels: np.ndarray, lengths: np.ndarray) -> int:
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    return int(np.count_nonzero(np.bincount(rows[labels != IGNORED], minlength=len(lengths)) == 0))
 
 
 # The format of a dataset, determined by its first row, and checks of the options
@@ -619,7 +628,7 @@ class Masking(NamedTuple):
     chat_template: str | None
 
 
-def settle(
+def format_of_rows(
     first: dict[str, Any],
     where: str,
     *,
@@ -638,17 +647,19 @@ def settle(
     Raises:
         ValueError: there is nothing to train on, or an option does not apply to such rows.
     """
-    only = {"prompt", "completion"} <= first.keys() if completion_only_loss is None else completion_only_loss
-    if only and formatting_func:
+    completion_only = completion_only_loss
+    if completion_only is None:
+        completion_only = {"prompt", "completion"} <= first.keys()
+    if completion_only and formatting_func:
         raise ValueError(
             "A formatting function was provided while `completion_only_loss=True`, which is incompatible: its text is "
             "not split into a prompt and a completion. Apply the formatting function to the dataset beforehand so that "
             "it has the columns 'prompt' and 'completion', or disable `completion_only_loss`."
         )
     if "input_ids" in first:
-        row_format = _of_ids(first, only, formatting_func)
+        row_format = _format_of_ids(first, completion_only, formatting_func)
     else:
-        row_format = _format(first, where, column, formatting_func)
+        row_format = _format_of_texts(first, where, column, formatting_func)
     if assistant_only_loss and row_format.kind != "ids" and not row_format.conversational:
         raise ValueError(
             "You set `assistant_only_loss=True`, but the dataset is not conversational. This option is only supported "
@@ -660,20 +671,22 @@ def settle(
             f"{where}: the column 'labels' is ignored because there is no 'input_ids' column. It is replaced by labels "
             "built from the tokens."
         )
-    return row_format, only
+    return row_format, completion_only
 
 
-def _of_ids(first: dict[str, Any], only: bool, formatting_func: Any) -> RowFormat:
+def _format_of_ids(first: dict[str, Any], completion_only: bool, formatting_func: Any) -> RowFormat:
     if formatting_func:
         logger.warning(
             "You passed a dataset that is already processed (contains an `input_ids` field) together with a formatting "
             "function. Therefore `formatting_func` will be ignored. Remove one of the two."
         )
-    read = () if "labels" in first else _MASKS[0 if only else 1 :]
-    return RowFormat("ids", masks=tuple(column for column in read if column in first))
+    if "labels" in first:
+        return RowFormat("ids")
+    masks = _MASKS if completion_only else ("assistant_masks",)
+    return RowFormat("ids", masks=tuple(column for column in masks if column in first))
 
 
-def _format(first: dict[str, Any], where: str, column: str, formatting_func: Any) -> RowFormat:
+def _format_of_texts(first: dict[str, Any], where: str, column: str, formatting_func: Any) -> RowFormat:
     if formatting_func:
         return RowFormat("text", column=column, formatting_func=formatting_func)
     if "prompt" in first:
@@ -708,7 +721,7 @@ def _check_completions(
 ) -> None:
     """Raise ValueError if `completion_only_loss` is set but rows do not separate completions from prompts."""
     separate = row_format.kind == "completion"
-    separate |= row_format.kind == "ids" and bool({"labels", _MASKS[0]} & first.keys())
+    separate |= row_format.kind == "ids" and bool({"labels", "completion_mask"} & first.keys())
     if completion_only_loss and not separate:
         raise ValueError(
             f"completion_only_loss=True requires rows with 'prompt' and 'completion', or with 'input_ids' and "
