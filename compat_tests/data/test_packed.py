@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from compat_tests.data.examples import PAD, ids, steps
 from trl_jax.data.batch import Example, last_real_token
 from trl_jax.data.layout_plan import Buckets
-from trl_jax.data.packed import PackingSpec, RowViewShape, greedy_bins, pack_examples, place, shared_tokens
+from trl_jax.data.packed import (
+    PackingSpec,
+    RowViewShape,
+    greedy_bins,
+    longest_in_batch,
+    pack_examples,
+    place,
+    shared_tokens,
+    step_slots,
+)
 
 layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared"])
 
@@ -19,7 +28,8 @@ def laid_out(groups, size, count, share, rows=2, row_view=None):
     placed = place(groups, examples=size, share_prefix=share)
     into = greedy_bins([one.tokens for one in placed], rows)
     spec = PackingSpec(PAD, share, Buckets(), row_view)
-    return pack_examples(placed, into, spec, examples=size, count=count, rows=rows), placed, into
+    slots, longest = step_slots(rows, count, size), longest_in_batch(placed, size)
+    return pack_examples(placed, into, spec, micro_batch=slots, longest_texts=longest), placed, into
 
 
 def visible(batch, row, place):

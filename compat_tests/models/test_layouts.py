@@ -14,7 +14,16 @@ from compat_tests.effort import only_thorough, usual, usually
 from compat_tests.models import encoders
 from compat_tests.models.families import VARIANTS
 from trl_jax.data.batch import Example, Extras
-from trl_jax.data.packed import PackingSpec, RowViewShape, greedy_bins, pack_examples, pad_examples, place
+from trl_jax.data.packed import (
+    PackingSpec,
+    RowViewShape,
+    greedy_bins,
+    longest_in_batch,
+    pack_examples,
+    pad_examples,
+    place,
+    step_slots,
+)
 from trl_jax.hub.auto import AutoModelForSequenceClassification
 from trl_jax.losses.supervised import pairwise_loss
 from trl_jax.models.model import merge
@@ -70,7 +79,8 @@ def batches(layout):
     placed = place(step(), examples=PAIRS, share_prefix=share)
     into = greedy_bins([pair.tokens for pair in placed], COUNT)
     spec = PackingSpec(PAD, share, lambda tokens: 128, view if layout.endswith("rows") else None)
-    return pack_examples(placed, into, spec, examples=PAIRS, count=COUNT, rows=COUNT)
+    slots = step_slots(COUNT, COUNT, PAIRS)
+    return pack_examples(placed, into, spec, micro_batch=slots, longest_texts=longest_in_batch(placed, PAIRS))
 
 
 @lru_cache(maxsize=1)

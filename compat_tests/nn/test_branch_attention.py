@@ -15,7 +15,7 @@ from compat_tests.effort import usual
 from compat_tests.nn.test_packed_attention import FACTS, inputs, sinks_of
 from trl_jax.core.outputs import BLOCK, Packed, RowView
 from trl_jax.data.batch import Context, Example
-from trl_jax.data.packed import PackingSpec, RowViewShape, pack_examples, place
+from trl_jax.data.packed import PackingSpec, RowViewShape, longest_in_batch, pack_examples, place, step_slots
 from trl_jax.mesh.mesh import make_mesh
 from trl_jax.nn.attention import packed as packed_attention
 from trl_jax.nn.attention import splash
@@ -45,7 +45,8 @@ def laid_out(seed=0):
     order = np.random.default_rng(seed + 1).permutation(len(texts))  # branches of a context need not be adjacent
     placed = place([[texts[at] for at in order]], examples=len(texts), share_prefix=True)
     spec = PackingSpec(0, True, lambda tokens: LENGTH, RowViewShape(len(texts), lambda *_: (LENGTH, LONGEST)))
-    batch = pack_examples(placed, [into[at] for at in order], spec, examples=len(texts), count=1, rows=ROWS)
+    slots, longest = step_slots(ROWS, 1, len(texts)), longest_in_batch(placed, len(texts))
+    batch = pack_examples(placed, [into[at] for at in order], spec, micro_batch=slots, longest_texts=longest)
     packed = jax.tree.map(lambda leaf: leaf[:, 0], batch.packed)
     places = packed.texts.places
     found = [(row, at[at < LENGTH]) for row in range(ROWS) for at in places[row] if (at < LENGTH).any()]

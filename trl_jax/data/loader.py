@@ -29,12 +29,13 @@ from trl_jax.data.packed import (
     in_shards,
     longest_in_batch,
     pack_examples,
-    packed_passes,
     pad_examples,
     pass_weights,
     place,
     room,
+    row_slots,
     sharded_rows,
+    step_slots,
 )
 
 CHUNK_BATCHES = 64  # batches per evaluation chunk
@@ -95,7 +96,7 @@ class EvalChunks:
     def __init__(self, loader: ExampleLoader, *, sort: bool, whole: bool = False):
         self._loader, self._layout = loader, loader.step_layout
         self._sort, self._whole = sort and not whole, whole
-        self._packed = self._text = 0  # lengths of packed rows and of their longest texts
+        self._row_length = self._text_length = 0  # of packed rows, and of their view rows
 
     def __iter__(self) -> Iterator[EvalChunk]:
         gathered = []
@@ -117,57 +118,59 @@ class EvalChunks:
 
     def _padded_passes(self, batches: list[list[Example]]) -> list[tuple[Batch, np.ndarray]]:
         layout, examples = self._layout, [example for batch in batches for example in batch]
-        longest = [-example.longest for example in examples]
-        order = np.argsort(longest, kind="stable") if self._sort else np.arange(len(examples))
-        passes, size = [], self._share
+        order = np.arange(len(examples))
+        if self._sort:
+            order = np.argsort([-example.longest for example in examples], kind="stable")
+        passes, share = [], self._share
         for start in range(0, len(examples), layout.batch_size):
             numbers = order[start : start + layout.batch_size]
-            shares = [numbers[at : at + size] for at in range(0, len(numbers), size)]
+            by_share = [[examples[n] for n in numbers[at : at + share]] for at in range(0, len(numbers), share)]
             padding = {"pad_token_id": layout.pad_token_id, "pad_to_multiple_of": layout.pad_to_multiple_of}
-            by_share = [[examples[number] for number in share] for share in shares]
-            arrays = pad_examples(by_share, examples=size, count=layout.shards, **padding)
+            arrays = pad_examples(by_share, examples=share, count=layout.shards, **padding)
             slots = np.full(layout.batch_size, -1)
             slots[: len(numbers)] = numbers
             passes.append((arrays, self._by_shard(slots)))
         return passes
 
     def _packed_passes(self, batches: list[list[Example]]) -> list[tuple[Batch, np.ndarray]]:
-        layout, shards = self._layout, self._layout.shards
-        max_examples = self._share if self._whole else 2 * self._share
+        layout = self._layout
         placed = place(batches, examples=layout.batch_size, share_prefix=layout.layout == "shared")
-        parts = _parts(placed, self._share) if self._whole else None
-        self._packed = max(self._packed, layout.buckets(self._tokens(placed, parts, len(batches))))
-        if layout.views is not None:
-            _, text = layout.views(self._packed, max(one.example.longest_document for one in placed))
-            self._text = max(self._text, text)
         # Rotary embeddings that depend on the longest text use the longest text in the batch of TRL's rank.
         longest = dict(zip((one.slot for one in placed), longest_in_batch(placed, self._share), strict=True))
-        fitting = _fitting(placed, self._packed, max_examples) if parts is None else parts
-        return [self._pass(fitting[at : at + shards], max_examples, longest) for at in range(0, len(fitting), shards)]
+        if self._whole:
+            slots = self._share
+            rows = [list(row) for _, row in groupby(placed, key=lambda one: one.slot // slots)]
+            self._lengthen(placed, max(sum(one.tokens for one in row) for row in rows))
+        else:
+            slots = 2 * self._share
+            mean = sum(one.tokens for one in placed) // (len(batches) * layout.shards)
+            self._lengthen(placed, max(mean, *(one.tokens for one in placed)))
+            rows = _fitting(placed, self._row_length, slots)
+        return [self._pass(rows[at : at + layout.shards], slots, longest) for at in range(0, len(rows), layout.shards)]
 
-    def _pass(self, rows: list[list[Placed]], max_examples: int, longest: dict[int, int]) -> tuple[Batch, np.ndarray]:
-        layout = self._layout
-        view = None if layout.views is None else RowViewShape(max_examples, lambda *_: (self._packed, self._text))
+    def _lengthen(self, placed: list[Placed], tokens: int) -> None:
+        """Make packed rows long enough for `tokens` tokens, and view rows for the longest text."""
+        self._row_length = max(self._row_length, self._layout.buckets(tokens))
+        if self._layout.views is not None:
+            longest = max(one.example.longest_document for one in placed)
+            self._text_length = max(self._text_length, self._layout.views(self._row_length, longest)[1])
+
+    def _pass(self, rows: list[list[Placed]], slots: int, longest: dict[int, int]) -> tuple[Batch, np.ndarray]:
+        """A pass with one packed row per shard, with `slots` slots each. `longest` is by slot."""
+        layout, view = self._layout, None
+        if layout.views is not None:
+            view = RowViewShape(slots, lambda *_: (self._row_length, self._text_length))
         arrays = pack_examples(
             [one._replace(slot=slot) for row in rows for slot, one in enumerate(row)],
             [number for number, row in enumerate(rows) for _ in row],
-            PackingSpec(layout.pad_token_id, layout.layout == "shared", lambda _: self._packed, view),
-            examples=max_examples,
-            count=1,
-            rows=layout.shards,
+            PackingSpec(layout.pad_token_id, layout.layout == "shared", lambda _: self._row_length, view),
+            micro_batch=step_slots(layout.shards, 1, slots),
             longest_texts=[longest[one.slot] for row in rows for one in row],
         )
-        slots = np.full((layout.shards, max_examples), -1)
+        examples = np.full((layout.shards, slots), -1)
         for number, row in enumerate(rows):
-            slots[number, : len(row)] = [one.slot for one in row]
-        return arrays, self._by_shard(slots)
-
-    def _tokens(self, placed: list[Placed], parts: list[list[Placed]] | None, batches: int) -> int:
-        """The required length of packed rows: the tokens of the largest part or, without parts, of an average batch."""
-        if parts is not None:
-            return max(sum(one.tokens for one in part) for part in parts)
-        mean = sum(one.tokens for one in placed) // (batches * self._layout.shards)
-        return max(mean, *(one.tokens for one in placed))
+            examples[number, : len(row)] = [one.slot for one in row]
+        return arrays, self._by_shard(examples)
 
     @property
     def _share(self) -> int:
@@ -176,11 +179,6 @@ class EvalChunks:
 
     def _by_shard(self, slots: np.ndarray) -> np.ndarray:
         return slots.reshape(-1) if self._layout.shards == 1 else slots.reshape(self._layout.shards, -1)
-
-
-def _parts(placed: list[Placed], size: int) -> list[list[Placed]]:
-    """Group the examples into runs of `size` slots."""
-    return [list(part) for _, part in groupby(placed, key=lambda one: one.slot // size)]
 
 
 def _fitting(placed: list[Placed], length: int, max_examples: int) -> list[list[Placed]]:
@@ -591,39 +589,53 @@ class StepLayout:
             group: the examples of at most `accumulation` micro-batches, at most `batch_size` each.
             number: number of the step in the run; determines which `buckets` are available.
         """
-        shards = self.shards if self.divided else 1
-        examples = by_shard([[indexed.example for indexed in batch] for batch in group], shards)
-        weights = self._weights(group, examples, shards)
-        arrays, pass_of = self._laid_out(examples, weights, partial(self.buckets, step=number))
+        runs = by_shard([[indexed.example for indexed in batch] for batch in group], self._array_shards)
+        weights = self._weights(group, runs)
+        if self.layout == "padded":
+            arrays, pass_of = self._padded(runs, weights)
+        else:
+            arrays, pass_of = self._packed(runs, weights, partial(self.buckets, step=number))
         if self.by_micro_batch:
             arrays = arrays._replace(pass_weight=pass_weights(arrays.weight > 0))
-        lengths = [
-            [length for example in batch for length in example.lengths[: example.num_primary_texts]]
-            for batch in examples
+        rows = [indexed.index for batch in group for indexed in batch]
+        primary = [
+            [length for example in run for length in example.lengths[: example.num_primary_texts]] for run in runs
         ]
-        rows, passes = [indexed.index for batch in group for indexed in batch], self.accumulation * shards
-        images, image_uses = self._image_counts(examples, pass_of)
+        num_images, num_image_uses = self._image_counts(runs, pass_of)
         return StepBatch(
             arrays,
             num_micro_batches=len(group),
-            num_examples=sum(map(len, group)),
+            num_examples=len(rows),
             num_texts=len(group[0][0].example.texts),
-            num_tokens=sum(sum(example.lengths) for batch in examples for example in batch),
-            num_primary_tokens=sum(map(sum, lengths)),
-            num_targets=sum(map(self._targets, examples)),
-            num_padded_tokens=sum(map(self._trl_tokens, lengths)),
+            num_tokens=sum(sum(example.lengths) for run in runs for example in run),
+            num_primary_tokens=sum(map(sum, primary)),
+            num_targets=sum(map(self._targets, runs)),
+            num_padded_tokens=sum(map(self._trl_tokens, primary)),
             num_places=arrays.tokens.size,
-            num_images=images,
-            num_image_uses=image_uses,
+            num_images=num_images,
+            num_image_uses=num_image_uses,
             rows=rows,
-            passes=[[row for row, at in zip(rows, pass_of, strict=True) if at == p] for p in range(passes)],
+            passes=[[row for row, at in zip(rows, pass_of, strict=True) if at == p] for p in range(self._num_runs)],
             rows_digest=group[-1][-1].digest,
         )
 
-    def _weights(
-        self, group: Sequence[Sequence[IndexedExample]], runs: list[list[Example]], shards: int
-    ) -> list[float]:
+    @property
+    def _array_shards(self) -> int:
+        """Shards that the arrays of a step are divided over."""
+        return self.shards if self.divided else 1
+
+    @property
+    def _num_runs(self) -> int:
+        """Number of runs (see `by_shard`) of a full step, each with `_run_examples` examples; also its packed rows."""
+        return self.accumulation * self._array_shards
+
+    @property
+    def _run_examples(self) -> int:
+        return self.batch_size // self._array_shards
+
+    def _weights(self, group: Sequence[Sequence[IndexedExample]], runs: list[list[Example]]) -> list[float]:
         """The weight of an example in each run of `by_shard`, according to `weighting`."""
+        shards = self._array_shards
         if self.weighting == "examples":
             return [1 / (len(group) * len(batch)) for batch in group for _ in range(shards)]
         if self.weighting == "micro_batches":
@@ -633,10 +645,10 @@ class StepLayout:
             return [1 / max(1, int(targets.sum()))] * len(runs)
         return (1 / (shards * np.maximum(1, targets.sum(axis=0)))).tolist() * len(group)
 
-    def _image_counts(self, micro_batches: list[list[Example]], pass_of: Sequence[int]) -> tuple[int, int]:
+    def _image_counts(self, runs: list[list[Example]], pass_of: Sequence[int]) -> tuple[int, int]:
         """`num_images` and `num_image_uses` of `StepBatch`; packed rows share no images between examples."""
         counts, uses = {}, 0
-        examples = [example for batch in micro_batches for example in batch]
+        examples = [example for run in runs for example in run]
         for index, (example, at) in enumerate(zip(examples, pass_of, strict=True)):
             alone = example.context is None or self.layout == "packed"
             counts[at, index if alone else example.context.key] = len(example.images)
@@ -647,40 +659,43 @@ class StepLayout:
         """The divisor of a mean over the targets of these examples."""
         return sum(example.num_counted_targets if self.trains else example.num_targets for example in examples)
 
-    def _laid_out(
-        self, micro_batches: list[list[Example]], weights: list[float], bucket: Callable[[int], int]
-    ) -> tuple[Batch, list[int]]:
+    def _padded(self, runs: list[list[Example]], weights: list[float]) -> tuple[Batch, list[int]]:
         """The arrays of a step, and for each example its (pass * shards + shard)."""
-        shards = self.shards if self.divided else 1
-        examples, passes = self.batch_size // shards, self.accumulation * shards
-        if self.layout == "padded":
-            padding = {"pad_token_id": self.pad_token_id, "pad_to_multiple_of": self.pad_to_multiple_of}
-            arrays = pad_examples(micro_batches, examples=examples, count=passes, weights=weights, **padding)
-            pass_of = [m for m, batch in enumerate(micro_batches) for _ in batch]
-            return (arrays if shards == 1 else sharded_rows(arrays, shards)), pass_of
-        share_prefix = self.layout == "shared"
-        placed = place(micro_batches, examples=examples, share_prefix=share_prefix, weights=weights)
-        max_examples = self._max_examples(examples, passes, shards)
+        padding = {"pad_token_id": self.pad_token_id, "pad_to_multiple_of": self.pad_to_multiple_of}
+        arrays = pad_examples(runs, examples=self._run_examples, count=self._num_runs, weights=weights, **padding)
+        pass_of = [number for number, run in enumerate(runs) for _ in run]
+        return (arrays if self._array_shards == 1 else sharded_rows(arrays, self._array_shards)), pass_of
+
+    def _packed(
+        self, runs: list[list[Example]], weights: list[float], bucket: Callable[[int], int]
+    ) -> tuple[Batch, list[int]]:
+        """The same in packed rows, one for each pass and shard."""
+        shards, examples, share_prefix = self._array_shards, self._run_examples, self.layout == "shared"
+        placed = place(runs, examples=examples, share_prefix=share_prefix, weights=weights)
+        longest_texts = longest_in_batch(placed, examples)
+        max_examples = self._max_examples()
         if self.by_micro_batch:
-            pass_of = [one.slot // examples for one in placed]
+            row_of = [one.slot // examples for one in placed]
         else:
-            pass_of = bins_of(placed, passes, max_examples)
+            row_of = bins_of(placed, self._num_runs, max_examples)
+        if shards == 1 and not self.by_micro_batch:
+            micro_batch = step_slots(self._num_runs, self.accumulation, examples)
+        else:
+            sizes = {"rows": self._num_runs, "count": self.accumulation, "examples": examples * shards}
+            slots = examples if self.by_micro_batch else room(examples, self.accumulation)
+            placed, micro_batch = row_slots(placed, row_of, slots=slots, **sizes)
         view = None if self.views is None else RowViewShape(max_examples, self.views)
         spec = PackingSpec(self.pad_token_id, share_prefix, bucket, view)
-        if shards == 1 and not self.by_micro_batch:
-            return pack_examples(placed, pass_of, spec, examples=examples, count=passes, rows=passes), pass_of
-        most = max_examples if self.by_micro_batch else room(examples, self.accumulation)
-        sizes = {"examples": examples, "count": self.accumulation, "shards": shards, "most": most}
-        arrays = packed_passes(placed, pass_of, spec, **sizes)
-        return (arrays if shards == 1 else in_shards(arrays, shards)), pass_of
+        arrays = pack_examples(placed, row_of, spec, micro_batch=micro_batch, longest_texts=longest_texts)
+        return (arrays if shards == 1 else in_shards(arrays, shards)), row_of
 
-    def _max_examples(self, examples: int, passes: int, shards: int) -> int | None:
+    def _max_examples(self) -> int | None:
         """Maximum number of examples in a packed row; None: no limit."""
         if self.by_micro_batch:
-            return examples
+            return self._run_examples
         if self.views is not None:
-            return examples if passes == 1 else 2 * examples
-        return None if shards == 1 else room(examples, self.accumulation)
+            return self._run_examples if self._num_runs == 1 else 2 * self._run_examples
+        return None if self._array_shards == 1 else room(self._run_examples, self.accumulation)
 
     def _trl_tokens(self, lengths: list[int]) -> int:
         """Number of tokens, padding included, in TRL's batch of texts with these lengths."""

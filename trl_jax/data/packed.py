@@ -40,34 +40,36 @@ def room(examples: int, accumulation: int) -> int:
     return (accumulation + 1) * examples
 
 
-def packed_passes(
-    placed: Sequence[Placed],
-    into: Sequence[int],
-    spec: PackingSpec,
-    *,
-    examples: int,
-    count: int,
-    shards: int,
-    most: int,
-) -> Batch:
-    """Lay out examples as packed rows `[count x shards, 1, T]`: for each pass, one row per shard.
+def step_slots(rows: int, count: int, examples: int) -> np.ndarray:
+    """`Batch.micro_batch` of packed rows with a slot for every example of the step: `[rows, count, count * examples]`.
 
     Args:
-        placed: the examples in the runs of `by_shard`, `examples` per run; slots are numbered over all runs.
-        into: the packed row of each example, numbered over passes and shards.
-        spec: see `pack_examples`.
-        most: slots per packed row.
+        count, examples: micro-batches in a step, and examples in a micro-batch.
     """
-    rows = count * shards
-    member, own = np.zeros((rows, count, most), bool), []
-    taken = [0] * rows
+    member = np.repeat(np.eye(count, dtype=bool), examples, axis=1)
+    return np.broadcast_to(member, (rows, *member.shape))
+
+
+def row_slots(
+    placed: Sequence[Placed], into: Sequence[int], *, rows: int, count: int, examples: int, slots: int
+) -> tuple[list[Placed], np.ndarray]:
+    """Number the examples of each packed row anew, so that a row needs fewer slots than the step has examples.
+
+    Args:
+        into: the packed row of each example.
+        count, examples: micro-batches in a step, and examples in a micro-batch, over all shards.
+        slots: slots per packed row.
+
+    Returns:
+        The examples with slots within their rows, and `Batch.micro_batch`: `[rows, count, slots]`.
+    """
+    member = np.zeros((rows, count, slots), bool)
+    taken, renumbered = [0] * rows, []
     for one, row in zip(placed, into, strict=True):
-        slot, taken[row] = taken[row], taken[row] + 1
-        member[row, one.slot // (examples * shards), slot] = True
-        own.append(one._replace(slot=slot))
-    longest_texts = longest_in_batch(placed, examples)
-    batch = pack_examples(own, into, spec, examples=most, count=1, rows=rows, longest_texts=longest_texts)
-    return batch._replace(micro_batch=member)
+        member[row, one.slot // examples, taken[row]] = True
+        renumbered.append(one._replace(slot=taken[row]))
+        taken[row] += 1
+    return renumbered, member
 
 
 def sharded_rows(batch: Batch, shards: int) -> Batch:
@@ -123,100 +125,93 @@ def pack_examples(
     into: Sequence[int],
     spec: PackingSpec,
     *,
-    examples: int,
-    count: int,
-    rows: int,
-    longest_texts: Sequence[int] | None = None,
+    micro_batch: np.ndarray,
+    longest_texts: Sequence[int],
 ) -> Batch:
-    """Lay out examples as packed rows `[rows, 1, T]`, each with slots for `count * examples` examples.
+    """Lay out examples as packed rows `[rows, 1, T]`.
 
     Args:
-        placed: from `place`.
+        placed: from `place`, or with slots from `row_slots`.
         into: the packed row of each example.
-        examples: number of examples in a full micro-batch.
-        count: number of micro-batches in a full step.
-        longest_texts: from `longest_in_batch`, for each example; None computes it per micro-batch.
+        micro_batch: `Batch.micro_batch` of each row: `[rows, M, slots]`.
+        longest_texts: from `longest_in_batch`, for each example.
     """
-    filled = _filled(placed, into, rows)
-    view, length, like = None, 0, placed[0].example
-    if spec.row_view is None:
-        length = spec.bucket(max(filled))
-    else:
-        length, text = spec.row_view.shape(max(filled), max(one.example.longest_document for one in placed))
-        view = no_view(rows, view_rows(placed, into, spec.row_view), text, length, sharing(placed, into))
-    branches = any(one.context is not None for one in placed)
-    sees = any(one.example.images for one in placed)
-    axes = position_axes(one.example.positions for one in placed) if sees else None
-    batch = _empty(spec, rows, length, count, examples, like, view, _num_reads(placed, into, length), branches, axes)
-    images = PassImages(batch.tokens) if sees else None
-    longest_texts = longest_in_batch(placed, examples) if longest_texts is None else longest_texts
-    free, taken, read = [0] * rows, [0] * rows, [0] * rows
-    contexts: dict[Hashable, list[np.ndarray]] = {}
+    batch = _empty_packed(placed, into, spec, micro_batch)
+    images = PassImages(batch.tokens) if any(one.example.images for one in placed) else None
+    view = batch.packed.texts
+    rows = len(micro_batch)
+    end, views, reads = [0] * rows, [0] * rows, [0] * rows  # of each row: tokens, view rows and reads written so far
+    contexts: dict[Hashable, list[np.ndarray]] = {}  # (row, context) -> its positions, once per branch
     for one, row, longest in zip(placed, into, longest_texts, strict=True):
-        before = contexts.setdefault((row, one.context), [])
-        branch = 0 if one.context is None else len(before)
+        branches = []
         if one.context is None:
-            places = _write(batch, row, free[row], one)
+            places = _write(batch, row, end[row], one)
         else:
-            places = _write_branch(batch, row, free[row], one, before[0] if before else None)
+            branches = contexts.setdefault((row, one.context), [])
+            places = _write_branch(batch, row, end[row], one, branches[0] if branches else None)
         if one.example.images:
-            seen = images.enter(row, one.example.images, one.slot if one.context is None else one.context)
+            first = images.enter(row, one.example.images, one.slot if one.context is None else one.context)
             for at, features in zip(places, one.example.features, strict=True):
-                images.write((row, 0, at), features, seen)
-        read[row] = _write_reads(batch, row, read[row], one, places, spec.pad_token_id)
+                images.write((row, 0, at), features, first)
+        reads[row] = _write_reads(batch, row, reads[row], one, places, spec.pad_token_id)
         if view is not None:
-            runs = [places[0][start:end] for start, end in one.example.spans] if one.example.documents else places
-            for text, at in enumerate(runs):
-                shared, side = (one.shared, text) if one.context is None else (one.context_tokens, branch)
-                write_view(view, row, taken[row] + text, at, shared if side else 0, side)
-            taken[row] += len(runs)
-        before.append(places[0][: one.context_tokens])
-        end = max(free[row], *(1 + int(at.max()) for at in places))
-        batch.packed.longest[row, 0, free[row] : end] = longest
-        free[row] = end
+            views[row] = _write_views(view, row, views[row], one, places, earlier_branches=len(branches))
+        branches.append(places[0][: one.context_tokens])
+        start, end[row] = end[row], max(end[row], *(1 + int(at.max()) for at in places))
+        batch.packed.longest[row, 0, start : end[row]] = longest
     return batch if images is None else batch._replace(images=images.joined())
 
 
-def _empty(
-    spec: PackingSpec,
-    rows: int,
-    length: int,
-    count: int,
-    examples: int,
-    like: Example,
-    view: RowView | None,
-    reads: int,
-    branches: bool,
-    axes: int | None,
-) -> Batch:
-    def filled(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
+def _empty_packed(placed: Sequence[Placed], into: Sequence[int], spec: PackingSpec, micro_batch: np.ndarray) -> Batch:
+    """A batch of padding, with room for these examples."""
+    rows, _, slots = micro_batch.shape
+    like = placed[0].example
+    length, view = _length_and_view(placed, into, spec, rows)
+    num_texts = len(like.texts) * slots
+    num_reads = _num_reads(placed, into, length) if like.labels else num_texts
+    axes = None
+    if any(one.example.images for one in placed):
+        axes = position_axes(one.example.positions for one in placed)
+
+    def full(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
         return np.full((rows, *shape), value, dtype)
 
-    slots, targets, text = count * examples, None, None
-    reads = reads if like.labels else len(like.texts) * slots
-    if like.labels:
-        targets, text = filled((reads,), -1), filled((reads,), len(like.texts) * slots)
-    member = np.repeat(np.eye(count, dtype=bool), examples, axis=1)
+    shares_prompts = spec.share_prefix and len(like.texts) > 1
+    shares_contexts = any(one.context is not None for one in placed)
     return Batch(
-        tokens=filled((1, length), spec.pad_token_id),
-        positions=filled((1, length) if axes is None else (1, length, axes), 0),
-        reads=filled((reads,), 0),
-        lengths=filled((len(like.texts) * slots,), 1),
-        weight=filled((slots,), 0, np.float32),
-        micro_batch=np.broadcast_to(member, (rows, *member.shape)),
-        extras=empty_extras(like, rows, examples=slots, reads=reads),
+        tokens=full((1, length), spec.pad_token_id),
+        positions=full((1, length) if axes is None else (1, length, axes), 0),
+        reads=full((num_reads,), 0),
+        lengths=full((num_texts,), 1),
+        weight=full((slots,), 0, np.float32),
+        micro_batch=micro_batch,
+        extras=empty_extras(like, rows, examples=slots, reads=num_reads),
         packed=Packed(
-            filled((1, length), length),
-            filled((1, length), length),
-            filled((1, length), 1),
-            filled((1, length), length) if spec.share_prefix and len(like.texts) > 1 else None,
-            view,
-            *(filled((1, length), length) for _ in range(2) if branches),
+            first=full((1, length), length),
+            end=full((1, length), length),
+            longest=full((1, length), 1),
+            prompt=full((1, length), length) if shares_prompts else None,
+            texts=view,
+            context=full((1, length), length) if shares_contexts else None,
+            context_end=full((1, length), length) if shares_contexts else None,
         ),
-        targets=targets,
-        text=text,
-        router_token_count=filled((1, length), 0, np.int16),
+        targets=full((num_reads,), -1) if like.labels else None,
+        text=full((num_reads,), num_texts) if like.labels else None,
+        router_token_count=full((1, length), 0, np.int16),
     )
+
+
+def _length_and_view(
+    placed: Sequence[Placed], into: Sequence[int], spec: PackingSpec, rows: int
+) -> tuple[int, RowView | None]:
+    """The length of packed rows, and the empty view of their texts as rows; None without one."""
+    tokens = max(_filled(placed, into, rows))
+    if spec.row_view is None:
+        return spec.bucket(tokens), None
+    length, longest = spec.row_view.shape(tokens, max(one.example.longest_document for one in placed))
+    count, sharing = _num_view_rows(placed, into, spec.row_view.examples), _max_sharing(placed, into)
+    places = np.full((rows, 1, count, longest), length, np.int32)
+    return length, RowView(places, np.full((rows, 1, sharing, length), count * longest, np.int32))
 
 
 def _num_reads(placed: Sequence[Placed], into: Sequence[int], length: int) -> int:
@@ -343,24 +338,36 @@ class RowViewShape(NamedTuple):
     shape: Callable[[int, int], tuple[int, int]]
 
 
-def view_rows(placed: Sequence[Placed], into: Sequence[int], view: RowViewShape) -> int:
+def _num_view_rows(placed: Sequence[Placed], into: Sequence[int], examples: int) -> int:
     """Number of view rows per packed row; with documents, rounded up to a power of two to limit compilations."""
     documents = int(np.bincount(into, [len(one.example.documents) for one in placed]).max())
-    return 1 << (documents - 1).bit_length() if documents else len(placed[0].example.texts) * view.examples
+    return 1 << (documents - 1).bit_length() if documents else len(placed[0].example.texts) * examples
 
 
-def no_view(rows: int, count: int, longest: int, length: int, sharing: int) -> RowView:
-    places = np.full((rows, 1, count, longest), length, np.int32)
-    return RowView(places, np.full((rows, 1, sharing, length), count * longest, np.int32))
-
-
-def sharing(placed: Sequence[Placed], into: Sequence[int]) -> int:
+def _max_sharing(placed: Sequence[Placed], into: Sequence[int]) -> int:
     """Maximum number of texts that share a token: 2, or rounded up to a power of two to limit compilations."""
     branches = Counter((row, one.context) for one, row in zip(placed, into, strict=True) if one.context is not None)
     return max(2, 1 << (max(branches.values(), default=1) - 1).bit_length())
 
 
-def write_view(view: RowView, row: int, number: int, at: np.ndarray, shared: int, side: int) -> None:
+def _write_views(
+    view: RowView, row: int, number: int, one: Placed, places: list[np.ndarray], earlier_branches: int
+) -> int:
+    """Write the texts of an example, or its documents, as view rows from `number` on. Returns the end.
+
+    Args:
+        places: positions of each text's tokens in the packed row.
+        earlier_branches: number of earlier branches of its context in the packed row.
+    """
+    if one.example.documents:
+        places = [places[0][start:end] for start, end in one.example.spans]
+    for text, at in enumerate(places):
+        shared, side = (one.shared, text) if one.context is None else (one.context_tokens, earlier_branches)
+        _write_view(view, row, number + text, at, shared if side else 0, side)
+    return number + len(places)
+
+
+def _write_view(view: RowView, row: int, number: int, at: np.ndarray, shared: int, side: int) -> None:
     """Write a text as view row `number`.
 
     Args:
