@@ -55,26 +55,27 @@ def prepare(
     """
     where = checks.argument(name)
     plain, first = tokenize.opened(dataset, name, ("prompt", "completion", *_PAIR))
-    from_texts = all(column in first for column in _NEEDED) and not all(column in first for column in IDS)
-    if is_prepared(first, block) and not from_texts:
-        texts = (JOINED,) if block is None else (JOINED, KL_JOINED)
-        plain = tokenize.with_columns(plain, (*(column for text in texts for column in text), "label"), where)
-        facts = {"texts": texts, "end": max_length, "max_prompt_length": max_prompt_length}
-        return plain if max_length is None is max_prompt_length else plain.map(_cut, fn_kwargs=facts)
-    options = preference.map_options(plain, where, num_proc)
-    if all(column in first for column in IDS):
+    has_ids, has_texts = preference.has_all(first, IDS), preference.has_all(first, _NEEDED)
+    limits = {"with_kl": block is not None, "max_length": max_length, "max_prompt_length": max_prompt_length}
+    if is_prepared(first, block) and (has_ids or not has_texts):
+        plain = tokenize.with_columns(plain, (*JOINED, *(() if block is None else KL_JOINED), "label"), where)
+        if max_length is None and max_prompt_length is None:
+            return plain
+        return plain.map(_truncate_row, fn_kwargs=limits)
+    if has_ids:
         plain = tokenize.with_columns(plain, IDS, where)
     else:
-        plain, where = _unpaired(plain, first, where, options)
+        plain, where = _unpaired(plain, first, where, num_proc)
         facts = {"tokenizer": tokenizer, "where": where}
-        plain = plain.map(tokenize_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
-    plain = preference.without_full_prompts(plain, max_length, max_prompt_length, where, options)
+        options = tokenize.map_options(plain, num_proc, f"Tokenizing {where}")
+        plain = plain.map(tokenize_row, with_indices=True, fn_kwargs=facts, **options)
+    plain = preference.without_full_prompts(plain, max_length, max_prompt_length, where, num_proc)
     if block is not None:
         plain = _with_kl_rows(plain, block, where)
-    sides = ("", "KL_")[: 1 if block is None else 2]
-    facts = {"sides": sides, "end": max_length, "max_prompt_length": max_prompt_length, "where": where}
-    plain = plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
-    return preference.warn_of_rows(plain, JOINED[:1], JOINED[1], where)
+    options = tokenize.map_options(plain, num_proc, f"Joining prompts and answers of {where}")
+    plain = plain.map(_join_row, with_indices=True, fn_kwargs=limits | {"where": where}, **options)
+    preference.warn_of_rows(plain, JOINED[:1], JOINED[1], where)
+    return plain
 
 
 def check_image_columns(columns: Collection[str], where: str) -> None:
@@ -114,24 +115,24 @@ def image_example(row: dict[str, Any], encoder: Encoder, max_length: int | None)
 
 def is_prepared(columns: Any, block: int | None) -> bool:
     """Whether these columns include everything that a step reads; see `prepare` for `block`."""
-    return all(column in columns for column in (*JOINED, *(() if block is None else KL_JOINED), "label"))
+    return preference.has_all(columns, (*JOINED, *(() if block is None else KL_JOINED), "label"))
 
 
 def tokenize_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
     """Tokenize a row: ids of the prompt, and the ids that the answer adds. `index` and `where` name it in errors."""
     place = f"Row {index} of {where}"
     read = preference.read_row(row, ("completion",), place)
-    ids = preference.behind_prompt(*preference.tokenized(read, ("completion",), tokenizer, place))
+    ids = preference.split_at_prompt(*preference.tokenize_with_prompt(read, ("completion",), tokenizer, place))
     return dict(zip(IDS, ids, strict=False))
 
 
 def _unpaired(
-    dataset: Dataset | IterableDataset, first: dict[str, Any], where: str, options: preference.Options
+    dataset: Dataset | IterableDataset, first: dict[str, Any], where: str, num_proc: int | None
 ) -> tuple[Dataset | IterableDataset, str]:
     """Convert pairs to rows with one answer each; returns also the dataset's name in errors. The order of the rows does
     not depend on `num_proc`."""
-    if not all(column in first for column in _PAIR):
-        if not all(column in first for column in _NEEDED):
+    if not preference.has_all(first, _PAIR):
+        if not preference.has_all(first, _NEEDED):
             raise ValueError(
                 f"{where} must have the columns 'prompt', 'completion' and 'label', or 'chosen' and 'rejected' (with "
                 f"an optional 'prompt'), or {', '.join(IDS)}, got {brief(list(first), 500)}."
@@ -139,8 +140,8 @@ def _unpaired(
         return tokenize.with_columns(dataset, _NEEDED, where), where
     dataset = tokenize.with_columns(dataset, [name for name in ("prompt", *_PAIR) if name in first], where)
     if "prompt" not in first:
-        facts = {"where": where}
-        dataset = dataset.map(_with_prompt, with_indices=True, fn_kwargs=facts, **options("Extracting prompt from"))
+        options = tokenize.map_options(dataset, num_proc, f"Extracting prompt from {where}")
+        dataset = dataset.map(_with_prompt, with_indices=True, fn_kwargs={"where": where}, **options)
     words = {} if isinstance(dataset, IterableDataset) else {"desc": f"Unpairing {where}"}
     return unpair_preference_dataset(dataset, **words), f"the unpaired {where}"
 
@@ -176,18 +177,21 @@ def _warn_alone(where: str, block: int, state: tokenize.StreamState) -> None:
     tokenize.warn_once(what, "alone", state)
 
 
-def _cut(
-    row: dict[str, Any], texts: tuple[tuple[str, str], ...], end: int | None, max_prompt_length: int | None
+def _truncate_row(
+    row: dict[str, Any], with_kl: bool, max_length: int | None, max_prompt_length: int | None
 ) -> dict[str, Any]:
-    cut = (preference.shortened(row, *columns, slice(end), max_prompt_length, end or 0) for columns in texts)
-    return {column: ids for text in cut for column, ids in text.items()}
+    """Truncate the joined texts; as in TRL, the prompt only if a text is too long."""
+    columns = {}
+    for names in (JOINED, KL_JOINED) if with_kl else (JOINED,):
+        columns |= preference.truncate_joined(row, names, slice(max_length), max_prompt_length, fits=max_length or 0)
+    return columns
 
 
-def _joined(
+def _join_row(
     row: dict[str, Any],
     index: int,
-    sides: tuple[str, ...],
-    end: int | None,
+    with_kl: bool,
+    max_length: int | None,
     max_prompt_length: int | None,
     where: str,
 ) -> dict[str, list[int]]:
@@ -195,21 +199,21 @@ def _joined(
     place, columns = f"Row {index} of {where}", {}
     if max_prompt_length is not None:
         prompt = row["prompt_ids"]
-        fits = end is not None and len(prompt) + len(row["completion_ids"]) <= end
+        fits = max_length is not None and len(prompt) + len(row["completion_ids"]) <= max_length
         columns["prompt_ids"] = prompt if fits else prompt[-max_prompt_length:]
         row = {**row, **columns}
     if row["label"] not in (True, False):
         raise checks.cell_error(place, "label", row["label"], "true for a desirable answer, false for any other")
-    for side, names in zip(sides, (JOINED, KL_JOINED), strict=False):
-        texts = preference.joined(row, f"{side}completion_ids", slice(end), place)
-        columns |= dict(zip(names, texts, strict=True))
+    answers = {"completion_ids": JOINED} | ({"KL_completion_ids": KL_JOINED} if with_kl else {})
+    for answer, names in answers.items():
+        columns |= zip(names, preference.join_with_prompt(row, answer, slice(max_length), place), strict=True)
     return columns
 
 
 def warn_of_order(dataset: Dataset | IterableDataset, batch_size: int) -> None:
     """Warn if a dataset of pairs is so large that each micro-batch has only chosen or only rejected answers."""
     first = dataset.column_names or tokenize.first_row(dataset, "train_dataset")
-    if not all(column in first for column in _PAIR) or isinstance(dataset, Dataset) and len(dataset) < batch_size:
+    if not preference.has_all(first, _PAIR) or isinstance(dataset, Dataset) and len(dataset) < batch_size:
         return
     logger.warning(
         "train_dataset has pairs. As in TRL, each block of 1,000 pairs becomes all chosen answers followed by all "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset
@@ -19,14 +19,11 @@ logger = logging.getLogger(__name__)
 
 _OPTIONS = ("tools", "chat_template_kwargs")
 
-Options = Callable[[str], dict[str, Any]]
-
 # DPO
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 JOINED = ("chosen_input_ids", "rejected_input_ids", "chosen_labels", "rejected_labels")
 _NEEDED = ("chosen", "rejected")
-_SIDE_COLUMNS = tuple((f"{side}_input_ids", f"{side}_labels") for side in _NEEDED)
 
 
 def prepare_dpo(
@@ -58,62 +55,65 @@ def prepare_dpo(
     """
     where = checks.argument(name)
     plain, first = tokenize.opened(dataset, name, ("prompt", "chosen", "rejected"))
-    part = _part(max_length, keep_end)
-    from_texts = all(column in first for column in _NEEDED) and not all(column in first for column in IDS)
-    if all(column in first for column in JOINED) and not from_texts:
+    has_ids, has_texts = has_all(first, IDS), has_all(first, _NEEDED)
+    limits = {"max_length": max_length, "keep_end": keep_end, "max_prompt_length": max_prompt_length}
+    if has_all(first, JOINED) and (has_ids or not has_texts):
         plain = tokenize.with_columns(plain, JOINED, where)
-        facts = {"part": (part.start, part.stop), "max_prompt_length": max_prompt_length}
-        return plain if max_length is None is max_prompt_length else plain.map(_cut, fn_kwargs=facts)
-    tokenized = all(column in first for column in IDS)
-    if not tokenized and not all(column in first for column in _NEEDED):
+        if max_length is None and max_prompt_length is None:
+            return plain
+        return plain.map(_truncate_pair, fn_kwargs=limits)
+    if not has_ids and not has_texts:
         raise ValueError(
             f"{where} must have the columns 'chosen' and 'rejected' (with an optional 'prompt'), or "
             f"{', '.join(IDS)}, got {brief(list(first), 500)}."
         )
-    read = [name for name in ("prompt", *_NEEDED) if name in first]
-    plain = tokenize.with_columns(plain, IDS if tokenized else read, where)
-    options = map_options(plain, where, num_proc)
-    if not tokenized:
+    if has_ids:
+        plain = tokenize.with_columns(plain, IDS, where)
+    else:
+        plain = tokenize.with_columns(plain, [name for name in ("prompt", *_NEEDED) if name in first], where)
         facts = {"tokenizer": tokenizer, "where": where}
-        plain = plain.map(tokenize_dpo_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
-    longest = None if keep_end else max_length
-    plain = without_full_prompts(plain, longest, max_prompt_length, where, options)
-    facts = {"part": (part.start, part.stop), "max_prompt_length": max_prompt_length, "where": where}
-    plain = plain.map(_joined, with_indices=True, fn_kwargs=facts, **options("Joining prompts and answers of"))
-    return warn_of_rows(plain, JOINED[:2], JOINED[2], where)
+        options = tokenize.map_options(plain, num_proc, f"Tokenizing {where}")
+        plain = plain.map(tokenize_dpo_row, with_indices=True, fn_kwargs=facts, **options)
+    if not keep_end:
+        plain = without_full_prompts(plain, max_length, max_prompt_length, where, num_proc)
+    options = tokenize.map_options(plain, num_proc, f"Joining prompts and answers of {where}")
+    plain = plain.map(_join_pair, with_indices=True, fn_kwargs=limits | {"where": where}, **options)
+    warn_of_rows(plain, JOINED[:2], JOINED[2], where)
+    return plain
 
 
 def tokenize_dpo_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
     """Tokenize a row: ids of the prompt, and the ids that each answer adds. `index` and `where` name it in errors."""
     place = f"Row {index} of {where}"
     read = read_row(row, _NEEDED, place)
-    ids = behind_prompt(*tokenized(read, _NEEDED, tokenizer, place))
+    ids = split_at_prompt(*tokenize_with_prompt(read, _NEEDED, tokenizer, place))
     return dict(zip(IDS, ids, strict=True))
 
 
-def _part(max_length: int | None, keep_end: bool) -> slice:
-    """The slice of a text that is kept: its first or last `max_length` tokens, or all."""
-    if max_length is None:
-        return slice(None)
-    return slice(-max_length, None) if keep_end else slice(max_length)
+def _truncate_pair(
+    row: dict[str, Any], max_length: int | None, keep_end: bool, max_prompt_length: int | None
+) -> dict[str, Any]:
+    kept = tokenize.kept_tokens(max_length, keep_end)
+    chosen = truncate_joined(row, ("chosen_input_ids", "chosen_labels"), kept, max_prompt_length)
+    return chosen | truncate_joined(row, ("rejected_input_ids", "rejected_labels"), kept, max_prompt_length)
 
 
-def _cut(row: dict[str, Any], part: tuple[int | None, int | None], max_prompt_length: int | None) -> dict[str, Any]:
-    sides = (shortened(row, *columns, slice(*part), max_prompt_length) for columns in _SIDE_COLUMNS)
-    return {column: ids for side in sides for column, ids in side.items()}
-
-
-def _joined(
-    row: dict[str, Any], index: int, part: tuple[int | None, int | None], max_prompt_length: int | None, where: str
+def _join_pair(
+    row: dict[str, Any],
+    index: int,
+    max_length: int | None,
+    keep_end: bool,
+    max_prompt_length: int | None,
+    where: str,
 ) -> dict[str, Any]:
     """Join the prompt with each answer, truncate, and build labels from the answer's ids."""
-    columns: dict[str, list[int]] = {}
+    place, columns = f"Row {index} of {where}", {}
     if max_prompt_length is not None:
         columns["prompt_ids"] = row["prompt_ids"][-max_prompt_length:]
         row = {**row, **columns}
     for side in _NEEDED:
-        texts = joined(row, f"{side}_ids", slice(*part), f"Row {index} of {where}")
-        columns[f"{side}_input_ids"], columns[f"{side}_labels"] = texts
+        ids, labels = join_with_prompt(row, f"{side}_ids", tokenize.kept_tokens(max_length, keep_end), place)
+        columns |= {f"{side}_input_ids": ids, f"{side}_labels": labels}
     return columns
 
 
@@ -149,36 +149,37 @@ def prepare_reference_free(
     """
     where = checks.argument(name)
     plain, first = tokenize.opened(dataset, name, ("prompt", "chosen", "rejected"))
-    if all(column in first for column in (*TEXTS, *LABELS)) and not any(side in first for side in _SIDES):
+    if has_all(first, (*TEXTS, *LABELS)) and not any(side in first for side in _SIDES):
         return tokenize.with_columns(plain, (*TEXTS, *LABELS), where)  # prepared before
-    if not all(side in first for side in _SIDES):
+    if not has_all(first, _SIDES):
         found = brief(list(first), 500)
         raise ValueError(
             f"{where} must have the columns 'chosen' and 'rejected' (with an optional 'prompt'), got {found}."
         )
     plain = tokenize.with_columns(plain, [column for column in ("prompt", *_SIDES) if column in first], where)
-    options = map_options(plain, where, num_proc)
-    facts = {"tokenizer": tokenizer, "where": where, "most": max_length, "most_of_prompt": max_prompt_length}
-    plain = plain.map(tokenize_reference_free_row, with_indices=True, fn_kwargs=facts, **options("Tokenizing"))
-    prompts = "prompt_input_ids"
-    plain = without_full_prompts(plain, max_length, max_prompt_length, where, options, column=prompts)
-    return warn_of_rows(plain, TEXTS, LABELS[0], where)
+    options = tokenize.map_options(plain, num_proc, f"Tokenizing {where}")
+    facts = {"tokenizer": tokenizer, "where": where}
+    facts |= {"max_length": max_length, "max_prompt_length": max_prompt_length}
+    plain = plain.map(tokenize_reference_free_row, with_indices=True, fn_kwargs=facts, **options)
+    plain = without_full_prompts(plain, max_length, max_prompt_length, where, num_proc, column="prompt_input_ids")
+    warn_of_rows(plain, TEXTS, LABELS[0], where)
+    return plain
 
 
 def tokenize_reference_free_row(
-    row: dict[str, Any], index: int, tokenizer: Any, where: str, most: int | None, most_of_prompt: int | None
+    row: dict[str, Any], index: int, tokenizer: Any, where: str, max_length: int | None, max_prompt_length: int | None
 ) -> dict[str, list[int]]:
     """The columns that `prepare_reference_free` adds to a row; `index` and `where` name it in errors."""
     place = f"Row {index} of {where}"
     texts = _rendered(read_row(row, _SIDES, place), tokenizer, place)
-    sides = _behind_prompt(texts, tokenizer, place)
+    sides = _split_texts(texts, tokenizer, place)
     longest = max(len(answer) for _, answer in sides)
     columns = {}
     for side, (prompt, answer) in zip(_SIDES, sides, strict=True):
-        if most_of_prompt is not None and most is not None and len(prompt) + longest > most:
-            prompt = prompt[-most_of_prompt:]
-        columns[f"{side}_input_ids"] = (prompt + answer)[:most]
-        columns[f"{side}_labels"] = ([IGNORED] * len(prompt) + answer)[:most]
+        if max_prompt_length is not None and max_length is not None and len(prompt) + longest > max_length:
+            prompt = prompt[-max_prompt_length:]
+        columns[f"{side}_input_ids"] = (prompt + answer)[:max_length]
+        columns[f"{side}_labels"] = ([IGNORED] * len(prompt) + answer)[:max_length]
         columns["prompt_input_ids"] = min(columns.get("prompt_input_ids", prompt), prompt, key=len)
     return columns
 
@@ -198,7 +199,7 @@ def _rendered(row: dict[str, Any], tokenizer: Any, place: str) -> list[str]:
     return [os.path.commonprefix(texts), *texts[1:]]
 
 
-def _behind_prompt(texts: list[str], tokenizer: Any, place: str) -> list[tuple[list[int], list[int]]]:
+def _split_texts(texts: list[str], tokenizer: Any, place: str) -> list[tuple[list[int], list[int]]]:
     """For each answer, its prompt's tokens and its own tokens.
 
     Raises:
@@ -216,15 +217,15 @@ def _behind_prompt(texts: list[str], tokenizer: Any, place: str) -> list[tuple[l
             f"{place}: the prompt is tokenized differently before 'chosen' than before 'rejected', by more than its "
             "last token. End the prompt at a token boundary, for example before a space."
         )
-    return [(_begun(prompt, tokenizer), _ended(answer, tokenizer)) for prompt, answer in sides]
+    return [(_with_bos(prompt, tokenizer), _with_eos(answer, tokenizer)) for prompt, answer in sides]
 
 
-def _begun(prompt: list[int], tokenizer: Any) -> list[int]:
+def _with_bos(prompt: list[int], tokenizer: Any) -> list[int]:
     bos = tokenizer.bos_token_id
     return prompt if bos is None or prompt[:1] == [bos] else [bos, *prompt]
 
 
-def _ended(answer: list[int], tokenizer: Any) -> list[int]:
+def _with_eos(answer: list[int], tokenizer: Any) -> list[int]:
     eos = tokenizer.eos_token_id
     return answer if eos is None or answer[-1:] == [eos] else [*answer, eos]
 
@@ -232,14 +233,8 @@ def _ended(answer: list[int], tokenizer: Any) -> list[int]:
 # Shared by DPO and KTO
 
 
-def map_options(dataset: Dataset | IterableDataset, where: str, num_proc: int | None) -> Options:
-    """A function from a progress bar's text to the arguments of `map` and `filter`, which are empty for a stream."""
-
-    def options(words: str) -> dict[str, Any]:
-        streams = isinstance(dataset, IterableDataset)
-        return {} if streams else {"num_proc": num_proc, "desc": f"{words} {where}".replace("_", " ", 1)}
-
-    return options
+def has_all(columns: Collection[str], wanted: Sequence[str]) -> bool:
+    return all(column in columns for column in wanted)
 
 
 def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[str, Any]:
@@ -250,9 +245,9 @@ def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[st
         place: the row's name in errors.
     """
     row = {column: row[column] for column in ("prompt", *answers, *_OPTIONS) if column in row}
-    given = [column for column in row if column not in _OPTIONS]
-    chat.check_contents(row, given, place, "Write the prompt and the answers either all as text or all as messages.")
-    for column in given:
+    contents = [column for column in row if column not in _OPTIONS]
+    chat.check_contents(row, contents, place, "Write the prompt and the answers either all as text or all as messages.")
+    for column in contents:
         chat.check_unicode(row[column], column, place)
         checks.check_no_media(row[column], f"{place}, column {column!r}")
     if "prompt" not in row:
@@ -260,7 +255,7 @@ def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[st
     return row
 
 
-def tokenized(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place: str) -> list[list[int]]:
+def tokenize_with_prompt(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place: str) -> list[list[int]]:
     """Token ids of the prompt, and of the prompt with each answer. EOS is appended unless answers are messages."""
     if isinstance(row["prompt"], str):
         ended = [row["prompt"] + chat.with_eos(row[answer], tokenizer, place) for answer in answers]
@@ -276,7 +271,7 @@ def tokenized(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place
         ]
 
 
-def behind_prompt(prompt: list[int], *whole: list[int]) -> list[list[int]]:
+def split_at_prompt(prompt: list[int], *whole: list[int]) -> list[list[int]]:
     """Split token ids into the prompt and the answers, at the end of the longest common prefix of the prompt and all of
     `whole`."""
     alike = min(common_prefix(prompt, ids) for ids in whole)
@@ -309,7 +304,7 @@ def without_full_prompts(
     max_length: int | None,
     max_prompt_length: int | None,
     where: str,
-    options: Options,
+    num_proc: int | None,
     column: str = "prompt_ids",
 ) -> Dataset | IterableDataset:
     """Drop rows whose prompt alone has at least `max_length` tokens, and warn.
@@ -321,12 +316,10 @@ def without_full_prompts(
     Raises:
         ValueError: all rows of a table would be dropped.
     """
-    if max_length is None:
+    if max_length is None or (max_prompt_length is not None and max_prompt_length < max_length):
         return dataset
-    words = options("Dropping fully truncated rows from")
-    if max_prompt_length is not None and max_prompt_length < max_length:
-        return dataset
-    kept = dataset.filter(_has_room, fn_kwargs={"max_length": max_length, "column": column}, **words)
+    options = tokenize.map_options(dataset, num_proc, f"Dropping fully truncated rows from {where}")
+    kept = dataset.filter(_has_room, fn_kwargs={"max_length": max_length, "column": column}, **options)
     if isinstance(dataset, IterableDataset) or len(kept) == len(dataset):
         return kept
     missing, total = len(dataset) - len(kept), len(dataset)
@@ -341,7 +334,7 @@ def without_full_prompts(
     return kept
 
 
-def joined(row: dict[str, Any], column: str, kept: slice, place: str) -> tuple[list[int], list[int]]:
+def join_with_prompt(row: dict[str, Any], column: str, kept: slice, place: str) -> tuple[list[int], list[int]]:
     """Join a row's prompt with the answer in `column` and truncate; returns ids and labels."""
     prompt, answer = row["prompt_ids"], row[column]
     if not prompt and not answer:
@@ -349,37 +342,33 @@ def joined(row: dict[str, Any], column: str, kept: slice, place: str) -> tuple[l
     return (prompt + answer)[kept], ([IGNORED] * len(prompt) + answer)[kept]
 
 
-def shortened(
-    row: dict[str, Any], ids: str, labels: str, kept: slice, max_prompt_length: int | None, beyond: int = 0
+def truncate_joined(
+    row: dict[str, Any], columns: tuple[str, str], kept: slice, max_prompt_length: int | None, fits: int = 0
 ) -> dict[str, list[int]]:
-    """Truncate ids and labels that are already joined.
+    """Truncate a text that is already joined with its prompt: `columns` are its ids and its labels.
 
     Args:
-        kept: the slice to keep, after shortening the prompt.
-        max_prompt_length: if the text has more than `beyond` tokens, only this many last tokens of the prompt are
-            kept; None keeps all.
+        kept: the slice to keep, after the prompt is truncated.
+        max_prompt_length: number of last tokens of the prompt that are kept if the text has more than `fits` tokens;
+            None keeps all.
     """
+    ids, labels = row[columns[0]], row[columns[1]]
     start = 0
-    if max_prompt_length is not None and len(row[ids]) > beyond:
-        prompt = next((at for at, label in enumerate(row[labels]) if label != IGNORED), len(row[labels]))
-        start = max(prompt - max_prompt_length, 0)
-    return {column: row[column][start:][kept] for column in (ids, labels)}
+    if max_prompt_length is not None and len(ids) > fits:
+        prompt_length = next((at for at, label in enumerate(labels) if label != IGNORED), len(labels))
+        start = max(prompt_length - max_prompt_length, 0)
+    return {column: row[column][start:][kept] for column in columns}
 
 
-def warn_of_rows(
-    dataset: Dataset | IterableDataset, texts: Sequence[str], labels: str, where: str
-) -> Dataset | IterableDataset:
+def warn_of_rows(dataset: Dataset | IterableDataset, texts: Sequence[str], labels: str, where: str) -> None:
     """Warn about rows of a table without a prompt, and about rows with two equal answers.
 
     Args:
         texts: the columns of the full texts, one or two.
         labels: the label column of the first one.
-
-    Returns:
-        The same dataset.
     """
     if isinstance(dataset, IterableDataset):
-        return dataset
+        return
     bare, equal = [], []
     for _, block in checks.blocks(dataset, (*texts, labels)):
         whole = [block.column(text).to_pylist() for text in texts]
@@ -391,7 +380,6 @@ def warn_of_rows(
     for words, rows in warnings.items():
         if any(rows):
             logger.warning(f"{sum(rows):,} of {len(rows):,} rows of {where} (first: row {rows.index(True)}) {words}.")
-    return dataset
 
 
 def _has_room(row: dict[str, Any], max_length: int, column: str) -> bool:

@@ -108,7 +108,7 @@ def prepare(
 def _packed(
     dataset: Dataset | IterableDataset, max_length: int, strategy: str, parts: int | None, where: str
 ) -> Dataset | IterableDataset:
-    options = _map_options(dataset, None, f"Packing {where}")
+    options = tokenize.map_options(dataset, None, f"Packing {where}")
     if isinstance(dataset, IterableDataset) or not parts:
         return pack_dataset(dataset, max_length, strategy, options)
     count = min(parts, len(dataset))
@@ -119,7 +119,7 @@ def _packed(
 def _label_answers(
     dataset: Dataset | IterableDataset, marks: AnswerMarks, num_proc: int | None, where: str
 ) -> Dataset | IterableDataset:
-    return label_answers(dataset, marks, where, _map_options(dataset, num_proc, f"Labeling answers of {where}"))
+    return label_answers(dataset, marks, where, tokenize.map_options(dataset, num_proc, f"Labeling answers of {where}"))
 
 
 def marked_template(tokenizer: Any) -> str | None:
@@ -167,18 +167,11 @@ def _tokenized(
     dataset: Dataset | IterableDataset, num_proc: int | None, where: str, **arguments: Any
 ) -> Dataset | IterableDataset:
     """Map `tokenize_batch`, with these arguments, over the dataset; a stream is mapped one row at a time."""
-    options = _map_options(dataset, num_proc, f"Tokenizing {where}")
+    options = tokenize.map_options(dataset, num_proc, f"Tokenizing {where}")
     if isinstance(dataset, IterableDataset):
         options["batch_size"] = 1
     arguments["where"] = where
     return dataset.map(tokenize_batch, with_indices=True, batched=True, fn_kwargs=arguments, **options)
-
-
-def _map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words: str) -> dict[str, Any]:
-    """Arguments of `map` that only tables accept."""
-    if isinstance(dataset, IterableDataset):
-        return {}
-    return {"num_proc": num_proc, "desc": words.replace("_", " ", 1)}
 
 
 def _without_unlabeled(dataset: Dataset | IterableDataset, where: str, drops: bool) -> Dataset | IterableDataset:
@@ -258,9 +251,7 @@ def tokenize_batch(
         rows = [dict(zip(batch, row, strict=True)) for row in cells]
         read = _READERS[row_format.kind]
         ids, labels = read(rows, [f"Row {i} of {where}" for i in indices], tokenizer, row_format, masking)
-    if max_length is None:
-        return {"input_ids": ids, "labels": labels}
-    kept = slice(-max_length, None) if keep_end else slice(max_length)
+    kept = tokenize.kept_tokens(max_length, keep_end)
     return {"input_ids": [row[kept] for row in ids], "labels": [row[kept] for row in labels]}
 
 

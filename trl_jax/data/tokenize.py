@@ -170,6 +170,20 @@ def opened(dataset: Any, name: str, messages: Sequence[str] = ()) -> tuple[Datas
     return plain, plain[0]
 
 
+def map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words: str) -> dict[str, Any]:
+    """Arguments of `map` and `filter` that only tables accept; `words` are shown at the progress bar."""
+    if isinstance(dataset, IterableDataset):
+        return {}
+    return {"num_proc": num_proc, "desc": words.replace("_", " ", 1)}
+
+
+def kept_tokens(max_length: int | None, keep_end: bool) -> slice:
+    """The slice of a text that is kept: its first or last `max_length` tokens, or all."""
+    if max_length is None:
+        return slice(None)
+    return slice(-max_length, None) if keep_end else slice(max_length)
+
+
 def with_columns(dataset: Dataset | IterableDataset, columns: Sequence[str], where: str) -> Dataset | IterableDataset:
     """Make a stream raise ValueError for rows without these columns; a table is returned unchanged."""
     if isinstance(dataset, Dataset):

@@ -220,7 +220,7 @@ def prepare_chatml(
             raises when it reaches the row.
     """
     plain, first = tokenize.opened(dataset, name, ("messages",))
-    where, streams = checks.argument(name), isinstance(plain, IterableDataset)
+    where = checks.argument(name)
     if "messages" not in first and "input_ids" not in first:
         raise ValueError(
             f"{where} must have the column 'messages', or 'input_ids' with a 'completion_mask' or a 'prompt', got "
@@ -229,7 +229,7 @@ def prepare_chatml(
     if max_length is None:
         max_length = min(tokenizer.model_max_length, _LONGEST)
     facts = {"tokenizer": tokenizer, "max_length": max_length, "where": where}
-    options = {} if streams else {"num_proc": num_proc, "desc": f"Tokenizing {where.replace('_', ' ', 1)}"}
+    options = tokenize.map_options(plain, num_proc, f"Tokenizing {where}")
     return plain.map(_example_of, with_indices=True, fn_kwargs=facts, **options)
 
 
