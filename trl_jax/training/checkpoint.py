@@ -56,7 +56,7 @@ def save_checkpoint(
     events: Events,
     facts: dict[str, Any],
     needed: int = 0,
-    begin: Callable[[Callable[[], None]], None] = lambda job: job(),
+    saver: AsyncSaver | None = None,
 ) -> Path:
     """Write `checkpoint-<step>` below `output_dir`, then delete those beyond `save_total_limit`.
 
@@ -64,8 +64,8 @@ def save_checkpoint(
         write: fills a folder, which is renamed to its final name once everything in it is flushed to disk.
         facts: for the manifest, in addition to the step; "run" is the run's id.
         needed: number of bytes about to be written; 0 if unknown.
-        begin: runs the job that does all this, now or in the background. The job reads nothing that later steps change,
-            provided that `write` does not.
+        saver: does all this in the background, where `write` must not read anything that later steps change. None
+            waits.
 
     Raises:
         OSError: writing failed; nothing else was touched.
@@ -86,11 +86,14 @@ def save_checkpoint(
         (unfinished / STATE_FILE).write_text(text, encoding="utf-8")
         write_manifest(unfinished, facts)
 
-    def job() -> None:
+    def write_and_clean_up() -> None:
         _write_whole(folder, fill, needed, replaces=limit is not None)
         _forget_oldest(run_dir, limit, folder, kept)
 
-    begin(job)
+    if saver is None:
+        write_and_clean_up()
+    else:
+        saver.begin(write_and_clean_up)
     return folder
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +24,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import masked
 from trl_jax.core.text import brief, listed
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.loader import RunLength, fingerprint
 from trl_jax.hub.checkpoint import keep_processor_files
 from trl_jax.hub.peft_backend import LoraBackend
@@ -78,43 +79,56 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
     Raises:
         ValueError: the checkpoint belongs to another model, dataset, batch size or release.
     """
-    folder, args = point.folder, setup.args
+    folder, args, step = point.folder, setup.args, point.state.global_step
     saved = None if point.manifest is None or point.model_only else SavedProgress(folder)
-    if point.manifest is not None and not args.restarts_epoch:
-        _check_dataset(point, checkpointer.dataset_fingerprint())
-    if saved is not None:
-        _check_facts(saved)
-    reached = point.state.global_step >= length.max_steps
-    if saved is not None:
-        counts_rows = setup.rollout_steps is None and not args.restarts_epoch
-        _check_place(saved, setup.train_rows, point.state.global_step, counts_rows=counts_rows)
-        _check_frozen(saved, checkpointer.frozen_digests())
-        if not (reached or args.restarts_epoch):
-            _check_order(saved, order_of(args, setup.train_rows, setup.step_examples))
+    finished = step >= length.max_steps
+    _check_run(setup, checkpointer, point, saved, finished=finished)
     params = weights_of(setup.model, folder, args.seed, setup.sharding_plan)
     if saved is None:
-        params, state, progress = _of_transformers(setup, point, params, tx)
+        optimizer_state, progress = _without_progress(setup, point, params, tx)
         if point.model_only:
-            checkpointer.lr_scheduler.begin_at(point.state.global_step)
+            checkpointer.lr_scheduler.begin_at(step)
     else:
-        params, state, progress = _of_ours(setup, checkpointer, saved, params, tx, point.state.global_step, length)
+        params, optimizer_state, progress = _with_progress(setup, checkpointer, saved, params, tx, step, length)
     _resume_tables(setup.model, setup.reference, folder)
-    setup.model.params, setup.progress.optimizer_state = params, state
+    setup.model.params, setup.progress.optimizer_state = params, optimizer_state
     log_changes(folder, checkpointer.arguments)
     if point.manifest is not None:
         _log_libraries(folder, point.manifest["libraries"])
     progress.micro_batches = math.ceil(progress.examples / setup.micro_batch_examples)
     # As in TRL, a run that a callback stopped continues, unless it was interrupted before it could end.
     stopped, same_length = progress.stop_training, point.state.max_steps == length.max_steps
-    progress.stop_training = reached or (stopped and progress.evaluation_due and same_length)
+    progress.stop_training = finished or (stopped and progress.evaluation_due and same_length)
     if stopped and not progress.stop_training and progress.micro_batches < length.micro_batches_per_epoch:
         progress.epoch_over = False  # the epoch was cut short
     if args.restarts_epoch and not progress.stop_training:
         _restart_epoch(progress, length, setup.rollout_steps)
     restore_callbacks = args.restore_callback_states_from_checkpoint
     _restore_state(setup.events, point, setup.train_batch_size, wholly=restore_callbacks)
-    logger.warning("Resuming from %s: step %d of %d.", folder, point.state.global_step, length.max_steps)
+    logger.warning("Resuming from %s: step %d of %d.", folder, step, length.max_steps)
     return progress
+
+
+def _check_run(
+    setup: Setup, checkpointer: Checkpointer, point: ResumePoint, saved: SavedProgress | None, *, finished: bool
+) -> None:
+    """Raise ValueError if a checkpoint is damaged, or of a run with other rows, frozen weights or order.
+
+    Args:
+        saved: its progress; None if it has none.
+        finished: whether no step is left.
+    """
+    args = setup.args
+    if point.manifest is not None and not args.restarts_epoch:
+        _check_dataset(point, checkpointer.dataset_fingerprint())
+    if saved is None:
+        return
+    _check_facts(saved)
+    counts_rows = setup.rollout_steps is None and not args.restarts_epoch
+    _check_place(saved, setup.train_rows, point.state.global_step, counts_rows=counts_rows)
+    _check_frozen(saved, checkpointer.frozen_digests())
+    if not (finished or args.restarts_epoch):
+        _check_order(saved, order_of(args, setup.train_rows, setup.step_examples))
 
 
 def weights_of(model: PreTrainedModel, folder: Path, seed: int, plan: ShardingPlan | None) -> dict[str, jax.Array]:
@@ -142,8 +156,10 @@ def _restart_epoch(progress: LoopProgress, length: RunLength, rollout: RolloutSt
         rollout.begin_epoch_again(progress.epoch)
 
 
-def _of_transformers(setup: Setup, point: ResumePoint, params: dict, tx: Any) -> tuple[dict, Any, LoopProgress]:
-    state = tx.init(params)
+def _without_progress(setup: Setup, point: ResumePoint, params: dict, tx: Any) -> tuple[Any, LoopProgress]:
+    """The optimizer state and the progress for a checkpoint that has no `SavedProgress`: one of transformers' Trainer,
+    or one with only the model. The optimizer has AdamW's moments from the former, and begins again with the latter."""
+    optimizer_state = tx.init(params)
     if point.model_only:
         logger.warning(
             "%s holds only the model (save_only_model=True): the step and the place in the data continue, while the "
@@ -156,18 +172,21 @@ def _of_transformers(setup: Setup, point: ResumePoint, params: dict, tx: Any) ->
         def load(folder: Path) -> dict[str, jax.Array]:
             return weights_of(setup.model, folder, setup.args.seed, setup.sharding_plan)
 
-        state = optimizer_state(point.folder, state, setup.model, load)
+        optimizer_state = with_saved_moments(point.folder, optimizer_state, setup.model, load)
     if setup.sharding_plan is not None:
-        state = setup.sharding_plan.placed_state(state, params)
+        optimizer_state = setup.sharding_plan.placed_state(optimizer_state, params)
     setup.progress.tokens_seen = tokens_seen(point.state)
-    if setup.rollout_steps is not None:
-        steps, only = setup.rollout_steps, point.model_only
-        return params, state, rollout_progress(point.folder, point.state, steps, setup.step_examples, model_only=only)
-    steps = len(loader(setup, setup.train_rows, training=True)) if isinstance(setup.train_rows, Dataset) else None
-    return params, state, loop_progress(point.state, steps, setup.step_examples)
+    if setup.rollout_steps is None:
+        steps = len(loader(setup, setup.train_rows, training=True)) if isinstance(setup.train_rows, Dataset) else None
+        return optimizer_state, _progress_at(point.state, steps, setup.step_examples)
+    progress = _rollout_progress_at(point.state, setup.rollout_steps, setup.step_examples)
+    if not point.model_only:
+        _restore_streams(point.folder, setup.rollout_steps.streams)
+    _restore_entropy_bonus(point.folder, setup.rollout_steps)
+    return optimizer_state, progress
 
 
-def _of_ours(
+def _with_progress(
     setup: Setup,
     checkpointer: Checkpointer,
     saved: SavedProgress,
@@ -176,11 +195,14 @@ def _of_ours(
     step: int,
     length: RunLength,
 ) -> tuple[dict, Any, LoopProgress]:
+    """The parameters, the optimizer state and the progress in `saved`. Also restores the rollouts, a reference that
+    follows the policy, the random state and the schedule."""
     _check_step(saved, setup.args, shards=setup.shards, micro_batch=setup.micro_batch_examples)
     like, plan = jax.eval_shape(tx.init, params), setup.sharding_plan
-    places = (None, None) if plan is None else (plan.params(params), plan.state(like, params))
-    params = saved.tree("params", params, places[0]) if saved.names("params") else params
-    state = saved.tree("optimizer", like, places[1])
+    places = None if plan is None else plan.state(like, params)
+    if saved.names("params"):
+        params = saved.tree("params", params, None if plan is None else plan.params(params))
+    optimizer_state = saved.tree("optimizer", like, places)
     if setup.rollout_steps is not None:
         arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
         moved = setup.rollout_steps.restore(arrays, saved.facts["rollout"], saved.progress.unreported)
@@ -193,7 +215,7 @@ def _of_ours(
     setup.progress.fill_last, setup.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
     saved.restore_random_state()
     checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
-    return params, state, saved.progress
+    return params, optimizer_state, saved.progress
 
 
 def _resume_reference(reference: ReferenceModel, plan: ShardingPlan | None, saved: SavedProgress) -> None:
@@ -210,9 +232,10 @@ def _resume_tables(model: PreTrainedModel, reference: ReferenceModel | None, fol
         return
     model.frozen = model.frozen | backend.restore_tables(folder, model.frozen)
     if reference is not None and reference.backend is backend.base:  # it has its own copies of tables that are trained
-        own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
-        changed = {path: backend.base.replaced(own, path, backend.tables[path]) for path in backend.tables.keys() & own}
-        reference.arrays = reference.arrays | {PREFIX + path: arrays[path] for path, arrays in changed.items()}
+        arrays = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
+        for path in backend.tables.keys() & arrays.keys():
+            arrays |= backend.base.replaced(arrays, path, backend.tables[path])
+        reference.arrays = {PREFIX + path: array for path, array in arrays.items()}
 
 
 def _restore_state(events: Events, point: ResumePoint, train_batch_size: int, *, wholly: bool) -> None:
@@ -396,7 +419,7 @@ class Checkpointer:
             setup.events,
             facts={"run": self.run_id, "dataset": self.dataset_fingerprint()},
             needed=needed,
-            **({"begin": self.saver.begin} if background else {}),
+            saver=self.saver if background else None,
         )
         barrier("checkpoint")
         return folder
@@ -431,11 +454,16 @@ class Checkpointer:
         rollout = None
         if setup.rollout_steps is not None:
             trees["rollout"], rollout = setup.rollout_steps.state()
-        fill_last = setup.shards > 1 if setup.progress.fill_last is None else setup.progress.fill_last
-        facts = {"tokens_seen": setup.progress.tokens_seen, "schedule": self.lr_scheduler.state_dict()}
-        facts |= {"shards": setup.shards, "step_examples": setup.step_examples, "fills": fill_last}
-        order = order_of(setup.args, setup.train_rows, setup.step_examples)
-        facts |= {"order": order, "rollout": rollout, "frozen": self.frozen_digests()}
+        facts = {
+            "tokens_seen": setup.progress.tokens_seen,
+            "schedule": self.lr_scheduler.state_dict(),
+            "shards": setup.shards,
+            "step_examples": setup.step_examples,
+            "fills": setup.shards > 1 if setup.progress.fill_last is None else setup.progress.fill_last,
+            "order": order_of(setup.args, setup.train_rows, setup.step_examples),
+            "rollout": rollout,
+            "frozen": self.frozen_digests(),
+        }
         text, steps = progress_json(progress, facts), list(progress.unreported)
 
         def write(folder: Path) -> None:
@@ -684,7 +712,7 @@ def changed_arguments(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 _ENTROPY = "entropy_ctrl_state.json"  # of TRL's GRPOTrainer with use_adaptive_entropy
 
 
-def optimizer_state(
+def with_saved_moments(
     folder: Path, fresh: Any, model: PreTrainedModel, load: Callable[[Path], dict[str, jax.Array]]
 ) -> Any:
     """`fresh` with AdamW's moments from optimizer.pt. Unchanged, with a warning, if torch is not installed to read
@@ -706,43 +734,52 @@ def optimizer_state(
         return with_adam_moments(fresh, count, *(load(Path(aside, part)) for part in ("mu", "nu")))
 
 
-def loop_progress(state: TrainerState, steps_an_epoch: int | None, examples_a_step: int) -> LoopProgress:
+def _progress_at(state: TrainerState, steps_per_epoch: int | None, step_examples: int) -> LoopProgress:
     """The progress of a run of transformers, from its number of steps.
 
     Args:
-        steps_an_epoch: None for a stream, which is then read from its start.
+        steps_per_epoch: None for a stream, which is then read from its start.
     """
-    epoch, step = divmod(state.global_step, steps_an_epoch) if steps_an_epoch else (0, state.global_step)
-    over = step == 0 and epoch > 0
+    epoch, step = 0, state.global_step
+    if steps_per_epoch:
+        epoch, step = divmod(state.global_step, steps_per_epoch)
+    epoch_over = step == 0 and epoch > 0
+    if epoch_over:
+        epoch -= 1
+    loss_sum = _loss_sum(state.log_history)
+    return LoopProgress(epoch=epoch, epoch_over=epoch_over, examples=step * step_examples, loss_sum=loss_sum)
+
+
+def _rollout_progress_at(state: TrainerState, steps: RolloutSteps, step_examples: int) -> LoopProgress:
+    """Like `_progress_at`, for online training, where transformers saves no completions; also moves `steps` there."""
+    steps_of_epoch = steps.pass_over(state.global_step)
     return LoopProgress(
-        epoch=epoch - over, epoch_over=over, examples=step * examples_a_step, loss_sum=_loss_sum(state.log_history)
+        epoch=steps.epoch,
+        epoch_over=not steps.sampler.has_next,
+        examples=steps_of_epoch * step_examples,
+        loss_sum=_loss_sum(state.log_history),
     )
 
 
-def rollout_progress(
-    folder: Path, state: TrainerState, steps: RolloutSteps, examples_a_step: int, *, model_only: bool
-) -> LoopProgress:
-    """Like `loop_progress`, for online training, where transformers saves no completions. Also restores the random
-    streams, unless `model_only`, and the coefficient of the entropy bonus, if it was saved."""
-    of_epoch = steps.pass_over(state.global_step)
-    for rank, stream in enumerate(() if model_only else steps.streams):
-        known = None
-        if importlib.util.find_spec("torch") is not None:
-            known = random_state(folder, rank, len(steps.streams))
-        if known is None:
+def _restore_streams(folder: Path, streams: Sequence[TorchGenerator]) -> None:
+    """Restore the random stream of each rank from torch's files, if torch is installed to read them."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    for rank, stream in enumerate(streams):
+        state = random_state(folder, rank, len(streams)) if has_torch else None
+        if state is None:
             logger.warning(
                 "%s: the state of torch's random numbers was not read: completions are sampled with new ones.", folder
             )
         else:
-            stream.restore(known)
-    control = folder / _ENTROPY
-    if steps.bonus is not None and control.is_file():
-        kept = json.loads(control.read_text(encoding="utf-8"))
-        steps.bonus.coef, steps.bonus.entropy = float(kept["entropy_coef"]), float(kept["last_world_entropy"])
-    return LoopProgress(
-        epoch=steps.epoch, epoch_over=not steps.sampler.has_next, examples=of_epoch * examples_a_step,
-        loss_sum=_loss_sum(state.log_history),
-    )  # fmt: skip
+            stream.restore(state)
+
+
+def _restore_entropy_bonus(folder: Path, steps: RolloutSteps) -> None:
+    """Restore the coefficient of an adaptive entropy bonus, if it was saved."""
+    path = folder / _ENTROPY
+    if steps.bonus is not None and path.is_file():
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        steps.bonus.coef, steps.bonus.entropy = float(saved["entropy_coef"]), float(saved["last_world_entropy"])
 
 
 def tokens_seen(state: TrainerState) -> int:
