@@ -90,7 +90,7 @@ def install() -> None:
     base_trainer.default_optimizer = _remembered(base_trainer.default_optimizer)
     _after(base_trainer.BaseTrainer, "__init__", _name_trainer)
     _after(Evaluator, "__init__", _share_evaluation)
-    for name in ("_evaluate", "_evaluate_both"):
+    for name in ("_one_pass", "_two_passes"):
         _after(LogitsEvaluation, "__init__", _share_attribute(name))
     _after(WholeBatchEvaluation, "__init__", _share_attribute("_sums"))
     _after(CompletionEvaluator, "__init__", _share_attribute("sums"))

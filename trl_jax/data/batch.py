@@ -405,6 +405,11 @@ class Columns(NamedTuple):
         return Example(texts, Extras(numbers), labels, documents, self.num_primary_texts)
 
 
+def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """The rows of a batch that `datasets` returns as columns."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
 class LossBatch(NamedTuple):
     """The fields of a `Batch` that a loss over per-text numbers needs, without the per-read fields.
 

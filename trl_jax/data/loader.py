@@ -16,7 +16,7 @@ import xxhash
 from datasets import Dataset, Image, IterableDataset, List
 
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.data.batch import Batch, Columns, Example, LossBatch, loss_batch, padded_length
+from trl_jax.data.batch import Batch, Columns, Example, LossBatch, loss_batch, padded_length, rows_of
 from trl_jax.data.checks import blocks, has_transform
 from trl_jax.data.layout_plan import Buckets, ViewBuckets
 from trl_jax.data.packed import (
@@ -279,9 +279,7 @@ class ExampleLoader:
         if self._filling:
             order = filled(order, self.batch_size)
         for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):
-            rows = columns[np.asarray(indices)]
-            values = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
-            yield self.examples(values, indices)
+            yield self.examples(rows_of(columns[np.asarray(indices)]), indices)
 
     def order(self, epoch: int) -> np.ndarray:
         """The row indices of a table in the order of an epoch."""

@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from trl_jax.core.text import brief, printable
 from trl_jax.data import chat, checks, reward, tokenize
-from trl_jax.data.batch import IGNORED
+from trl_jax.data.batch import IGNORED, rows_of
 from trl_jax.data.chat_templates import has_generation_markers, stop_token_is_trained, training_template
 from trl_jax.data.checks import blocks, list_lengths
 from trl_jax.data.packing import pack_dataset
@@ -247,9 +247,7 @@ def tokenize_batch(
     if row_format.kind == "ids":
         ids, labels = _read_ids(batch, indices[0], row_format, max_length, where)
     else:
-        cells = zip(*(batch[column] for column in batch), strict=True)
-        rows = [dict(zip(batch, row, strict=True)) for row in cells]
-        read = _READERS[row_format.kind]
+        read, rows = _READERS[row_format.kind], rows_of({column: batch[column] for column in batch})
         ids, labels = read(rows, [f"Row {i} of {where}" for i in indices], tokenizer, row_format, masking)
     kept = tokenize.kept_tokens(max_length, keep_end)
     return {"input_ids": [row[kept] for row in ids], "labels": [row[kept] for row in labels]}

@@ -23,7 +23,7 @@ from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpi
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import Images
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.data.batch import IGNORED, Batch, of_examples, padded_length
+from trl_jax.data.batch import IGNORED, Batch, of_examples, padded_length, rows_of
 from trl_jax.data.loader import EvalChunks, ExampleLoader, IndexedExample, StepBatch
 from trl_jax.mesh.mesh import distributed, fetched
 from trl_jax.rollout.rollout import step_examples
@@ -226,30 +226,26 @@ class Evaluator:
         ):
             return
         with setup.on_device():
-            drawn = partial(self._drawn_rows, partial(self._drawn, hooks.preprocess_logits_for_metrics))
-            try_metrics(setup.eval_dataset, setup.args, hooks.compute_metrics, drawn)
+            try_metrics(setup.eval_dataset, setup.args, hooks.compute_metrics, partial(self._random, hooks))
 
-    def _drawn(self, preprocess: Callable | None, arrays: Any, examples: int, generator: np.random.Generator) -> tuple:
-        task = self._setup.task
-        if task.head == "lm":
-            return self._logits(preprocess).drawn(arrays, generator)
-        outputs = generator.standard_normal(len(task.columns.texts) * examples, np.float32)
-        predictions = task.predictions(outputs, examples)
-        return (predictions if preprocess is None else preprocess(predictions, ())), ()
-
-    def _drawn_rows(self, outputs_of: Callable, rows: Dataset) -> Predicted:
+    def _random(self, hooks: MetricHooks, rows: Dataset) -> Predicted:
         """Random predictions for these rows, in the form of an evaluation's."""
-        setup, generator = self._setup, np.random.default_rng(0)
-        columns = setup.task.columns.texts[: setup.task.columns.num_primary_texts]
-        as_one = setup.task.padding_free
+        setup, task, generator = self._setup, self._setup.task, np.random.default_rng(0)
+        preprocess = hooks.preprocess_logits_for_metrics
         predictions, labels, losses, inputs = [], [], [], []
         loader = data.loader(setup, rows, training=False).laid_out(layout="padded", divided=False)
         for step in loader:
-            found, known = outputs_of(step.arrays, step.num_examples, generator)
-            predictions.append(jax.tree.map(np.asarray, found))
-            labels.append(known)
+            if task.head == "lm":
+                prediction, label = self._logits(preprocess).random(step.arrays, generator)
+            else:
+                outputs = generator.standard_normal(len(task.columns.texts) * step.num_examples, np.float32)
+                prediction, label = task.predictions(outputs, step.num_examples), ()
+                if preprocess is not None:
+                    prediction = preprocess(prediction, label)
+            predictions.append(jax.tree.map(np.asarray, prediction))
+            labels.append(label)
             losses.append(np.zeros(step.num_examples, np.float32))
-            inputs.append(token_ids_of(loader, step.rows, columns, setup, as_one=as_one))
+            inputs.append(token_ids_of(loader, step.rows, setup))
         return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, rows)
 
     def chunks(self, batches: Any) -> EvalChunks:
@@ -314,26 +310,22 @@ class Evaluator:
         return replace(chunk, passes=[(distributed(arrays, place), slots) for arrays, slots in chunk.passes])
 
     def _predicted(self, evaluated: Evaluated, batches: Batches, hooks: MetricHooks) -> Predicted:
-        setup, counts = self._setup, evaluated.num_examples
-        if isinstance(evaluated.outputs[0], tuple):
-            predictions, labels = (list(part) for part in zip(*evaluated.outputs, strict=True))
-        elif setup.task.head == "lm":  # no logits were computed
-            predictions, labels = [()] * len(counts), [()] * len(counts)
-        else:
-            outputs = zip(evaluated.outputs, counts, strict=True)
-            predictions, labels = [setup.task.predictions(*batch) for batch in outputs], [()] * len(counts)
-        if (preprocess := hooks.preprocess_logits_for_metrics) is not None and setup.task.head == "score":
-            shown = zip(predictions, labels, strict=True)
-            predictions = [jax.tree.map(np.asarray, preprocess(*batch)) for batch in shown]
-        columns, as_one = setup.task.columns.texts[: setup.task.columns.num_primary_texts], setup.task.padding_free
-        losses = [
-            np.repeat(np.asarray(sums["loss"], np.float32), count)
-            for sums, count in zip(evaluated.sums, counts, strict=True)
-        ]
-        wants_ids = hooks.compute_metrics is not None and "inputs" in setup.args.include_for_metrics
-        inputs = None
-        if wants_ids:
-            inputs = [token_ids_of(batches.steps, places, columns, setup, as_one=as_one) for places in evaluated.rows]
+        setup, task, preprocess = self._setup, self._setup.task, hooks.preprocess_logits_for_metrics
+        predictions, labels, losses, inputs = [], [], [], None
+        for outputs, count, sums in zip(evaluated.outputs, evaluated.num_examples, evaluated.sums, strict=True):
+            if isinstance(outputs, tuple):
+                prediction, label = outputs
+            elif task.head == "lm":  # no logits were computed
+                prediction, label = (), ()
+            else:
+                prediction, label = task.predictions(outputs, count), ()
+            if preprocess is not None and task.head == "score":
+                prediction = jax.tree.map(np.asarray, preprocess(prediction, label))
+            predictions.append(prediction)
+            labels.append(label)
+            losses.append(np.repeat(np.asarray(sums["loss"], np.float32), count))
+        if hooks.compute_metrics is not None and "inputs" in setup.args.include_for_metrics:
+            inputs = [token_ids_of(batches.steps, rows, setup) for rows in evaluated.rows]
         return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, batches.dataset)
 
     def _script_metrics(self, predicted: Predicted, hooks: MetricHooks) -> dict[str, float]:
@@ -376,15 +368,15 @@ class LogitsEvaluation:
         """
         self._setup, self._forward, self.preprocess, self._warned = setup, forward, preprocess, False
         columns, count = setup.task.columns, len(setup.task.columns.texts)
-        alone = count == 1 and not columns.optional and setup.task.axis == "text"
-        self._texts = None if alone else columns.num_primary_texts or count
+        self._shows_labels = count == 1 and not columns.optional and setup.task.axis == "text"  # else the token ids
+        self._num_texts = columns.num_primary_texts or count
         self._virtual = setup.virtual.count
-        self._end_to_end = setup.task.padding_free
-        self._evaluate = jax.jit(self._loss_of_logits, static_argnames="dtype")
-        self._evaluate_both = jax.jit(self._loss_and_logits, static_argnames="dtype")
+        self._one_pass = jax.jit(self._loss_of_logits, static_argnames="dtype")
+        self._two_passes = jax.jit(self._loss_and_logits, static_argnames="dtype")
 
     def __call__(self, params: dict, arrays: Any, *, dtype: str) -> tuple:
-        sums, logits, labels = (self._of_labels if self._texts is None else self._of_texts)(params, arrays, dtype)
+        evaluate = self._with_labels if self._shows_labels else self._with_token_ids
+        sums, logits, labels = evaluate(params, arrays, dtype)
         if self.preprocess is not None:
             return sums, (self.preprocess(logits, jnp.asarray(labels)), labels)
         if not self._warned:
@@ -398,7 +390,7 @@ class LogitsEvaluation:
             )
         return sums, (logits, labels)
 
-    def drawn(self, arrays: Batch, generator: np.random.Generator) -> tuple[Any, np.ndarray]:
+    def random(self, arrays: Batch, generator: np.random.Generator) -> tuple[Any, np.ndarray]:
         """`(predictions, labels)` of a batch with random logits, in the shapes of computed ones."""
         labels = self._labels(arrays)
         vocab = self._setup.vocab_size  # a token's logits are the previous token's, shifted by one: cheap to draw
@@ -414,15 +406,16 @@ class LogitsEvaluation:
 
     def _labels(self, arrays: Batch) -> np.ndarray:
         """The labels of a batch, in the form that scripts see."""
-        if self._texts is None:
+        if self._shows_labels:
             [inputs] = inputs_of(arrays, self._setup.task, self._virtual)
-            if not self._end_to_end:
+            if not self._setup.task.padding_free:
                 return inputs["labels"][:, : self._length(inputs["attention_mask"].sum(axis=1).max())]
             inputs["labels"][:, 0] = IGNORED
             return self._as_one_row(inputs["labels"], inputs["attention_mask"], IGNORED)
         batch: Batch = jax.tree.map(lambda leaf: leaf[0], arrays)
-        examples, rows = int(np.count_nonzero(batch.weight)), len(batch.weight) * self._texts
-        tokens, lengths = (of_examples(array[:rows], self._texts, examples) for array in (batch.tokens, batch.lengths))
+        examples, rows = int(np.count_nonzero(batch.weight)), len(batch.weight) * self._num_texts
+        tokens = of_examples(batch.tokens[:rows], self._num_texts, examples)
+        lengths = of_examples(batch.lengths[:rows], self._num_texts, examples)
         return tokens[:, self._virtual :][:, : self._length(lengths.max() - self._virtual)]
 
     def _length(self, longest: int) -> int:
@@ -435,17 +428,17 @@ class LogitsEvaluation:
         missing = [(0, self._length(len(real)) - len(real)), *[(0, 0)] * (real.ndim - 1)]
         return xp.pad(real, missing, constant_values=filler)[None]
 
-    def _of_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
+    def _with_labels(self, params: dict, arrays: Any, dtype: str) -> tuple:
         labels = self._labels(arrays)
         if self._virtual or self._setup.task.compares_distributions:
             # Virtual tokens predict first tokens, which these logits lack; distillation also needs the reference's.
             batch = jax.tree.map(lambda leaf: leaf[0], arrays)
-            sums, logits = self._evaluate_both(params, batch, dtype=dtype)
+            sums, logits = self._two_passes(params, batch, dtype=dtype)
             logits = logits[batch.lengths > 0]
         else:
             [inputs] = inputs_of(arrays, self._setup.task)
-            sums, logits = self._evaluate(params, inputs, dtype=dtype)
-        if self._end_to_end:
+            sums, logits = self._one_pass(params, inputs, dtype=dtype)
+        if self._setup.task.padding_free:
             [inputs] = inputs_of(arrays, self._setup.task, self._virtual)
             return sums, self._as_one_row(logits, inputs["attention_mask"], 0), labels
         return sums, logits[:, : labels.shape[1]], labels
@@ -460,15 +453,16 @@ class LogitsEvaluation:
         sums |= aux_loss_sums(bound.aux_losses)
         return sums | {"loss": bound.balanced(loss, outputs.aux_loss)}, outputs.logits
 
-    def _of_texts(self, params: dict, arrays: Batch, dtype: str) -> tuple:
+    def _with_token_ids(self, params: dict, arrays: Batch, dtype: str) -> tuple:
         batch, labels = jax.tree.map(lambda leaf: leaf[0], arrays), self._labels(arrays)
-        sums, logits = self._evaluate_both(params, batch, dtype=dtype)
-        logits = of_examples(logits, self._texts, int(np.count_nonzero(batch.weight)))
+        sums, logits = self._two_passes(params, batch, dtype=dtype)
+        logits = of_examples(logits, self._num_texts, int(np.count_nonzero(batch.weight)))
         return sums, logits[:, : labels.shape[1]], labels
 
     def _loss_and_logits(self, params: dict, batch: Batch, *, dtype: str) -> tuple:
         """The task's loss, without full logits, and logits `[rows, T, V]` from a separate pass in TRL's form."""
-        setup, rows = self._setup, len(batch.tokens) if self._texts is None else len(batch.weight) * self._texts
+        setup = self._setup
+        rows = len(batch.tokens) if self._shows_labels else len(batch.weight) * self._num_texts
         outputs = self._forward.outputs(params, batch, dtype=dtype, bounded=False)
         sums = self._forward.measure(outputs, batch._replace(micro_batch=None, pass_weight=batch.weight))
         policy = params if setup.reference is None else setup.reference.split(params)[0]
@@ -488,13 +482,13 @@ _ROWS = 2
 
 
 def try_metrics(
-    eval_dataset: Any, args: BaseConfig, compute_metrics: Callable, drawn: Callable[[Dataset], Predicted]
+    eval_dataset: Any, args: BaseConfig, compute_metrics: Callable, predict: Callable[[Dataset], Predicted]
 ) -> None:
     """Call compute_metrics with random predictions for the first rows of the evaluation set. The model is not run.
     Output of the function is discarded, and the global random state is restored.
 
     Args:
-        drawn: rows -> random predictions.
+        predict: rows -> random predictions.
 
     Raises:
         TypeError, AttributeError, LookupError, ValueError: raised by compute_metrics; a note is added. Other errors
@@ -504,7 +498,7 @@ def try_metrics(
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         return
     rows = dataset.select(range(min(_ROWS, len(dataset))))
-    predicted = drawn(rows)
+    predicted = predict(rows)
     try:
         with _unnoticed():
             predicted.metrics(compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
@@ -740,28 +734,25 @@ def check_compute_metrics(compute_metrics: Any, by_batch: bool) -> None:
             )
 
 
-def token_ids_of(
-    loader: ExampleLoader, places: list[int], columns: tuple[str, ...], setup: Setup, *, as_one: bool = False
-) -> np.ndarray:
-    """Token ids `[X, T]` of a batch's texts, padded as TRL's collators do: all texts of the first column, then of the
-    next one.
+def token_ids_of(loader: ExampleLoader, places: list[int], setup: Setup) -> np.ndarray:
+    """Token ids `[X, T]` of a batch's texts that count as trained on, padded as TRL's collators do: the first text of
+    all examples, then the next one. If TRL trains without padding, they are concatenated to `[1, tokens]`.
 
     Args:
         places: indices of the batch's rows in the loader's dataset.
-        as_one: concatenate the texts to `[1, tokens]`.
     """
     if not isinstance(loader.dataset, Dataset):
         raise ValueError("include_for_metrics=['inputs'] needs rows that can be read twice: pass a Dataset, no stream.")
+    columns = setup.task.columns.texts[: setup.task.columns.num_primary_texts]
     rows = loader.dataset[places]
     if loader.columns.raw:  # rows with images are tokenized when they are loaded
-        given = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
-        by_column = list(zip(*(one.example.texts for one in loader.examples(given, places)), strict=True))[
-            : len(columns)
-        ]
+        examples = [indexed.example for indexed in loader.examples(rows_of(rows), places)]
+        texts = [example.texts[number] for number in range(len(columns)) for example in examples]
     else:
-        by_column = [rows[column] for column in columns]
-    texts = [np.asarray(ids) for of_column in by_column for ids in of_column]
-    texts = [np.concatenate(texts)] if as_one else texts
+        texts = [ids for column in columns for ids in rows[column]]
+    texts = [np.asarray(ids) for ids in texts]
+    if setup.task.padding_free:
+        texts = [np.concatenate(texts)]
     length = _row_length(max(map(len, texts)), setup)
     pad = setup.processing_class.pad_token_id
     return np.stack([np.pad(ids, (0, length - len(ids)), constant_values=pad) for ids in texts])
