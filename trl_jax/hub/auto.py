@@ -415,23 +415,22 @@ class Checkpoint:
         """
         if self.adapter is not None:
             return self.load_adapted(self.lora, seed, self.adapter, quantization, sharding_of)
-        frozen = self.quantization if as_stored else None  # as_stored: the model is not trained
-        _check_not_quantized(quantization or (None if as_stored else self.quantization))
+        _check_not_quantized(quantization)
+        if not as_stored:  # the model may be trained
+            _check_not_quantized(self.quantization)
         if self.repository is not None:
             self.repository.fetch_weights()
-        config = self.config
         if self.native is None:
             from trl_jax.exported.program import load_exported  # rarely needed, so imported on demand
 
-            options = {"dtype": self.dtype, "seed": seed, "head": self.head, "config": config}
-            params, backend, config = load_exported(self.folder, **options)
-        else:
-            quantized = None if frozen is None else formats(frozen, None, self.native)
-            options = {"seed": seed, "sharding_of": sharding_of, "as_stored": as_stored, "formats": quantized}
-            params, backend = load_native(self.native, dtype=self.dtype, **options)
-        return self._made(params, backend, config)
+            options = {"dtype": self.dtype, "seed": seed, "head": self.head, "config": self.config}
+            return self._model(*load_exported(self.folder, **options))
+        quantized = None if self.quantization is None else formats(self.quantization, None, self.native)
+        options = {"seed": seed, "sharding_of": sharding_of, "as_stored": as_stored, "formats": quantized}
+        params, backend = load_native(self.native, dtype=self.dtype, **options)
+        return self._model(params, backend, self.config)
 
-    def _made(self, params: dict[str, jax.Array], backend: Backend, config: Any) -> PreTrainedModel:
+    def _model(self, params: dict[str, jax.Array], backend: Backend, config: Any) -> PreTrainedModel:
         model = PreTrainedModel(params, backend, config, self.folder, self.name)
         if model.generation_config is not None:
             known = vars(model.generation_config).keys() & self.generation.keys()
@@ -516,7 +515,7 @@ class Checkpoint:
         generator = TorchGenerator(seed)
         options = self._frozen_options(lora, quantization, parts=sharding_of is not None)
         arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, sharding_of=sharding_of, **options)
-        model = self._made(arrays, backend, self.config)
+        model = self._model(arrays, backend, self.config)
         if self.vocab_size != model.vocab_size:
             model.resize_token_embeddings(self.vocab_size)
         return with_adapter(model, lora, generator, adapter)

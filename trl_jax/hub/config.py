@@ -57,13 +57,14 @@ class NativeConfig:
     @property
     def names(self) -> Names:
         """Our module names -> names on disk, for the vision tower, the trunk and the head, in transformers' order."""
-        text = self.family.names(self.arch)
+        text, head = self.family.names(self.arch), dict(self.head.names)
         if self.vision_arch is None:
-            return text | dict(self.head.names)
+            return text | head
         vision = self.vision.names(self.vision_arch)
-        later = {ours for ours in vision if self.vision.connector_last and not ours.startswith("vision.tower.")}
-        before = {ours: name for ours, name in vision.items() if ours not in later}
-        return before | text | {ours: vision[ours] for ours in vision if ours in later} | dict(self.head.names)
+        if not self.vision.connector_last:
+            return vision | text | head
+        tower = {ours: name for ours, name in vision.items() if ours.startswith("vision.tower.")}
+        return tower | text | vision | head  # the rest of `vision`, the connector, follows the text
 
     @property
     def vision_arch(self) -> VisionArch | None:

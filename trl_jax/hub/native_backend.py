@@ -35,17 +35,17 @@ _HEAD = "lm_head.weight"
 def untied(backend: NativeBackend, arrays: dict[str, Any]) -> tuple[NativeBackend, dict[str, Any]]:
     """The backend and the arrays of a tied model after giving its head a copy of the embedding."""
     source = backend.source
-    [table] = [entry.path for entry in source.tensor_map if entry.path.split(".")[1:] == ["embed", "weight"]]
-    entry = TensorEntry(_HEAD, source.config.family.language_heads[0])
-    of_table = next(tensor.tensor for tensor in source.tensor_map if tensor.path == table)
-    dtypes = source.dtypes | {entry.tensor: source.dtypes[of_table]} if of_table in source.dtypes else source.dtypes
-    config, tensor_map = source.config.untied(), [*source.tensor_map, entry]
-    head = {
-        _HEAD + path.removeprefix(table): array for path, array in arrays.items() if path in (table, f"{table}.codes")
-    }
-    formats = backend.formats | ({_HEAD: backend.formats[table]} if table in backend.formats else {})
+    [table] = [entry for entry in source.tensor_map if entry.path.split(".")[1:] == ["embed", "weight"]]
+    head = TensorEntry(_HEAD, source.config.family.language_heads[0])
+    dtypes, formats = dict(source.dtypes), dict(backend.formats)
+    if table.tensor in dtypes:
+        dtypes[head.tensor] = dtypes[table.tensor]
+    if table.path in formats:
+        formats[head.path] = formats[table.path]
+    copies = {head.path + leaf: arrays.get(table.path + leaf) for leaf in ("", ".codes")}
+    config, tensor_map = source.config.untied(), [*source.tensor_map, head]
     made = NativeBackend(replace(source, config=config, tensor_map=tensor_map, dtypes=dtypes), formats)
-    return made, arrays | head
+    return made, arrays | {path: array for path, array in copies.items() if array is not None}
 
 
 # NativeBackend
@@ -288,11 +288,7 @@ def load_native(
 ) -> tuple[dict[str, jax.Array], NativeBackend]:
     """The parameters and their backend; arguments are as in `checkpoint.load`."""
     params, source = load(config, formats=formats, **options)
-
-    def kind(entry: TensorEntry, codes: jax.Array) -> str:
-        return source.dtypes[entry.tensors(codes.shape)[0][0]]
-
-    return params, NativeBackend(source, _with_bits(params, source, formats, kind))
+    return params, NativeBackend(source, _with_bits(params, source, formats))
 
 
 def outline_native(
@@ -300,19 +296,15 @@ def outline_native(
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], NativeBackend]:
     """Shapes of the parameters, and the backend, from config.json alone; `options` as in `checkpoint.outline`."""
     shapes, source = outline(config, dtype=dtype, formats=formats, **options)
-    return shapes, NativeBackend(source, _with_bits(shapes, source, formats, lambda *_: source.dtype))
+    return shapes, NativeBackend(source, _with_bits(shapes, source, formats))
 
 
-def _with_bits(
-    params: Mapping[str, Any],
-    source: Source,
-    formats: dict[str, Format] | None,
-    kind: Callable[[TensorEntry, Any], str],
-) -> dict[str, Format]:
-    """`formats` extended by arrays that hold the bits of 16-bit floats; `kind` returns their dtype."""
-    every = {} if formats is None else dict(formats)
+def _with_bits(params: Mapping[str, Any], source: Source, formats: dict[str, Format] | None) -> dict[str, Format]:
+    """`formats` extended by arrays that hold the bits of 16-bit floats."""
+    every = dict(formats or {})
     for entry in source.tensor_map:
         codes = params.get(f"{entry.path}.codes")
         if codes is not None and entry.path not in every:
-            every[entry.path] = Format(kind(entry, codes), codes.shape[-2:])
+            tensor, _ = entry.tensors(codes.shape)[0]
+            every[entry.path] = Format(source.dtypes.get(tensor, source.dtype), codes.shape[-2:])
     return every

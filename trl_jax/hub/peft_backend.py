@@ -88,21 +88,24 @@ class AdaptedBackend(Backend):
         not kept, so they are left out."""
 
         @lru_cache(maxsize=8)  # all experts of a layer share its arrays
-        def of_layer(path: str, *layer: int) -> jax.Array:
-            at = slice(layer[0], layer[0] + 1) if layer else ()
-            return self.base.weight({name: array[at] for name, array in self._stored(arrays, path)}, path)
+        def weight_of_layer(path: str, layer: int | None) -> jax.Array:
+            """The layer as an array of one layer; the whole array if it has no layers."""
+            part = () if layer is None else slice(layer, layer + 1)
+            return self.base.weight({name: array[part] for name, array in self._stored(arrays, path)}, path)
 
-        some = wanted is None or not self.trained_names.keys().isdisjoint(wanted)
-        trained = dict(self.trained(arrays)) if some else {}
+        wants_trained = wanted is None or not self.trained_names.keys().isdisjoint(wanted)
+        trained = dict(self.trained(arrays)) if wants_trained else {}
         for name in self._names:
             if wanted is not None and name not in wanted:
                 continue
             if name in self.trained_names:
                 yield name, trained[name]
                 continue
-            entries = self._frozen_tensors[name]
-            layers = {entry.path: of_layer(entry.path, *index[:1]) for entry, index in entries}
-            yield name, read_tensor(layers, [(entry, (0, *index[1:]) if index else ()) for entry, index in entries])
+            weights, entries = {}, []
+            for entry, index in self._frozen_tensors[name]:
+                weights[entry.path] = weight_of_layer(entry.path, index[0] if index else None)
+                entries.append((entry, (0, *index[1:]) if index else ()))
+            yield name, read_tensor(weights, entries)
 
     @cached_property
     def _names(self) -> list[str]:
