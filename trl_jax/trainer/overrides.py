@@ -250,34 +250,40 @@ _OWN_COMPLETIONS = (
 )
 _OWN_SAMPLED = "Set the sampling of completions with generation_kwargs."
 _OWN_TEXTS = "Render prompts beforehand with train_dataset.map, or set chat_template_path and chat_template_kwargs."
-NEVER_CALLED = {
-    name: instead
-    for names, instead in (
-        ("autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
-         "_get_grad_norm _get_num_items_in_batch get_batch_samples _run_epoch _inner_training_loop "
-         "_prepare_for_training call_model_init _defer_fsdp_gradient_reduction _has_mixed_mesh_grads "
-         "_mixed_mesh_grad_norm _sync_replicated_trainable_parameters _update_auto_batch_size", _OWN_LOSS),
-        ("_get_eval_sampler _get_dataloader _get_collator_with_removed_columns "
-         "_prepare_input _remove_unused_columns num_examples "
-         "_prepare_context_parallel_inputs _reject_skip_prepare_without_labels", _OWN_DATA),
-        ("create_optimizer_and_scheduler create_scheduler get_optimizer_cls_and_kwargs _get_learning_rate", _OWN_RATES),
-        ("evaluation_loop _evaluate _maybe_log_save_evaluate _determine_best_metric _load_best_model _save "
-         "_load_from_checkpoint _save_optimizer_and_scheduler _load_optimizer_and_scheduler _save_rng_state "
-         "_load_rng_state _load_callback_state _push_from_checkpoint floating_point_ops store_flos "
-         "_finalize_training _init_training_state _finish_current_push _get_output_dir _load_scaler _save_scaler "
-         "_hp_search_setup _report_to_hp_search _tune_save_checkpoint _issue_warnings_after_load "
-         "_track_num_input_tokens _send_telemetry", _OWN_CALLBACK),
-        ("_build_accelerator_args create_accelerator_and_postprocess _move_model_to_device _validate_args add_callback "
-         "get_cp_size get_sp_size get_tp_size get_total_train_batch_size is_local_process_zero is_world_process_zero "
-         "set_initial_training_values", _OWN_ARGUMENTS),
-    )
-    for name in names.split()
-}  # fmt: skip
-NEVER_CALLED_WITH_REFERENCE = {
-    name: _LOSS_TYPE if instead is _OWN_LOSS else instead for name, instead in NEVER_CALLED.items()
-} | dict.fromkeys(
-    ("compute_loss", "prediction_step", "training_step", "_compute_loss", "_compute_kl_logps", "_prepare_inputs",
-     "compute_ref_log_probs", "_precompute_ref_logps"), _LOSS_TYPE,
+
+
+def _by_name(*entries: tuple[str, str]) -> dict[str, str]:
+    """Each of the names, which are separated by spaces -> what to do instead."""
+    return {name: instead for names, instead in entries for name in names.split()}
+
+
+def _reworded(table: Mapping[str, str], words: Mapping[str, str]) -> dict[str, str]:
+    """The table with some of its texts replaced."""
+    return {name: words.get(instead, instead) for name, instead in table.items()}
+
+
+NEVER_CALLED = _by_name(
+    ("autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
+     "_get_grad_norm _get_num_items_in_batch get_batch_samples _run_epoch _inner_training_loop "
+     "_prepare_for_training call_model_init _defer_fsdp_gradient_reduction _has_mixed_mesh_grads "
+     "_mixed_mesh_grad_norm _sync_replicated_trainable_parameters _update_auto_batch_size", _OWN_LOSS),
+    ("_get_eval_sampler _get_dataloader _get_collator_with_removed_columns "
+     "_prepare_input _remove_unused_columns num_examples "
+     "_prepare_context_parallel_inputs _reject_skip_prepare_without_labels", _OWN_DATA),
+    ("create_optimizer_and_scheduler create_scheduler get_optimizer_cls_and_kwargs _get_learning_rate", _OWN_RATES),
+    ("evaluation_loop _evaluate _maybe_log_save_evaluate _determine_best_metric _load_best_model _save "
+     "_load_from_checkpoint _save_optimizer_and_scheduler _load_optimizer_and_scheduler _save_rng_state "
+     "_load_rng_state _load_callback_state _push_from_checkpoint floating_point_ops store_flos "
+     "_finalize_training _init_training_state _finish_current_push _get_output_dir _load_scaler _save_scaler "
+     "_hp_search_setup _report_to_hp_search _tune_save_checkpoint _issue_warnings_after_load "
+     "_track_num_input_tokens _send_telemetry", _OWN_CALLBACK),
+    ("_build_accelerator_args create_accelerator_and_postprocess _move_model_to_device _validate_args add_callback "
+     "get_cp_size get_sp_size get_tp_size get_total_train_batch_size is_local_process_zero is_world_process_zero "
+     "set_initial_training_values", _OWN_ARGUMENTS),
+)  # fmt: skip
+NEVER_CALLED_WITH_REFERENCE = _reworded(NEVER_CALLED, {_OWN_LOSS: _LOSS_TYPE}) | _by_name(
+    ("compute_loss prediction_step training_step _compute_loss _compute_kl_logps _prepare_inputs "
+     "compute_ref_log_probs _precompute_ref_logps", _LOSS_TYPE),
 )  # fmt: skip
 NEVER_CALLED_IN_PREFERENCES = {  # for DPO and KTO, which do call a user-defined loss
     name: instead
@@ -286,31 +292,23 @@ NEVER_CALLED_IN_PREFERENCES = {  # for DPO and KTO, which do call a user-defined
 }
 # Methods that earlier TRL trainers called on themselves: a script's override would silently have no effect.
 _OWN_ROWS = "Prepare the rows beforehand with train_dataset.map."
-ONCE_CALLED = dict.fromkeys(("_prepare_non_packed_dataloader", "_prepare_packed_dataloader"), _OWN_ROWS)
-ONCE_CALLED_WITH_REFERENCE = {
-    name: instead
-    for names, instead in (
-        ("dpo_loss kto_loss get_batch_loss_metrics get_batch_logps concatenated_forward compute_reference_log_probs "
-         "compute_kl_logps", _LOSS_TYPE),
-        ("concatenated_inputs tokenize_row process_row build_tokenized_answer", _OWN_ROWS),
-    )
-    for name in names.split()
-}  # fmt: skip
+ONCE_CALLED = _by_name(("_prepare_non_packed_dataloader _prepare_packed_dataloader", _OWN_ROWS))
+ONCE_CALLED_WITH_REFERENCE = _by_name(
+    ("dpo_loss kto_loss get_batch_loss_metrics get_batch_logps concatenated_forward compute_reference_log_probs "
+     "compute_kl_logps", _LOSS_TYPE),
+    ("concatenated_inputs tokenize_row process_row build_tokenized_answer", _OWN_ROWS),
+)  # fmt: skip
 _LOSS_OF_PAIRS = (
     "The step is one compiled function: choose the loss by the arguments of CPOConfig or ORPOConfig, or derive a "
     "trainer from ReferenceTrainer, with a task whose loss is your own."
 )
 # Methods that TRL's CPOTrainer and ORPOTrainer call on themselves.
-ONCE_CALLED_WITH_PAIRS = ONCE_CALLED | {
-    name: instead
-    for names, instead in (
-        ("concatenated_forward cpo_loss odds_ratio_loss get_batch_logps get_batch_loss_metrics", _LOSS_OF_PAIRS),
-        ("build_tokenized_answer concatenated_inputs tokenize_row _prepare_dataset", _OWN_ROWS),
-        ("generate_from_model store_metrics", _OWN_CALLBACK),
-        ("training_step _prepare_inputs", _LOSS_OF_PAIRS),
-    )
-    for name in names.split()
-}
+ONCE_CALLED_WITH_PAIRS = ONCE_CALLED | _by_name(
+    ("concatenated_forward cpo_loss odds_ratio_loss get_batch_logps get_batch_loss_metrics", _LOSS_OF_PAIRS),
+    ("build_tokenized_answer concatenated_inputs tokenize_row _prepare_dataset", _OWN_ROWS),
+    ("generate_from_model store_metrics", _OWN_CALLBACK),
+    ("training_step _prepare_inputs", _LOSS_OF_PAIRS),
+)
 ONCE_CALLED_WITH_REWARDS = {"_get_per_token_logps": _POLICY_LOSS}
 # Attributes of TRL's trainers that affect training when a script sets them, but that trl_jax does not read.
 NEVER_READ = {
@@ -321,15 +319,14 @@ NEVER_READ = {
 
 def _with_rollout(own_loss: str, own_completions: str, *further: tuple[str, str]) -> dict[str, str]:
     """NEVER_CALLED for an online trainer; `further` are pairs of (names, what to do instead)."""
-    instead = {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: own_loss}
-    of_all = (
+    table = _reworded(NEVER_CALLED, {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: own_loss})
+    return table | _by_name(
         ("get_train_dataloader _get_train_sampler _prepare_dataset _prepare_inputs", _OWN_PROMPTS),
         ("prediction_step", own_loss),
         ("training_step", f"Do what follows a step in on_step_end of a TrainerCallback. {own_loss}"),
         ("_generate_single_turn _tool_call_loop _get_tool_suffix_ids", own_completions),
+        *further,
     )
-    table = {name: instead.get(found, found) for name, found in NEVER_CALLED.items()}
-    return table | {name: found for names, found in (*of_all, *further) for name in names.split()}
 
 
 NEVER_CALLED_WITH_REWARDS = _with_rollout(
