@@ -204,9 +204,10 @@ class LearningRate:
     """The run's schedule, like torch's `lr_scheduler`. `finished` returns the number of finished steps."""
 
     def __init__(self, rate: Callable[[int], float], finished: Callable[[], int]):
-        self._rate, self._finished, self._first = rate, finished, 0
-        # Numbers of finished steps: when the last step was taken, and when a script set rates for the next step.
-        self._taken, self._set_for, self._set = -1, -1, {}
+        self._rate, self._finished = rate, finished
+        self._start = 0  # step of the run at which the schedule starts
+        self._last_taken = -1  # the step whose rate was taken last
+        self._override_step, self._overrides = -1, {}  # a step, and the rates that a script set for it, by group
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -218,11 +219,11 @@ class LearningRate:
 
     def __call__(self, step: int) -> float:
         """The learning rate of the step after `step` finished ones."""
-        return self._rate(max(step - self._first, 0))
+        return self._rate(max(step - self._start, 0))
 
     def begin_at(self, step: int) -> None:
         """Restart the schedule after this many steps of the run, because the optimizer was restarted there."""
-        self._first = step
+        self._start = step
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of the next step for each group, as in transformers' Trainer after a step."""
@@ -236,7 +237,9 @@ class LearningRate:
     def of_group(self, number: int) -> float:
         """The learning rate of a parameter group in the next step."""
         step = self._finished()
-        return self._set.get(number, self(step)) if self._set_for == step else self(step)
+        if self._override_step == step and number in self._overrides:
+            return self._overrides[number]
+        return self(step)
 
     def set_for_group(self, number: int, rate: float) -> None:
         """Override the schedule's rate for a parameter group in the next step only.
@@ -245,14 +248,14 @@ class LearningRate:
             ValueError: the step was already taken, or the schedule follows a metric.
         """
         step = self._finished()
-        if self._taken == step or isinstance(self._rate, Plateau):
+        if self._last_taken == step or isinstance(self._rate, Plateau):
             raise ValueError(
                 "param_groups: lr was set where it has no effect. Set it in on_step_begin or on_step_end, with a "
                 "schedule that is a function of the step."
             )
-        if self._set_for != step:
-            self._set_for, self._set = step, {}
-        self._set[number] = rate
+        if self._override_step != step:
+            self._override_step, self._overrides = step, {}
+        self._overrides[number] = rate
 
     def take_next(self, groups: int) -> float:
         """Return the learning rate of the next step, and mark that step as taken.
@@ -264,7 +267,7 @@ class LearningRate:
             ValueError: the groups have different rates.
         """
         rates = {self.of_group(number) for number in range(groups)}
-        self._taken = self._finished()
+        self._last_taken = self._finished()
         if len(rates) > 1:
             raise ValueError(
                 f"param_groups: lr was set to {sorted(rates)}, and all parameters train at one rate here. Set the lr "
@@ -288,9 +291,9 @@ class LearningRate:
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON values; empty unless the schedule was restarted or follows a metric."""
         own = self._rate.state() if isinstance(self._rate, Plateau) else {}
-        return own | ({"first": self._first} if self._first else {})
+        return own | ({"first": self._start} if self._start else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._first = state.get("first", 0)
+        self._start = state.get("first", 0)
         if isinstance(self._rate, Plateau):
             self._rate.restore({name: value for name, value in state.items() if name != "first"})

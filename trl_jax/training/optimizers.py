@@ -117,13 +117,6 @@ _RULES = {
     "lion": _lion,
     "ademamix": _ademamix,
 }
-# Schedule-free rules: b1, the transformation of gradients, the factor of the learning rate.
-_SCHEDULE_FREE = {
-    "schedule_free_adamw": lambda hyper: (
-        hyper.b1, over_root_mean_square(hyper.b2, hyper.eps), warm(hyper.warmup_steps)),
-    "schedule_free_radam": lambda hyper: (hyper.b1, over_root_mean_square(hyper.b2, hyper.eps), rectified(hyper.b2)),
-    "schedule_free_sgd": lambda hyper: (0.9, optax.identity(), warm(hyper.warmup_steps)),
-}  # fmt: skip
 _COUPLED = {"sgd", "adagrad", "rmsprop"}  # torch adds their weight decay to the gradient
 
 
@@ -137,7 +130,7 @@ def make_optimizer(
     """
     named = OPTIMIZERS[name]
     hyper = replace(hyper, optim_args=named.fixed | hyper.optim_args)
-    if named.kind in _SCHEDULE_FREE:
+    if named.kind not in _RULES:
         return _schedule_free(named.kind, hyper, decayed=decayed, max_grad_norm=max_grad_norm)
     steps = [_RULES[named.kind](hyper)]
     if hyper.weight_decay:
@@ -156,7 +149,11 @@ def _safe_rate_of_adam(hyper: Hyperparameters) -> float | None:
 def _schedule_free(
     kind: str, hyper: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
 ) -> Optimizer:
-    b1, direction, factor = _SCHEDULE_FREE[kind](hyper)
+    b1, direction, factor = hyper.b1, over_root_mean_square(hyper.b2, hyper.eps), warm(hyper.warmup_steps)
+    if kind == "schedule_free_sgd":
+        b1, direction = 0.9, optax.identity()
+    elif kind == "schedule_free_radam":
+        factor = rectified(hyper.b2)
     if hyper.weight_decay:  # of y, added after the gradient's transformation
         direction = optax.chain(direction, optax.add_decayed_weights(hyper.weight_decay, mask=decayed))
     r, power = hyper.optim_args.get("r", 0.0), hyper.optim_args.get("weight_lr_power", 2.0)
