@@ -35,9 +35,11 @@ class Buckets:
     def __call__(self, tokens: int, step: int = EARLY) -> int:
         """The smallest length >= `tokens` available at this step; the smallest of all if none is available yet."""
         fitting = [number for number, length in enumerate(self.lengths) if tokens <= length]
-        serving = [number for number in fitting if not self.serves_from or self.serves_from[number] <= step]
+        for number in fitting:
+            if not self.serves_from or self.serves_from[number] <= step:
+                return self.lengths[number]
         if fitting:
-            return self.lengths[(serving or fitting)[0]]
+            return self.lengths[fitting[0]]
         length = 128
         while length < tokens:
             length = -(-max(length + 128, int(1.06 * length)) // 128) * 128
@@ -170,23 +172,29 @@ def plan_layout(
         documents, virtual: see `survey`.
     """
     first = order_of(0)
-    known, steps = survey(dataset, first, columns, documents, virtual), []
-    epochs = max(1, min(_EPOCHS, SURVEYED // len(first)))
-    place = np.argsort(first)
-    for epoch in range(epochs):
-        part = known if epoch == 0 else known.visited(place[order_of(epoch)])
-        steps += part.steps(batch_size, accumulation, layout, by_micro_batch=by_micro_batch)
-    padded, real, lengths, texts = (np.asarray(column) for column in zip(*steps, strict=True))
-    cost = int(bucket_cost * len(lengths) / max(1, run_steps))
-    buckets = rounded(without_late(fitted(lengths, cost), lengths), lengths, cost)
-    found, views = [buckets(int(length)) for length in lengths], None
+    surveyed = survey(dataset, first, columns, documents, virtual)
+    index_of = np.argsort(first)  # row -> its index in the survey
+    steps = []
+    for epoch in range(max(1, min(_EPOCHS, SURVEYED // len(first)))):
+        examples = surveyed if epoch == 0 else surveyed.visited(index_of[order_of(epoch)])
+        steps += examples.steps(batch_size, accumulation, layout, by_micro_batch=by_micro_batch)
+    sizes = StepSize(*(np.asarray(column) for column in zip(*steps, strict=True)))
+    cost = int(bucket_cost * len(steps) / max(1, run_steps))
+    buckets, views = rounded(without_late(fitted(sizes.packed, cost), sizes.packed), sizes.packed, cost), None
+    computed = [buckets(int(length)) for length in sizes.packed]
     if by_rows:
-        views = _views(buckets, lengths, texts, cost, rows=len(columns) * batch_size)
-        found = [views(*map(int, step))[0] for step in zip(lengths, texts, strict=True)]
+        views = _views(buckets, sizes.packed, sizes.text, cost, rows=len(columns) * batch_size)
+        computed = [views(int(step.packed), int(step.text))[0] for step in steps]
     elif at_once is not None:
-        buckets = compiled_while_training(buckets, lengths, bucket_cost, at_once)
-    computed = float(accumulation * np.mean(found))
-    return LayoutPlan(layout, buckets, float(padded.mean()), float(real.mean()), computed, views)
+        buckets = compiled_while_training(buckets, sizes.packed, bucket_cost, at_once)
+    return LayoutPlan(
+        layout,
+        buckets,
+        padded=float(sizes.padded.mean()),
+        real=float(sizes.real.mean()),
+        computed=float(accumulation * np.mean(computed)),
+        views=views,
+    )
 
 
 def _views(buckets: Buckets, lengths: Sequence[int], texts: Sequence[int], bucket_cost: int, rows: int) -> ViewBuckets:
@@ -227,18 +235,23 @@ class Survey:
         Args:
             by_micro_batch: whether each micro-batch has its own packed row.
         """
-        alone, longest = self.texts.sum(axis=1), self.texts.max(axis=1)
-        costs, size = alone - self.shared if layout == "shared" else alone, batch_size * accumulation
-        found = []
-        for start in range(0, len(alone), size):
-            own = costs[start : start + size].tolist()
-            into = np.arange(len(own)) // batch_size if by_micro_batch else greedy_bins(own, accumulation)
-            filled = np.bincount(into, own)
-            micro = [longest[at : at + batch_size] for at in range(start, min(start + size, len(alone)), batch_size)]
-            padded = sum(self.texts.shape[1] * len(rows) * int(rows.max()) for rows in micro)
-            real, texts = int(alone[start : start + size].sum()), longest[start : start + size]
-            found.append(StepSize(padded, real, int(filled.max()), int(texts.max())))
-        return found
+        tokens, longest = self.texts.sum(axis=1), self.texts.max(axis=1)
+        packed = tokens - self.shared if layout == "shared" else tokens
+        steps, size = [], batch_size * accumulation
+        for start in range(0, len(tokens), size):
+            step = slice(start, start + size)
+            costs = packed[step].tolist()
+            into = np.arange(len(costs)) // batch_size if by_micro_batch else greedy_bins(costs, accumulation)
+            longest_of = np.split(longest[step], range(batch_size, len(costs), batch_size))  # by micro-batch
+            steps.append(
+                StepSize(
+                    padded=sum(self.texts.shape[1] * len(rows) * int(rows.max()) for rows in longest_of),
+                    real=int(tokens[step].sum()),
+                    packed=int(np.bincount(into, costs).max()),
+                    text=int(longest[step].max()),
+                )
+            )
+        return steps
 
 
 def survey(

@@ -136,13 +136,10 @@ def loader(
     Args:
         virtual: the virtual tokens that precede each text; None uses those of the run's model.
     """
-    args, columns, encoder = setup.args, setup.task.columns, setup.encoder
-    texts = columns.texts
-    if encoder is not None:
-        columns = image_columns(dataset)
+    args, texts = setup.args, setup.task.columns.texts
     lengths = _lengths(args, texts, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
     plan = None
-    if training and not setup.loss_overrides and encoder is None:
+    if training and not setup.loss_overrides and setup.encoder is None:
         plan = layout.plan(  # by the lengths of the texts
             args,
             setup.model.backend,
@@ -159,21 +156,22 @@ def loader(
             lengths=lengths,
             tell=partial(tell, setup.progress.told, "layout"),
         )
+    if setup.encoder is None:
+        example = example_maker(setup.task, setup.virtual if virtual is None else virtual)
+        rows = {"columns": setup.task.columns, "example": example}
+    else:
+        where, example = argument("train" if training else "eval"), _image_example_maker(setup, dataset, training)
+        rows = {"columns": image_columns(dataset), "example": example, "where": where, "joined": setup.task.image_rows}
     return ExampleLoader(
         dataset,
-        columns,
-        example_maker(setup.task, setup.virtual if virtual is None else virtual)
-        if encoder is None
-        else _image_example_maker(setup, dataset, training=training),
-        step_layout(setup, plan, training=training),
+        **rows,
+        step_layout=step_layout(setup, plan, training=training),
         fill_last=setup.progress.fill_last if training else False,
         shuffle=training and args.train_sampling_strategy != "sequential",
         seed=_order_seed(args),
         lengths=lengths,
         # As in TRL, rows of evaluation sets and streams are never dropped.
         drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
-        where="" if encoder is None else argument("train" if training else "eval"),
-        joined=None if encoder is None else setup.task.image_rows,
     )
 
 
@@ -233,7 +231,7 @@ class SampledOrder:
 
 
 def _image_example_maker(
-    setup: Setup, dataset: Dataset | IterableDataset, *, training: bool
+    setup: Setup, dataset: Dataset | IterableDataset, training: bool
 ) -> Callable[[dict[str, Any]], Example]:
     """Row -> example, with image features if these are cached and rows are used more than once."""
     task, encoder, args, store = setup.task, setup.encoder, setup.args, setup.features
@@ -424,20 +422,15 @@ def inputs_of(arrays: Batch, task: Task, virtual: int = 0) -> list[dict[str, Any
     If rows have images, `ROW_IMAGES` says where they belong, and `pixel_values` `[P, C]` are the patches of all of them
     (absent if their features are cached).
     """
-    return [
-        task.inputs(batch)
-        for m in range(len(arrays.weight))
-        if (batch := _real_rows(jax.tree.map(lambda leaf, m=m: leaf[m], arrays), len(task.columns.texts), virtual))
-    ]
+    micro_batches = [jax.tree.map(lambda leaf, m=m: leaf[m], arrays) for m in range(len(arrays.weight))]
+    texts = len(task.columns.texts)
+    return [task.inputs(_real_rows(batch, texts, virtual)) for batch in micro_batches if batch.weight.any()]
 
 
 def _real_rows(batch: Batch, texts: int, virtual: int) -> dict[str, np.ndarray]:
     """`input_ids`, `attention_mask` and, if there are targets, `labels` of the real rows; also the numbers per example
     and per text, without padding examples."""
-    examples = int(np.count_nonzero(batch.weight))
-    if not examples:
-        return {}
-    labels = {}
+    examples, labels = int(np.count_nonzero(batch.weight)), {}
     if batch.targets is None:
         tokens, lengths = (of_examples(array, texts, examples) for array in (batch.tokens, batch.lengths))
     else:
@@ -467,6 +460,15 @@ def _labels(batch: Batch) -> np.ndarray:
 # Prefetching: make and place the next batch while the device computes on the current one.
 
 
+_END = object()  # follows the last batch in the queue
+
+
+class _Failure(NamedTuple):
+    """An error of the thread, in the queue in place of a batch."""
+
+    error: BaseException
+
+
 @dataclass
 class Prefetched:
     """Iterates over `batches` in a background thread, in order. Errors of the thread are raised in the consumer.
@@ -488,17 +490,14 @@ class Prefetched:
         thread = Thread(target=self._make, args=(queue, stop), name="trl_jax-batches", daemon=True)
         thread.start()
         try:
-            while True:
-                batch, error, over = self._next(queue)
-                if error is not None:
-                    raise error
-                if over:
-                    return
-                yield batch
+            while (item := self._next(queue)) is not _END:
+                if isinstance(item, _Failure):
+                    raise item.error
+                yield item
         finally:
             _end(thread, queue, stop)
 
-    def _next(self, queue: Queue) -> tuple[Any, BaseException | None, bool]:
+    def _next(self, queue: Queue) -> Any:
         while True:
             try:
                 return queue.get(timeout=_POLL)
@@ -509,12 +508,12 @@ class Prefetched:
     def _make(self, queue: Queue, stop: Event) -> None:
         try:
             for batch in self.batches:
-                queue.put((batch if self.place is None else self.place(batch), None, False))
+                queue.put(batch if self.place is None else self.place(batch))
                 if stop.is_set():
                     return
-            queue.put((None, None, True))
+            queue.put(_END)
         except BaseException as error:
-            queue.put((None, error, False))
+            queue.put(_Failure(error))
 
 
 @dataclass
