@@ -49,7 +49,7 @@ on_devices = pytest.mark.parametrize(
 @in_every_layout
 def test_what_is_found_at_reads_goes_back_to_examples(layout, options):
     made = laid_out(layout, **options)
-    found = made.of_reads(made.arrays.extras.read["of_read"])
+    found = made.values_by_row(made.arrays.extras.read["of_read"])
     assert sorted(found) == list(range(len(EXAMPLES)))
     for number, one in enumerate(EXAMPLES):
         for values, wanted in zip(found[number], one.extras.read["of_read"], strict=True):

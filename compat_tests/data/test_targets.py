@@ -61,7 +61,7 @@ def wanted(examples: list[Example]) -> Counter:
     """A count of (the tokens of a document up to a read, its target)."""
     found = Counter()
     for example in examples:
-        spans = example.spans if example.documents else [(0, max(map(len, example.texts)))]
+        spans = example.spans_of(max(example.texts, key=len))
         for text, labels in zip(example.texts, example.labels, strict=True):
             for start, end in spans:
                 own, targets = text[start:end], labels[start:end]
@@ -115,7 +115,7 @@ def test_views_of_texts_as_rows_have_a_row_for_each_document(rows, packed):
         own = view.places[index][view.places[index] < length]
         found[tuple(batch.tokens[index[0], index[1]][own].tolist())] += 1
     del found[()]
-    assert found == Counter(tuple(row.texts[0][a:b]) for row in rows for a, b in row.spans)
+    assert found == Counter(tuple(row.texts[0][a:b]) for row in rows for a, b in row.spans_of(row.texts[0]))
 
 
 @settings(deadline=None, max_examples=drawn(20))

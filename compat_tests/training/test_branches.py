@@ -88,7 +88,7 @@ def test_a_run_lays_out_examples_that_come_from_no_dataset(models, wanted, tmp_p
     outputs = [run_pass(run.arrays, own) for own in arrays]
     losses = [float(run.task.loss(*both)[0]) for both in zip(outputs, arrays, strict=True)]
     np.testing.assert_allclose(sum(losses), wanted[0], rtol=2e-6)
-    ref_logps = step.of_reads(np.stack([output["ref_logps"] for output in outputs]))
+    ref_logps = step.values_by_row(np.stack([output["ref_logps"] for output in outputs]))
     assert [len(values) for row in range(12) for values in ref_logps[row]] == [
         sum(label != IGNORED for label in row["labels"]) for row in branches.rows()
     ]

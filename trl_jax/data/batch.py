@@ -68,12 +68,12 @@ class Batch(NamedTuple):
     images: Images | None = None
     completions: CompletionRows | None = None
 
-    def enter(self, index: tuple[int, ...], slot: int, example: Example, weight: float) -> None:
+    def write_example(self, index: tuple[int, ...], slot: int, example: Example, weight: float) -> None:
         """Write an example's weight and its example and text extras into a slot of the pass at `index`."""
         self.weight[index][slot] = weight
-        self.extras.enter(index, slot, self.weight.shape[-1], example.extras)
+        self.extras.write_example(index, slot, self.weight.shape[-1], example.extras)
 
-    def read(
+    def write_reads(
         self, index: tuple[int, ...], start: int, slot: int, example: Example, number: int, places: np.ndarray
     ) -> int:
         """Write the reads of one text that predict targets, starting at read `start`. Returns the end.
@@ -87,7 +87,7 @@ class Batch(NamedTuple):
         end, targets = start + len(places), example.targets(number)[1]
         self.reads[index][start:end], self.targets[index][start:end] = places, targets
         self.text[index][start:end] = number * self.weight.shape[-1] + slot
-        self.extras.enter_reads(index, start, len(places), number, example.extras)
+        self.extras.write_reads(index, start, len(places), number, example.extras)
         return end
 
 
@@ -199,7 +199,7 @@ class Extras(NamedTuple):
             )
         )
 
-    def enter(self, index: tuple[int, ...], slot: int, examples: int, own: Extras) -> None:
+    def write_example(self, index: tuple[int, ...], slot: int, examples: int, own: Extras) -> None:
         """Write an example's numbers per example and per text into a pass.
 
         Args:
@@ -212,7 +212,7 @@ class Extras(NamedTuple):
         for name, values in self.text.items():
             values[index][slot::examples] = own.text[name]
 
-    def enter_reads(self, index: tuple[int, ...], start: int, count: int, text: int, own: Extras) -> None:
+    def write_reads(self, index: tuple[int, ...], start: int, count: int, text: int, own: Extras) -> None:
         """Write the numbers of the `count` reads of one text, starting at read `start` of a pass.
 
         Raises:
@@ -277,10 +277,9 @@ class Example(NamedTuple):
         """Number of tokens of the longest text."""
         return max(map(len, self.texts))
 
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """(start, end) of each document of the first text, or of the whole text if it has no documents."""
-        ends = np.cumsum([0, *(self.documents or [len(self.texts[0])])]).tolist()
+    def spans_of(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """(start, end) of each document of a text; of the whole text `ids` if it has no documents."""
+        ends = np.cumsum([0, *(self.documents or [len(ids)])]).tolist()
         return list(itertools.pairwise(ends))
 
     @property
@@ -332,7 +331,7 @@ class Example(NamedTuple):
         """Number of tokens of each text, without virtual ones."""
         return [len(ids) - self.virtual * max(1, len(self.documents)) for ids in self.texts]
 
-    def behind(self, virtual: VirtualTokens, *, predicted: bool) -> Example:
+    def with_virtual_tokens(self, virtual: VirtualTokens, *, predicted: bool) -> Example:
         """Prepend virtual tokens to each text, or document.
 
         Args:
@@ -341,12 +340,13 @@ class Example(NamedTuple):
         if not virtual.count:
             return self
         predicted = predicted and virtual.read and not self.documents
-        texts = tuple(_each_behind(virtual.ids, ids, self._spans_of(ids)) for ids in self.texts)
+        texts = tuple(_each_preceded(virtual.ids, ids, self.spans_of(ids)) for ids in self.texts)
         labels = []
-        for own in self.labels:
-            own = np.array(own, np.int64)
-            own[[] if predicted else [start for start, _ in self._spans_of(own)]] = IGNORED
-            labels.append(_each_behind(np.full(virtual.count, IGNORED), own, self._spans_of(own)))
+        for text_labels in self.labels:
+            text_labels, spans = np.array(text_labels, np.int64), self.spans_of(text_labels)
+            if not predicted:
+                text_labels[[start for start, _ in spans]] = IGNORED
+            labels.append(_each_preceded(np.full(virtual.count, IGNORED), text_labels, spans))
         documents = [tokens + virtual.count for tokens in self.documents]
         context = self.context and self.context._replace(tokens=self.context.tokens + virtual.count)
         changes = {"documents": documents, "context": context, "virtual": virtual.count}
@@ -359,11 +359,8 @@ class Example(NamedTuple):
         counted = np.arange(end - start, dtype=np.int32)
         return counted if axes is None else np.repeat(counted[:, None], axes, axis=1)
 
-    def _spans_of(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        return self.spans if self.documents else [(0, len(ids))]
 
-
-def _each_behind(before: np.ndarray, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+def _each_preceded(before: np.ndarray, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> np.ndarray:
     """Concatenate the spans of `ids`, each preceded by `before`."""
     ids = np.asarray(ids)
     return np.concatenate([part for start, end in spans for part in (before, ids[start:end])])
@@ -439,7 +436,7 @@ def loss_batch(examples: Sequence[Example], size: int, *, per_token: bool = Fals
     like = examples[0]
     extras = like.extras._replace(read={}).zeros(examples=size, texts=len(like.texts) * size, reads=0)
     for slot, example in enumerate(examples):
-        extras.enter((), slot, size, example.extras)
+        extras.write_example((), slot, size, example.extras)
     return LossBatch(weight, extras, count, divisor=divisor, pass_weight=pass_weight)
 
 

@@ -239,7 +239,7 @@ class PassImages:
         self._first: dict[tuple, int] = {}
         self._count = [0] * len(like)
 
-    def enter(self, number: int, images: Sequence[ImagePatches], key: Hashable) -> int:
+    def add(self, number: int, images: Sequence[ImagePatches], key: Hashable) -> int:
         """Add an example's images to a pass, unless images with the same key were added; returns the index of their
         first feature."""
         if (number, key) not in self._first:
@@ -362,7 +362,7 @@ def prompt_images(texts: Sequence[TextImages], tokens: int, shards: int = 1) -> 
     for number, text in enumerate(texts):
         shard, row = divmod(number, each)
         if text.images:
-            first = passes.enter(shard, text.images, text.key)
+            first = passes.add(shard, text.images, text.key)
             passes.write((shard, row, np.arange(len(text.features))), text.features, first)
         if positions is not None:
             positions[number, : len(text.features)] = text.positions

@@ -232,7 +232,7 @@ class ExampleLoader:
         """Micro-batches per step."""
         return self.step_layout.accumulation
 
-    def laid_out(self, **changes: Any) -> ExampleLoader:
+    def with_layout(self, **changes: Any) -> ExampleLoader:
         """A copy with these fields of the layout changed."""
         return replace(self, step_layout=replace(self.step_layout, **changes))
 
@@ -529,7 +529,7 @@ class StepBatch(NamedTuple):
     passes: list[list[int]]
     rows_digest: int | None
 
-    def of_reads(self, values: np.ndarray) -> dict[int, tuple[np.ndarray, ...]]:
+    def values_by_row(self, values: np.ndarray) -> dict[int, tuple[np.ndarray, ...]]:
         """Split values per read into values per row and text, in the order of `Example.targets`.
 
         Args:

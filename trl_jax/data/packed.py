@@ -150,7 +150,7 @@ def pack_examples(
             branches = contexts.setdefault((row, one.context), [])
             places = _write_branch(batch, row, end[row], one, branches[0] if branches else None)
         if one.example.images:
-            first = images.enter(row, one.example.images, one.slot if one.context is None else one.context)
+            first = images.add(row, one.example.images, one.slot if one.context is None else one.context)
             for at, features in zip(places, one.example.features, strict=True):
                 images.write((row, 0, at), features, first)
         reads[row] = _write_reads(batch, row, reads[row], one, places, spec.pad_token_id)
@@ -254,7 +254,7 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
     first, end = packed.first[row, 0], packed.end[row, 0]
     for text, (ids, at) in reversed(list(enumerate(zip(texts, places, strict=True)))):
         tokens[at] = ids
-        for begin, stop in one.example.spans if one.example.documents else [(0, len(ids))]:
+        for begin, stop in one.example.spans_of(ids):
             run = at[begin:stop]
             positions[run] = one.example.positions_of(text, begin, stop, _axes(batch))
             first[run], end[run] = run[0], run + 1
@@ -265,7 +265,7 @@ def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
     if one.shared:  # the first text's own tokens are reversed: each attends from itself to the end of the shared prefix
         own = places[0][one.shared :]
         first[own], end[own] = own, places[0][0] + one.shared
-    batch.enter((row,), one.slot, one.example, one.weight)
+    batch.write_example((row,), one.slot, one.example, one.weight)
     return places
 
 
@@ -302,7 +302,7 @@ def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.n
     batch.router_token_count[row, 0, at[: one.example.num_routed]] += len(
         one.example.texts[: one.example.num_primary_texts]
     )
-    batch.enter((row,), one.slot, one.example, one.weight)
+    batch.write_example((row,), one.slot, one.example, one.weight)
     return [at]
 
 
@@ -318,7 +318,7 @@ def _write_reads(batch: Batch, row: int, read: int, one: Placed, places: list[np
         at = (places[0] if np.array_equal(texts[0], ids) else at)[read_places(one.example, number, pad_token_id)]
         batch.lengths[row, slot] = len(ids)
         if one.example.labels:
-            read = batch.read((row,), read, one.slot, one.example, number, at)
+            read = batch.write_reads((row,), read, one.slot, one.example, number, at)
         else:
             batch.reads[row, slot] = at[0]
     return read
@@ -360,7 +360,7 @@ def _write_views(
         earlier_branches: number of earlier branches of its context in the packed row.
     """
     if one.example.documents:
-        places = [places[0][start:end] for start, end in one.example.spans]
+        places = [places[0][start:end] for start, end in one.example.spans_of(one.example.texts[0])]
     for text, at in enumerate(places):
         shared, side = (one.shared, text) if one.context is None else (one.context_tokens, earlier_branches)
         _write_view(view, row, number + text, at, shared if side else 0, side)
@@ -416,12 +416,12 @@ def pad_examples(
         row = read = 0
         for slot, example in enumerate(own):
             weight = 1.0 / (len(micro_batches) * len(own)) if weights is None else weights[m]
-            batch.enter((m,), slot, example, weight_of(example, weight))
+            batch.write_example((m,), slot, example, weight_of(example, weight))
             first = [row] if documents else [number * examples + slot for number in range(len(example.texts))]
             read = _write_padded(batch, m, slot, example, first, read, pad_token_id)
             row += len(example.documents)
             if example.images:
-                seen = images.enter(m, example.images, slot if example.context is None else example.context.key)
+                seen = images.add(m, example.images, slot if example.context is None else example.context.key)
                 for at, features in zip(first, example.features, strict=True):
                     images.write((m, at, np.arange(len(features))), features, seen)
     return batch if images is None else batch._replace(images=images.joined())
@@ -468,9 +468,8 @@ def _write_padded(
     examples, length = batch.weight.shape[1], batch.tokens.shape[2]
     primary = range(len(example.texts))[: example.num_primary_texts]
     for number, ids in enumerate(example.texts):
-        spans = example.spans if example.documents else [(0, len(ids))]
         at = []
-        for row, (start, end) in enumerate(spans, start=rows[number]):
+        for row, (start, end) in enumerate(example.spans_of(ids), start=rows[number]):
             batch.tokens[m, row, : end - start], batch.lengths[m, row] = ids[start:end], end - start
             batch.router_token_count[m, row, : end - start][: example.num_routed] = number in primary
             if example.positions and _axes(batch) is not None:
@@ -478,7 +477,7 @@ def _write_padded(
             at.append(row * length + np.arange(end - start))
         places = np.concatenate(at)[read_places(example, number, pad_token_id)]
         if example.labels:
-            read = batch.read((m,), read, slot, example, number, places)
+            read = batch.write_reads((m,), read, slot, example, number, places)
             if not example.documents:
                 batch.first_labels[m, rows[number]] = example.labels[number][0]
         else:

@@ -362,7 +362,7 @@ def step_examples(
             own, of_tokens = task.numbers(row)
             of_row = {**own, "token_weight": weight, **numbers}
             example = example_of(row.prompt, row.completion, row.completion_mask, of_row, of_tokens, row.images)
-            examples.append(example.behind(virtual, predicted=False))
+            examples.append(example.with_virtual_tokens(virtual, predicted=False))
         groups.append(examples)
     return groups
 

@@ -256,7 +256,7 @@ def example_maker(task: Task, virtual: VirtualTokens) -> Callable[[dict[str, Any
     """Row -> example, with these virtual tokens prepended to each text."""
     if not virtual.count:
         return task.example
-    return lambda row: task.example(row).behind(virtual, predicted=task.predicts_first)
+    return lambda row: task.example(row).with_virtual_tokens(virtual, predicted=task.predicts_first)
 
 
 def placed_pass(arrays: Batch, plan: ShardingPlan | None) -> Batch:
@@ -373,7 +373,7 @@ class Batches:
         return rows // self.batch_size if self.steps.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        steps = self.steps.laid_out(layout="padded", divided=False)
+        steps = self.steps.with_layout(layout="padded", divided=False)
         for step in replace(steps, example=lambda row: _without_features(steps.example(row))):
             yield from map(seen_by_scripts, inputs_of(step.arrays, self._task))
 
@@ -569,9 +569,9 @@ class WrittenSteps(abc.ABC):
     def drop_last(self) -> bool:
         return self.loader.drop_last
 
-    def laid_out(self, **changes: Any) -> ExampleLoader:
+    def with_layout(self, **changes: Any) -> ExampleLoader:
         """The loader of the dataset's own rows, with these fields of the layout replaced."""
-        return self.loader.laid_out(**changes)
+        return self.loader.with_layout(**changes)
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
         self.loader.set_epoch(epoch, skip, skipped_digest)

@@ -233,7 +233,7 @@ class Evaluator:
         setup, task, generator = self._setup, self._setup.task, np.random.default_rng(0)
         preprocess = hooks.preprocess_logits_for_metrics
         predictions, labels, losses, inputs = [], [], [], []
-        loader = data.loader(setup, rows, training=False).laid_out(layout="padded", divided=False)
+        loader = data.loader(setup, rows, training=False).with_layout(layout="padded", divided=False)
         for step in loader:
             if task.head == "lm":
                 prediction, label = self._logits(preprocess).random(step.arrays, generator)
@@ -278,7 +278,7 @@ class Evaluator:
             elif setup.task.head == "lm" and wants_logits:
                 by_logits = self._logits(hooks.preprocess_logits_for_metrics)
                 evaluate = self._checked(partial(by_logits, setup.arrays, dtype=dtype))
-                rows = steps.laid_out(layout="padded", divided=False)
+                rows = steps.with_layout(layout="padded", divided=False)
                 evaluated = run_batches(evaluate, rows, after_each, by_logits.divisor)
             elif setup.task.head == "lm" and setup.task.axis == "read":
                 evaluate = self._checked(partial(self._whole, setup.arrays, dtype=dtype))

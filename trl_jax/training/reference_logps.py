@@ -96,7 +96,7 @@ def _compute(setup: Setup, dataset: Dataset, cache: LogpsCache, batch_size: int,
         _placing(_compiled(setup), setup.sharding_plan),
         data.loader(setup, dataset, training=False, virtual=virtual),
     )
-    chunks = EvalChunks(loader.laid_out(batch_size=batch_size), sort=setup.model.backend.batch_invariant)
+    chunks = EvalChunks(loader.with_layout(batch_size=batch_size), sort=setup.model.backend.batch_invariant)
     try:
         with setup.on_device():
             for chunk in chunks:

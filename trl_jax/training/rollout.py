@@ -281,14 +281,16 @@ class CompletionLogps:
         layout = replace(data.step_layout(setup, training=True), accumulation=1)
         virtual = setup.virtual if model == "policy" else setup.reference.backend.virtual
         rows = zip(made.prompt_ids, made.completion_ids, completion_mask, made.images_of_each, strict=True)
-        examples = [example_of(*row, images=images).behind(virtual, predicted=False) for *row, images in rows]
+        examples = [
+            example_of(*row, images=images).with_virtual_tokens(virtual, predicted=False) for *row, images in rows
+        ]
         found = [np.zeros(len(own), np.float32) for own in made.completion_ids]
         with setup.on_device():
             for start in range(0, len(examples), layout.batch_size):
                 part = list(enumerate(examples))[start : start + layout.batch_size]
                 step = layout.step([[IndexedExample(example, number) for number, example in part]], 0)
                 logps = fetched(self._of[model](setup.arrays, data.placed_pass(step.arrays, setup.sharding_plan)))
-                for number, (own,) in step.of_reads(logps.reshape(step.arrays.reads.shape)).items():
+                for number, (own,) in step.values_by_row(logps.reshape(step.arrays.reads.shape)).items():
                     found[number][completion_mask[number]] = own
         return found
 

@@ -58,7 +58,7 @@ def compiling_ahead(
     known = known and not isinstance(steps.dataset, IterableDataset)
     if not known or not compiles_ahead(setup.args.device.type):
         return contextlib.nullcontext()
-    coming = steps.laid_out(buckets=replace(steps.step_layout.buckets, serves_from=()))
+    coming = steps.with_layout(buckets=replace(steps.step_layout.buckets, serves_from=()))
     coming.set_epoch(progress.epoch + progress.epoch_over, 0 if progress.epoch_over else progress.examples)
     arrays = setup.model.params, setup.progress.optimizer_state, setup.frozen
     params, state, frozen = (_shapes(part, placed=setup.sharding_plan is not None) for part in arrays)
