@@ -39,10 +39,11 @@ def run(given, after_each=lambda: None):
 
 def test_the_loss_is_a_mean_over_examples():
     done = run(chunks(4, 4, 2))
-    assert (done.loss(), done.total, done.num_examples) == (0.8, 10, [4, 4, 2])
-    assert done.rows == [[7]] * 3 and [sums["count"] for sums in done.sums] == [4, 5, 4]
-    np.testing.assert_array_equal(done.outputs, [[0, 0], [1, 1], [2, 2]])
-    assert all(isinstance(outputs, np.ndarray) for outputs in done.outputs)
+    assert (done.loss(), done.num_examples) == (0.8, 10)
+    found = [(batch.num_examples, batch.rows, batch.sums["count"]) for batch in done.batches]
+    assert found == [(4, [7], 4), (4, [7], 5), (2, [7], 4)]
+    np.testing.assert_array_equal([batch.outputs for batch in done.batches], [[0, 0], [1, 1], [2, 2]])
+    assert all(isinstance(batch.outputs, np.ndarray) for batch in done.batches)
 
 
 def test_a_scripts_own_batches_are_averaged_alike():
@@ -53,8 +54,9 @@ def test_a_scripts_own_batches_are_averaged_alike():
 
     batches = [SimpleNamespace(arrays=i, num_examples=size, rows=[i]) for i, size in enumerate((4, 4, 2))]
     done = run_batches(evaluate, batches, lambda: None)
-    assert (done.loss(), done.total, done.rows) == (0.8, 10, [[0], [1], [2]])
-    assert [outputs["logits"].tolist() for outputs in done.outputs] == [[0, 0], [1, 1], [2, 2]]
+    assert (done.loss(), done.num_examples) == (0.8, 10)
+    found = [(batch.rows, batch.outputs["logits"].tolist()) for batch in done.batches]
+    assert found == [([0], [0, 0]), ([1], [1, 1]), ([2], [2, 2])]
 
 
 def test_the_bar_moves_once_a_batch():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -125,7 +124,7 @@ class SftImageRows:
                 text = chat.rendered(encoder.tokenizer, messages, _ROW, **_template(self.chat_template), tokenize=False)
         encoded = encoder.encode(text, pictures, max_length=max_length, spans=spans)
         labels = encoded.ids if spans is None else np.where(encoded.marked, encoded.ids, IGNORED)
-        return _made(encoded.ids, labels, encoded.images)
+        return _example(encoded.ids, labels, encoded.images)
 
 
 def prompt_with_answers(
@@ -186,28 +185,31 @@ def with_answers(read: Read, encoder: Encoder, max_length: int | None) -> Exampl
     Raises:
         ValueError: `max_length` truncates an image, or an image cannot be read.
     """
-    before, found = encoder.encode(read.prompt, read.pictures), []
-    for text in read.answers:
-        after = encoder.encode(text).ids
-        ids = np.concatenate([before.ids, after])[:max_length]
-        labels = np.where(np.arange(len(ids)) < len(before.ids), IGNORED, ids)
-        found.append(_made(ids, labels, before.images.before(len(after)).cut(max_length)))
-    if max_length is not None and (before.images.features[max_length:] != -1).any():
+    prompt = encoder.encode(read.prompt, read.pictures)
+    examples = []
+    for answer in read.answers:
+        answer_ids = encoder.encode(answer).ids
+        ids = np.concatenate([prompt.ids, answer_ids])[:max_length]
+        labels = np.where(np.arange(len(ids)) < len(prompt.ids), IGNORED, ids)
+        examples.append(_example(ids, labels, prompt.images.before(len(answer_ids)).cut(max_length)))
+    if max_length is not None and (prompt.images.features[max_length:] != -1).any():
         raise ValueError(
-            f"max_length={max_length} cuts an image: the prompt has {len(before.ids)} tokens. Raise max_length, or set "
+            f"max_length={max_length} cuts an image: the prompt has {len(prompt.ids)} tokens. Raise max_length, or set "
             "it to None."
         )
-    joined = [tuple(part for one in found for part in parts(one)) for parts in _PARTS]
-    return Example(joined[0], labels=joined[1], images=before.images.images, features=joined[2], positions=joined[3])
-
-
-_PARTS = tuple(attrgetter(name) for name in ("texts", "labels", "features", "positions"))
+    return Example(
+        tuple(text for example in examples for text in example.texts),
+        labels=tuple(labels for example in examples for labels in example.labels),
+        images=prompt.images.images,
+        features=tuple(features for example in examples for features in example.features),
+        positions=tuple(positions for example in examples for positions in example.positions),
+    )
 
 
 def _template(chat_template: str | None) -> dict[str, Any]:
     return {} if chat_template is None else {"chat_template": chat_template}
 
 
-def _made(ids: np.ndarray, labels: np.ndarray, images: TextImages) -> Example:
-    places = () if images.positions is None else (images.positions,)
-    return Example((ids,), labels=(labels,), images=images.images, features=(images.features,), positions=places)
+def _example(ids: np.ndarray, labels: np.ndarray, images: TextImages) -> Example:
+    positions = () if images.positions is None else (images.positions,)
+    return Example((ids,), labels=(labels,), images=images.images, features=(images.features,), positions=positions)

@@ -216,7 +216,7 @@ class ExampleLoader:
     drop_last: bool = False
     lengths: np.ndarray | None = None  # lengths of the rows, to group rows of similar length
     where: str = ""  # name of the dataset in errors of `example`; "" if rows were checked beforehand
-    joined: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None  # see `Task.image_rows`
+    image_rows: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None  # `Task.image_rows`
     own_order: Callable[[int], np.ndarray] | None = None  # user-defined order of the rows in an epoch
     epoch: int = 0
     skipped: int = 0
@@ -307,9 +307,9 @@ class ExampleLoader:
 
     def examples(self, rows: Sequence[dict[str, Any]], indices: Sequence[int]) -> list[IndexedExample]:
         """Convert the rows of a micro-batch to examples."""
-        if self.joined is not None:
+        if self.image_rows is not None:
             share = self.batch_size // self.step_layout.shards
-            rows = [row for at in range(0, len(rows), share) for row in self.joined(list(rows[at : at + share]))]
+            rows = [row for at in range(0, len(rows), share) for row in self.image_rows(list(rows[at : at + share]))]
         return [IndexedExample(self._example(row, i), int(i)) for row, i in zip(rows, indices, strict=True)]
 
     def _example(self, row: dict[str, Any], index: int) -> Example:

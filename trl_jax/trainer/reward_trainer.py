@@ -96,12 +96,11 @@ class RewardTrainer(BaseTrainer):
     def _report(self, evaluated: Evaluated, dataset: Any, prefix: str) -> dict[str, float]:
         """The additional metrics of `eval_report`, which TRL does not have."""
         args, task = self.args, self._setup.task
-        batches = zip(evaluated.outputs, evaluated.num_examples, strict=True)
-        scores = [task.predictions(*batch)[:, 0] for batch in batches]
+        scores = [task.predictions(batch.outputs, batch.num_examples)[:, 0] for batch in evaluated.batches]
         margins = np.concatenate([np.subtract(*np.split(batch, 2)) for batch in scores])
         subsets = None
         if isinstance(dataset, Dataset) and args.eval_subset_column in dataset.column_names:
-            rows = [row for batch in evaluated.rows for row in batch]
+            rows = [row for batch in evaluated.batches for row in batch.rows]
             subsets = dataset[rows][args.eval_subset_column]
         return eval_report(margins, subsets, prefix=prefix, folder=Path(args.output_dir))
 

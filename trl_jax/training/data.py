@@ -161,7 +161,12 @@ def loader(
         rows = {"columns": setup.task.columns, "example": example}
     else:
         where, example = argument("train" if training else "eval"), _image_example_maker(setup, dataset, training)
-        rows = {"columns": image_columns(dataset), "example": example, "where": where, "joined": setup.task.image_rows}
+        rows = {
+            "columns": image_columns(dataset),
+            "example": example,
+            "where": where,
+            "image_rows": setup.task.image_rows,
+        }
     return ExampleLoader(
         dataset,
         **rows,

@@ -10,9 +10,9 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +196,7 @@ class Evaluator:
         measured = task_metrics(
             setup.task,
             setup.objective,
-            evaluated.sums,
+            [batch.sums for batch in evaluated.batches],
             "eval",
             tokens_seen=setup.progress.tokens_seen,
         )
@@ -279,10 +279,10 @@ class Evaluator:
                 by_logits = self._logits(hooks.preprocess_logits_for_metrics)
                 evaluate = self._checked(partial(by_logits, setup.arrays, dtype=dtype))
                 rows = steps.with_layout(layout="padded", divided=False)
-                evaluated = run_batches(evaluate, rows, after_each, by_logits.divisor)
+                evaluated = run_batches(evaluate, rows, after_each, partial(divisor_of, setup.task))
             elif setup.task.head == "lm" and setup.task.axis == "read":
                 evaluate = self._checked(partial(self._whole, setup.arrays, dtype=dtype))
-                evaluated = run_batches(evaluate, steps, after_each, self._whole.divisor)
+                evaluated = run_batches(evaluate, steps, after_each, partial(divisor_of, setup.task))
             else:
                 outputs_of = partial(self._outputs, setup.arrays, dtype=dtype, bounded=not predicts)
                 place = None if setup.sharding_plan is None else self._placed
@@ -312,20 +312,20 @@ class Evaluator:
     def _predicted(self, evaluated: Evaluated, batches: Batches, hooks: MetricHooks) -> Predicted:
         setup, task, preprocess = self._setup, self._setup.task, hooks.preprocess_logits_for_metrics
         predictions, labels, losses, inputs = [], [], [], None
-        for outputs, count, sums in zip(evaluated.outputs, evaluated.num_examples, evaluated.sums, strict=True):
-            if isinstance(outputs, tuple):
-                prediction, label = outputs
+        for batch in evaluated.batches:
+            if isinstance(batch.outputs, tuple):
+                prediction, label = batch.outputs
             elif task.head == "lm":  # no logits were computed
                 prediction, label = (), ()
             else:
-                prediction, label = task.predictions(outputs, count), ()
+                prediction, label = task.predictions(batch.outputs, batch.num_examples), ()
             if preprocess is not None and task.head == "score":
                 prediction = jax.tree.map(np.asarray, preprocess(prediction, label))
             predictions.append(prediction)
             labels.append(label)
-            losses.append(np.repeat(np.asarray(sums["loss"], np.float32), count))
+            losses.append(np.repeat(np.asarray(batch.sums["loss"], np.float32), batch.num_examples))
         if hooks.compute_metrics is not None and "inputs" in setup.args.include_for_metrics:
-            inputs = [token_ids_of(batches.steps, rows, setup) for rows in evaluated.rows]
+            inputs = [token_ids_of(batches.steps, batch.rows, setup) for batch in evaluated.batches]
         return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, batches.dataset)
 
     def _script_metrics(self, predicted: Predicted, hooks: MetricHooks) -> dict[str, float]:
@@ -335,8 +335,8 @@ class Evaluator:
         return predicted.metrics(hooks.compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
 
     def _speed(self, prefix: str, start: float, evaluated: Evaluated) -> dict[str, float]:
-        steps = math.ceil(evaluated.total / (self._setup.args.per_device_eval_batch_size * self._setup.shards))
-        return speed_metrics(prefix, start, num_samples=evaluated.total, num_steps=steps)
+        steps = math.ceil(evaluated.num_examples / (self._setup.args.per_device_eval_batch_size * self._setup.shards))
+        return speed_metrics(prefix, start, num_samples=evaluated.num_examples, num_steps=steps)
 
 
 def _prefixed(prefix: str, loss: float, metrics: dict[str, float]) -> dict[str, float]:
@@ -399,10 +399,6 @@ class LogitsEvaluation:
         if self.preprocess is None:
             return logits, labels
         return self.preprocess(jnp.asarray(logits), jnp.asarray(labels)), labels
-
-    def divisor(self, batch: Any) -> float:
-        """The number of targets or examples that a batch's loss is a mean over."""
-        return divisor_of(self._setup.task, batch)
 
     def _labels(self, arrays: Batch) -> np.ndarray:
         """The labels of a batch, in the form that scripts see."""
@@ -541,10 +537,6 @@ class WholeBatchEvaluation:
     def __call__(self, params: dict, arrays: Batch, *, dtype: str) -> tuple[dict[str, jax.Array], dict]:
         return self._sums(params, data.placed_pass(arrays, self._setup.sharding_plan), dtype=dtype), {}
 
-    def divisor(self, batch: Any) -> float:
-        """The number that the loss of a batch is a mean over."""
-        return divisor_of(self._setup.task, batch)
-
     def _of_batch(self, params: dict, batch: Batch, *, dtype: str) -> dict[str, jax.Array]:
         def of_pass(params: dict, batch: Batch) -> dict[str, jax.Array]:
             batch = jax.tree.map(lambda leaf: leaf[0], batch)
@@ -559,47 +551,45 @@ class WholeBatchEvaluation:
 # One pass over an evaluation set.
 
 
-@dataclass
-class Evaluated:
-    """The results of all batches, on the host.
+class EvaluatedBatch(NamedTuple):
+    """The results of a batch, on the host.
 
     sums: from the loss, including `loss` itself.
     outputs: of the model.
-    num_examples: real examples in each batch.
-    rows: indices of each batch's rows in the dataset.
-    divisors: the number of targets or examples that each loss is a mean over.
+    num_examples: real examples.
+    rows: indices of the rows in the dataset.
+    divisor: the number of targets or examples that the loss is a mean over.
     """
 
-    sums: list[dict[str, np.ndarray]] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
-    num_examples: list[int] = field(default_factory=list)
-    rows: list[list[int]] = field(default_factory=list)
-    divisors: list[float] = field(default_factory=list)
+    sums: dict[str, np.ndarray]
+    outputs: Any
+    num_examples: int
+    rows: list[int]
+    divisor: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The results of all batches.
+
+    Raises:
+        ValueError: there are none.
+    """
+
+    batches: list[EvaluatedBatch]
+
+    def __post_init__(self):
+        if not self.batches:
+            raise ValueError("The evaluation set has no rows.")
 
     @property
-    def total(self) -> int:
-        """The number of examples in all batches."""
-        return sum(self.num_examples)
+    def num_examples(self) -> int:
+        return sum(batch.num_examples for batch in self.batches)
 
     def loss(self) -> float:
         """The mean loss over the whole set: the mean losses of the batches, weighted by their divisors."""
-        losses = np.asarray([sums["loss"] for sums in self.sums], np.float64)
-        return float(np.average(losses, weights=self.divisors))
-
-    def add(
-        self, sums: dict[str, np.ndarray], outputs: Any, num_examples: int, rows: list[int], divisor: float
-    ) -> None:
-        self.sums.append(sums)
-        self.outputs.append(outputs)
-        self.num_examples.append(num_examples)
-        self.rows.append(rows)
-        self.divisors.append(divisor)
-
-    def checked(self) -> Evaluated:
-        """Return self; raise ValueError if there was no batch."""
-        if not self.outputs:
-            raise ValueError("The evaluation set has no rows.")
-        return self
+        losses = np.asarray([batch.sums["loss"] for batch in self.batches], np.float64)
+        return float(np.average(losses, weights=[batch.divisor for batch in self.batches]))
 
 
 def run_evaluation(
@@ -619,13 +609,14 @@ def run_evaluation(
     Raises:
         ValueError: there is no batch.
     """
-    done = Evaluated()
+    done = []
     for chunk in chunks:
         restored = chunk.restored(_outputs(outputs_of, chunk.passes))
         for outputs, batch, rows in zip(restored, chunk.batches, chunk.rows, strict=True):
-            done.add(jax.device_get(measure(outputs, batch)), outputs, batch.num_examples, rows, batch.divisor)
+            sums = jax.device_get(measure(outputs, batch))
+            done.append(EvaluatedBatch(sums, outputs, batch.num_examples, rows, batch.divisor))
             after_each()
-    return done.checked()
+    return Evaluated(done)
 
 
 def _outputs(outputs_of: Callable[[Any], jax.Array], passes: list[tuple[Any, np.ndarray]]) -> list[np.ndarray]:
@@ -649,12 +640,12 @@ def run_batches(
         batches: items have `arrays`, `num_examples` and `rows`.
         divisor: the number that a batch's loss is a mean over.
     """
-    done = Evaluated()
+    done = []
     for batch in batches:
         sums, outputs = jax.device_get(evaluate_batch(batch.arrays))
-        done.add(sums, outputs, batch.num_examples, batch.rows, divisor(batch))
+        done.append(EvaluatedBatch(sums, outputs, batch.num_examples, batch.rows, divisor(batch)))
         after_each()
-    return done.checked()
+    return Evaluated(done)
 
 
 def divisor_of(task: TokenTask, batch: StepBatch) -> float:

@@ -512,9 +512,12 @@ def task_metrics(
     tokens = {"num_tokens": float(tokens_seen)}
     if task.head == "score" or task.num_tokens_after not in metrics:
         return tokens | metrics
-    names = list(metrics)
-    behind = names[names.index(task.num_tokens_after) + 1 :]
-    return {name: metrics[name] for name in names if name not in behind} | tokens | {n: metrics[n] for n in behind}
+    in_order = {}
+    for name, value in metrics.items():
+        in_order[name] = value
+        if name == task.num_tokens_after:
+            in_order |= tokens
+    return in_order
 
 
 def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
