@@ -54,7 +54,7 @@ from trl_jax.trainer.overrides import (
     warn_of_patched_trainer,
 )
 from trl_jax.training import data, setup
-from trl_jax.training import metrics as callbacks
+from trl_jax.training import metrics as reports
 from trl_jax.training import model as model_loading
 from trl_jax.training.checkpoint import STATE_FILE, LoopProgress, state_text
 from trl_jax.training.data import Batches
@@ -71,8 +71,8 @@ from trl_jax.training.state import STEP_METHODS, Editable, Hooks, Progress, Setu
 from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
 
 
-def _editable(name: str, doc: str, check: Callable[[Any], None] = lambda value: None) -> property:
-    """A property backed by `Editable`, which all parts of the run read, so that they see what a script sets."""
+def _settable(name: str, doc: str, check: Callable[[Any], None] = lambda value: None) -> property:
+    """A property that a script may set. It is backed by `Editable`, which all parts of the run read."""
 
     def read(self: BaseTrainer) -> Any:
         return vars(self._editable)[name]
@@ -200,15 +200,15 @@ class BaseTrainer(abc.ABC):
         model, torch_model = model_loading.split_model(model)
         train_dataset, eval_dataset = self._read(train_dataset, eval_dataset)
         self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
-        spec = (spec or setup.TrainerSpec())._replace(
-            make_task=self.make_task, hooks=self._hooks(), tags=self._tag_names, paper=self._paper,
-            tokenizer_sides=self._tokenizer_sides, check_images=self._check_images,
-            reader=self._reader,
-        )  # fmt: skip
-        progress = self._begin(args, spec)
-        if "compute_loss" in spec.hooks.overridden:
+        hooks = self._hooks()
+        progress = self._begin(args)
+        if "compute_loss" in hooks.overridden:
             check_compute_loss(type(self), self._editable.task.head)
-        spec = spec._replace(may_get_images=self._may_get_images)
+        spec = (spec or setup.TrainerSpec())._replace(
+            make_task=self.make_task, hooks=hooks, tags=self._tag_names, paper=self._paper,
+            tokenizer_sides=self._tokenizer_sides, check_images=self._check_images,
+            may_get_images=self._may_get_images, reader=self._reader,
+        )  # fmt: skip
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         given = setup.Given(
@@ -228,7 +228,7 @@ class BaseTrainer(abc.ABC):
         if self.data_collator is None:
             self._data_collator = self._collator()
         self.parts = setup.assemble(
-            self._setup, spec.hooks, self._publisher,
+            self._setup, hooks, self._publisher,
             lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model,
         )  # fmt: skip
         self._originals = originals(self._other_models(), torch_model)
@@ -260,7 +260,7 @@ class BaseTrainer(abc.ABC):
             raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}; expected a {wanted}.")
         return args
 
-    def _begin(self, args: BaseConfig, spec: setup.TrainerSpec) -> Progress:
+    def _begin(self, args: BaseConfig) -> Progress:
         """Begin a run: create its task, open its Hub repository, join the processes.
 
         Until the setup is complete, `self._editable` has what is known so far, because overridden methods may read it.
@@ -270,8 +270,8 @@ class BaseTrainer(abc.ABC):
         self._editable = Editable(args, None, (args if collator is None else collator).pad_to_multiple_of)
         self._mirrored = {name: arg.of(args) for name, arg in mirrored_args(type(self)).items()}
         self._read_once = read_once(self)
-        self._editable.task = spec.make_task()
-        self._publisher = HubPublisher(spec.tags, spec.paper)
+        self._editable.task = self.make_task()
+        self._publisher = HubPublisher(self._tag_names, self._paper)
         args.join_processes()
         if args.push_to_hub:  # before the model is loaded, so that an unreachable Hub is reported within seconds
             self.init_hf_repo()
@@ -601,12 +601,12 @@ class BaseTrainer(abc.ABC):
 
     # Parts of the run.
 
-    model = _editable("model", "The trained model.", _check_model)
-    args = _editable("args", "The configuration.")
-    processing_class = _editable("processing_class", "The tokenizer.")
-    tokenizer = _editable("processing_class", "The processing class, as it was called before.")
-    train_dataset = _editable("train_dataset", "The prepared training set.")
-    eval_dataset = _editable("eval_dataset", "The prepared evaluation set, or a dict of them.")
+    model = _settable("model", "The trained model.", _check_model)
+    args = _settable("args", "The configuration.")
+    processing_class = _settable("processing_class", "The tokenizer.")
+    tokenizer = _settable("processing_class", "The processing class, as it was called before.")
+    train_dataset = _settable("train_dataset", "The prepared training set.")
+    eval_dataset = _settable("eval_dataset", "The prepared evaluation set, or a dict of them.")
 
     # Scripts read these before saving, which does not depend on them here.
     is_fsdp_enabled = is_deepspeed_enabled = False
@@ -698,7 +698,7 @@ class BaseTrainer(abc.ABC):
             mode, before = ("train", "") if self.model.training else ("eval", "eval_")
             logs |= self._script_metrics[mode].taken(logs, before)
         events = self._setup.events
-        callbacks.log(self.args, events, logs, start_time, tokens_before=tokens_before, online=online)
+        reports.log(self.args, events, logs, start_time, tokens_before=tokens_before, online=online)
 
     def _log(self, logs: dict[str, float], measured: dict[str, float], *given: Any, before: str = "") -> None:
         """Call `log` with `logs` and the task's metrics, prefixed with `before`. As in TRL, a user-defined `log` finds
@@ -738,15 +738,15 @@ class BaseTrainer(abc.ABC):
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Format times as h:mm:ss, bytes as MB, FLOPs as GF, and other numbers with four digits."""
-        return callbacks.metrics_format(metrics)
+        return reports.metrics_format(metrics)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print the metrics of a split ("train", "eval" or "test") as a table sorted by name."""
-        callbacks.log_metrics(split, metrics)
+        reports.log_metrics(split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write `<split>_results.json` to `args.output_dir`, and update all_results.json there if `combined`."""
-        callbacks.save_metrics(Path(self.args.output_dir), split, metrics, combined)
+        reports.save_metrics(Path(self.args.output_dir), split, metrics, combined)
 
     def save_state(self) -> None:
         """Write trainer_state.json to `args.output_dir`."""
@@ -754,7 +754,7 @@ class BaseTrainer(abc.ABC):
 
     def end(self) -> None:
         """Finish the runs of the experiment trackers."""
-        callbacks.finish_trackers(self.callback_handler)
+        reports.finish_trackers(self.callback_handler)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported: it creates models with `model_init`, which TRL's trainers do not take."""

@@ -126,7 +126,7 @@ class Hooks(NamedTuple):
     own_step: Any = None
 
 
-def _editable(name: str) -> property:
+def _from_editable(name: str) -> property:
     return property(lambda self: vars(self.editable)[name], doc=f"`editable.{name}`.")
 
 
@@ -166,9 +166,9 @@ class Setup:
     reader: type[ProcessorTokenizer] | None
     script_loss: Any = None
 
-    args, task, model = _editable("args"), _editable("task"), _editable("model")
-    processing_class, pad_to_multiple_of = _editable("processing_class"), _editable("pad_to_multiple_of")
-    train_dataset, eval_dataset = _editable("train_dataset"), _editable("eval_dataset")
+    args, task, model = _from_editable("args"), _from_editable("task"), _from_editable("model")
+    processing_class, pad_to_multiple_of = _from_editable("processing_class"), _from_editable("pad_to_multiple_of")
+    train_dataset, eval_dataset = _from_editable("train_dataset"), _from_editable("eval_dataset")
 
     @property
     def chat_tokenizer(self) -> Any:
