@@ -783,27 +783,35 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = path.read_bytes().decode()
         body = json.loads(manifest)
         whole = isinstance(body, dict) and isinstance(body.pop("xxh3_128", None), str) and _rendered(body) == manifest
-        found = body["format"] if whole else FORMAT
-        if type(found) is not int:
-            raise ValueError(f"its format must be a number, got {brief(found)}")
-        if whole and found == FORMAT:
-            _ = [(entry["bytes"], entry["xxh3_128"], body["step"]) for entry in body["files"].values()]
-            outside = [name for name in body["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
-            if outside:
-                raise ValueError(f"it lists {brief(outside[0])}, which is outside its folder")
+        if whole:
+            _check_entries(body)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BrokenCheckpoint(f"{path} does not exist: the checkpoint was never completed.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} is damaged: {str(error)[:500]}.") from error
+    if not whole:
+        raise BrokenCheckpoint(f"{path} is damaged: its contents do not match its digest.")
+    found = body["format"]
     if found != FORMAT:
         newer, way = ("a newer", "Upgrade trl_jax") if found > FORMAT else ("an older", "Resume with that release")
         raise BrokenCheckpoint(
             f"{path} has format {found}, this release of trl_jax reads {FORMAT}: {newer} one wrote it. {way}, or pass "
             "the folder as model= to start a new run from its weights."
         )
-    if not whole:
-        raise BrokenCheckpoint(f"{path} is damaged: its contents do not match its digest.")
     return body
+
+
+def _check_entries(body: dict[str, Any]) -> None:
+    """Raise ValueError, KeyError, TypeError or AttributeError if entries are missing or invalid. Those of another
+    release's format are unknown."""
+    if type(body["format"]) is not int:
+        raise ValueError(f"its format must be a number, got {brief(body['format'])}")
+    if body["format"] != FORMAT:
+        return
+    for name, entry in body["files"].items():
+        _ = entry["bytes"], entry["xxh3_128"], body["step"]
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"it lists {brief(name)}, which is outside its folder")
 
 
 def verify(folder: Path) -> dict[str, Any]:
