@@ -14,8 +14,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import Any
@@ -55,17 +55,41 @@ _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEna
 
 
 @dataclass(frozen=True)
-class Repository:
-    """One commit of a Hub repository, or of a subfolder in it, and the cache `folder` of its files.
+class Remote:
+    """A Hub repository, or a subfolder in it, at a revision. None is its default branch.
 
     `access` holds the token, cache_dir and local_files_only for requests to the Hub.
     """
 
     name: str
+    revision: str | None
     subfolder: str
-    commit: str
-    folder: Path
     access: dict[str, Any] = field(repr=False)
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of its files in the repository's file list."""
+        return f"{PurePosixPath(self.subfolder)}/" if self.subfolder else ""
+
+    def download(self, file: str) -> Path:
+        """Download a file unless it is in the cache.
+
+        Raises:
+            ValueError: the file's digest differs from the Hub's.
+        """
+        options = {"subfolder": self.subfolder or None, "revision": self.revision, **self.access}
+        with _fetching(self.name, file):
+            path = Path(huggingface_hub.hf_hub_download(self.name, file, **options))
+        check_digest(path, self.name)
+        return path
+
+
+@dataclass(frozen=True)
+class Repository:
+    """One commit, the revision of `remote`, and the cache `folder` of its files."""
+
+    remote: Remote
+    folder: Path
 
     def fetch_small_files(self, *, code: bool) -> None:
         """Download the config and tokenizer files, plus `*.py` with `code`; from subfolders only chat templates."""
@@ -82,7 +106,7 @@ class Repository:
             ConnectionError: the download was interrupted.
         """
         try:
-            _download(self.name, SINGLE, self.subfolder, self.commit, self.access)
+            self.remote.download(SINGLE)
         except EntryNotFoundError as error:
             if (self.folder / INDEX).is_file():
                 self._snapshot([glob.escape(shard) for shard in indexed_shards(self.folder)], [])
@@ -98,7 +122,7 @@ class Repository:
         self._snapshot([_ADAPTER_WEIGHTS, _ENCODER_WEIGHTS], [])
         if (self.folder / _ADAPTER_WEIGHTS).is_file():
             return
-        raise no_adapter_error(f"model={self.name!r}", _prefix(self.subfolder) + PICKLED in self._listed())
+        raise no_adapter_error(f"model={self.remote.name!r}", self.remote.prefix + PICKLED in self._listed())
 
     def _fetch_pickled(self, error: EntryNotFoundError) -> bool:
         """Download pytorch_model.bin if it exists and torch can read it; return whether it did."""
@@ -107,37 +131,37 @@ class Repository:
         self._snapshot(["pytorch_model*.bin"], [])
         return only_pickled(self.folder)
 
-    def _snapshot(self, patterns, ignored) -> None:
-        prefix = _prefix(self.subfolder)
-        with _fetching(self.name, ", ".join(patterns)):
+    def _snapshot(self, patterns: Sequence[str], ignored: Sequence[str]) -> None:
+        remote = self.remote
+        with _fetching(remote.name, ", ".join(patterns)):
             huggingface_hub.snapshot_download(
-                self.name,
-                revision=self.commit,
-                allow_patterns=[prefix + pattern for pattern in patterns],
-                ignore_patterns=[prefix + pattern for pattern in ignored],
-                **self.access,
+                remote.name,
+                revision=remote.revision,
+                allow_patterns=[remote.prefix + pattern for pattern in patterns],
+                ignore_patterns=[remote.prefix + pattern for pattern in ignored],
+                **remote.access,
             )
         for pattern in patterns:
             for file in self.folder.glob(pattern):
-                check_digest(file, self.name)
+                check_digest(file, remote.name)
 
     def _listed(self) -> list[str]:
         """Names of the files in the repository."""
-        with _fetching(self.name, "the list of its files"):
+        remote = self.remote
+        with _fetching(remote.name, "the list of its files"):
             api = huggingface_hub.HfApi()
-            return api.list_repo_files(self.name, revision=self.commit, token=self.access["token"])
+            return api.list_repo_files(remote.name, revision=remote.revision, token=remote.access["token"])
 
     def _without_weights(self, error: EntryNotFoundError) -> Exception:
+        where = f"model={self.remote.name!r}"
         if isinstance(error, LocalEntryNotFoundError):
             return FileNotFoundError(
-                f"model={self.name!r}: the weights are not in the cache ({self.folder}) and could not be downloaded. "
+                f"{where}: the weights are not in the cache ({self.folder}) and could not be downloaded. "
                 f"The Hub client reported: {error_message(error)}"
             )
-        names = self._listed()
-        pickled = _prefix(self.subfolder) + "pytorch_model"
-        where = f"model={self.name!r}"
-        if any(name.startswith(pickled) and name.endswith(".bin") for name in names):
-            return unconverted_error(where, repr(self.name))
+        pickled = self.remote.prefix + "pytorch_model"
+        if any(name.startswith(pickled) and name.endswith(".bin") for name in self._listed()):
+            return unconverted_error(where, repr(self.remote.name))
         return no_weights_error(where)
 
 
@@ -167,14 +191,15 @@ def checkpoint_folder(
     if folder.is_file() and folder.suffix == ".gguf":
         return unpack(folder), None
     access = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    remote = Remote(name, revision, subfolder, access)
     if gguf_file is not None:
-        return unpack(_gguf(folder, name, gguf_file, revision, subfolder, access)), None
+        return unpack(_gguf_file(folder, remote, gguf_file)), None
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
             raise FileNotFoundError(
                 f"{shown('model', name)}: there is no such folder, and it is not a valid name of a Hub repository."
             )
-        repository = _fetched(name, revision, subfolder, access, code)
+        repository = _fetched(remote, code=code)
         return repository.folder, repository
     if subfolder and not (folder / subfolder).is_dir():
         raise FileNotFoundError(f"model={name!r} has no subfolder {subfolder!r}.")
@@ -221,65 +246,48 @@ def _fetching(name: str, files: str) -> Iterator[None]:
             ) from safe_cause(error)
 
 
-def _gguf(folder, name, file, revision, subfolder, access) -> Path:
-    """Path of a GGUF file in a folder or a repository."""
+def _gguf_file(folder: Path, remote: Remote, file: str) -> Path:
+    """Path of a GGUF file in a local folder or, if there is none, in a repository."""
     if not folder.is_dir():
         try:
-            return _download(name, file, subfolder, revision, access)
+            return remote.download(file)
         except (*_UNREACHED, EntryNotFoundError) as error:
-            text = f"{shown('model', name)}: gguf_file={file!r} could not be downloaded: {error_message(error)}"
+            text = f"{shown('model', remote.name)}: gguf_file={file!r} could not be downloaded: {error_message(error)}"
             raise FileNotFoundError(text) from safe_cause(error)
-    if not (folder / subfolder / file).is_file():
-        raise FileNotFoundError(f"model={name!r} has no file {file!r} (gguf_file).")
-    return folder / subfolder / file
+    if not (folder / remote.subfolder / file).is_file():
+        raise FileNotFoundError(f"model={remote.name!r} has no file {file!r} (gguf_file).")
+    return folder / remote.subfolder / file
 
 
-def _fetched(name, revision, subfolder, access, code) -> Repository:
+def _fetched(remote: Remote, *, code: bool) -> Repository:
     """The repository with its small files in the cache. config.json comes first because its path names the commit."""
     try:
-        config = _config(name, subfolder, revision, access)
-        commit = config.parents[len(PurePosixPath(subfolder).parts)].name
-        repository = Repository(name, subfolder, commit, config.parent, access)
+        config = _config_file(remote)
+        commit = config.parents[len(PurePosixPath(remote.subfolder).parts)].name
+        repository = Repository(replace(remote, revision=commit), config.parent)
         repository.fetch_small_files(code=code)
     except _UNREACHED as error:
         raise FileNotFoundError(
-            f"{shown('model', name)}: there is no such folder in {Path.cwd()}, and no such repository could be "
+            f"{shown('model', remote.name)}: there is no such folder in {Path.cwd()}, and no such repository could be "
             f"downloaded from the Hub; its client reported: {error_message(error)}"
         ) from safe_cause(error)
     except EntryNotFoundError as error:
-        text = f"{shown('model', name)} has no {_prefix(subfolder)}config.json on the Hub: {error_message(error)}"
+        text = f"{shown('model', remote.name)} has no {remote.prefix}config.json on the Hub: {error_message(error)}"
         raise FileNotFoundError(text) from safe_cause(error)
     return repository
 
 
-def _config(name, subfolder, revision, access) -> Path:
+def _config_file(remote: Remote) -> Path:
     """config.json, or the adapter's config, since an adapter has no config.json."""
     try:
-        return _download(name, "config.json", subfolder, revision, access)
+        return remote.download("config.json")
     except LocalEntryNotFoundError:
         raise
     except EntryNotFoundError as error:
         try:
-            return _download(name, ADAPTER, subfolder, revision, access)
+            return remote.download(ADAPTER)
         except EntryNotFoundError:
             raise error from None
-
-
-def _download(name, file, subfolder, revision, access) -> Path:
-    """Download a file unless it is in the cache.
-
-    Raises:
-        ValueError: the file's digest differs from the Hub's.
-    """
-    with _fetching(name, file):
-        path = huggingface_hub.hf_hub_download(name, file, subfolder=subfolder or None, revision=revision, **access)
-    check_digest(Path(path), name)
-    return Path(path)
-
-
-def _prefix(subfolder: str) -> str:
-    """The prefix of a subfolder's files in the repository's file list."""
-    return f"{PurePosixPath(subfolder)}/" if subfolder else ""
 
 
 # Time limits: hooks on the Hub client's own session, active while a block of `limited` runs
