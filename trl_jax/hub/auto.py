@@ -454,13 +454,17 @@ class Checkpoint:
         return plan.sharding_of
 
     def outline(
-        self, lora: AdapterConfig | None = None, quantization: BitsAndBytesConfig | None = None, *, parts: bool = False
+        self,
+        lora: AdapterConfig | None = None,
+        quantization: BitsAndBytesConfig | None = None,
+        *,
+        sharded: bool = False,
     ) -> PreTrainedModel:
         """The model with shapes instead of arrays, which is enough to compile it. Weights are not read or downloaded.
 
         Args:
             lora: config of a new adapter; None keeps the model as it is, including an adapter saved in its folder.
-            parts: whether arrays are sharded over several devices.
+            sharded: whether arrays are sharded over several devices.
 
         Raises:
             ValueError: the model runs as an exported program, which cannot be built without its weights; also as in
@@ -477,19 +481,19 @@ class Checkpoint:
             _check_not_quantized(quantization)
             shapes, backend = outline_native(self.native, dtype=self.dtype)
             return PreTrainedModel(shapes, backend, self.config, self.folder, self.name)
-        options = self._frozen_options(adapter, quantization, parts=parts)
+        options = self._frozen_options(adapter, quantization, sharded=sharded)
         shapes, backend = outline_native(self.native, dtype=self.dtype, **options)
         params, backend, frozen = outline_adapted(backend, shapes, adapter, self.adapter if lora is None else None)
         return PreTrainedModel(params, backend, self.config, self.folder, self.name, frozen)
 
     def _frozen_options(
-        self, lora: AdapterConfig, quantization: BitsAndBytesConfig | None, *, parts: bool
+        self, lora: AdapterConfig, quantization: BitsAndBytesConfig | None, *, sharded: bool
     ) -> dict[str, Any]:
         """Arguments of `load_native` for the frozen base weights under an adapter."""
         native, quantization = resized_config(self.native, self.vocab_size), quantization or self.quantization
         adapted = lora if isinstance(lora, LoraConfig) else None  # prompt tuning does not touch the weights
         quantized = None if quantization is None else formats(quantization, adapted, native)
-        bits = () if parts else halves(adapted, native)  # the sharding layout expects plain weights
+        bits = () if sharded else halves(adapted, native)  # the sharding layout expects plain weights
         if self.vocab_size != self.native.arch.vocab_size:
             bits = set(bits).difference(tables_of_tokens(bits))
         return {"as_stored": True, "formats": quantized, "bits": bits}
@@ -513,7 +517,7 @@ class Checkpoint:
         if self.repository is not None:
             self.repository.fetch_weights()
         generator = TorchGenerator(seed)
-        options = self._frozen_options(lora, quantization, parts=sharding_of is not None)
+        options = self._frozen_options(lora, quantization, sharded=sharding_of is not None)
         arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, sharding_of=sharding_of, **options)
         model = self._model(arrays, backend, self.config)
         if self.vocab_size != model.vocab_size:

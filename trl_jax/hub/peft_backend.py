@@ -229,7 +229,8 @@ class LoraBackend(AdaptedBackend):
         self.name = f"{base.name} (with an adapter)"
         self.drops_out = base.drops_out or plan.config.lora_dropout > 0
         self.graph = _graph_of(base, plan)
-        self.tensors = {name: base.tensors.get(name.removesuffix("@trained"), name) for name in shapes}
+        self._base_paths = {name: name.removesuffix("@trained") for name in shapes}
+        self.tensors = {name: base.tensors.get(path, name) for name, path in self._base_paths.items()}
         self._trained_shapes = expected_shapes(plan, shapes)
         self.dtypes = dict.fromkeys(self._trained_shapes, "float32")
         self._wrapped = _wrapped(plan)
@@ -237,7 +238,7 @@ class LoraBackend(AdaptedBackend):
 
     @cached_property
     def trained_names(self) -> dict[str, None]:
-        return dict.fromkeys(self._peft_name_of(name) for name in (*self.dtypes, *self.plan.carried))
+        return dict.fromkeys(self._name_in_memory(name) for name in (*self.dtypes, *self.plan.carried))
 
     @property
     def copies_table(self) -> bool:
@@ -257,16 +258,17 @@ class LoraBackend(AdaptedBackend):
 
     @property
     def decays_by_name(self) -> frozenset[str]:
-        return self._with_base_paths(self.base.decays_by_name)
+        return frozenset(name for name, path in self._base_paths.items() if path in self.base.decays_by_name)
 
     @property
     def buffers(self) -> frozenset[str]:
         """The base model's buffers, and their copies in fully trained modules."""
-        return self.base.buffers | self._with_base_paths(self.base.buffers)
+        buffers = self.base.buffers
+        return buffers | {name for name, path in self._base_paths.items() if path in buffers}
 
-    def _with_base_paths(self, paths: Collection[str]) -> frozenset[str]:
-        """The trained arrays of the model's own parameters with these paths."""
-        return frozenset(name for name in self.tensors if name.removesuffix("@trained") in paths)
+    def _of_base(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The base model's values, which are by path, for trained arrays of its own parameters."""
+        return {name: values[path] for name, path in self._base_paths.items() if path in values}
 
     def trained_locations(self) -> Locations:
         plan, full = self.plan, self.plan.full
@@ -277,11 +279,11 @@ class LoraBackend(AdaptedBackend):
             name: [(full.array_of(entry.path), full.index_of(entry.path, at)) for entry, at in entries]
             for name, entries in full.tensors.items()
         }
-        return {self._peft_name_of(name): places for name, places in (of_adapters | of_model).items()}
+        return {self._name_in_memory(name): places for name, places in (of_adapters | of_model).items()}
 
     def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
         tensors = trained_tensors(self.plan, arrays)
-        return ((self._peft_name_of(name), values) for name, values in tensors.items())
+        return ((self._name_in_memory(name), values) for name, values in tensors.items())
 
     def peft_name(self, module: str, parameter: str) -> str | None:
         if f"{PREFIX}{module}.{parameter}" in self.dtypes:
@@ -291,7 +293,7 @@ class LoraBackend(AdaptedBackend):
         name = f"{PREFIX}{module}.{parameter}"
         return None if name in self.dtypes else name
 
-    def _peft_name_of(self, name: str) -> str:
+    def _name_in_memory(self, name: str) -> str:
         """PEFT's name of a parameter in memory, given its name on disk."""
         if name in self.plan.full.tensors and not name.endswith(TENSOR):
             return self._saved_module(name)
@@ -307,19 +309,17 @@ class LoraBackend(AdaptedBackend):
         return name
 
     def torch_param_layout(self) -> TorchParamLayout:
-        whole, paths = self.base.torch_param_layout(), {name: name.removesuffix("@trained") for name in self.tensors}
-        joined = {name: whole.joined[path] for name, path in paths.items() if path in whole.joined}
+        base = self.base.torch_param_layout()
         adapters = (one.adapter for one in self.plan.modules if one.module.stacked)
         stacked = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
-        stacked |= {name for name, path in paths.items() if path in whole.stacked}
-        axes = {name: whole.axes[path] for name, path in paths.items() if path in whole.axes}
-        kernels = {name: whole.kernels[path] for name, path in paths.items() if path in whole.kernels}
+        stacked |= {name for name, path in self._base_paths.items() if path in base.stacked}
+        joined, axes, kernels = map(self._of_base, (base.joined, base.axes, base.kernels))
         return TorchParamLayout(frozenset(stacked), joined, axes, kernels)
 
     @property
     def axes(self) -> Mapping[str, tuple[str, ...]]:
-        axes, names = self.base.axes, {name: name.removesuffix("@trained") for name in self.tensors}
-        return axes | {name: axes[path] for name, path in names.items() if path in axes}
+        axes = self.base.axes
+        return axes | self._of_base(axes)
 
     def of_vision(self, params: Collection[str]) -> frozenset[str]:
         modules = zip(self.plan.modules, self.plan.paths(), strict=True)

@@ -243,7 +243,7 @@ def _held(checkpoint: Checkpoint | None) -> int:
     """Bytes of a model that is not sharded."""
     if checkpoint is None:
         return 0
-    arrays = checkpoint.outline(None, None, parts=False).arrays
+    arrays = checkpoint.outline(None, None, sharded=False).arrays
     return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays.values())
 
 

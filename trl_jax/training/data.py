@@ -272,7 +272,12 @@ def placed_pass(arrays: Batch, plan: ShardingPlan | None) -> Batch:
 
 def only_pass(arrays: Batch, plan: ShardingPlan | None) -> Batch:
     """A step's only pass, on the host."""
-    return arrays if plan is None or plan.shards == 1 else jax.tree.map(lambda leaf: leaf[0], arrays)
+    return arrays if plan is None or plan.shards == 1 else first_pass(arrays)
+
+
+def first_pass(arrays: Any) -> Any:
+    """The first pass of a step, or the first shard of a pass."""
+    return jax.tree.map(lambda leaf: leaf[0], arrays)
 
 
 def reason_of_layout(setup: Setup) -> str:

@@ -58,7 +58,7 @@ class CompletionEvaluator:
         forward, sharded_step = self._forward, self._sharded_step
 
         def first(params: dict, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-            loss, sums = forward.loss(params, jax.tree.map(lambda leaf: leaf[0], batch), None)
+            loss, sums = forward.loss(params, data.first_pass(batch), None)
             return sums | {"loss": loss}
 
         of_pass = first if sharded_step is None else sharded_step.scores(first)
@@ -259,7 +259,7 @@ class Evaluator:
         return first(params, batch) if self._sharded_step is None else self._sharded_step.scores(first)(params, batch)
 
     def _first_pass(self, params: dict, batch: Any, **options: Any) -> jax.Array:
-        return self._forward.outputs(params, jax.tree.map(lambda leaf: leaf[0], batch), **options)
+        return self._forward.outputs(params, data.first_pass(batch), **options)
 
     def _evaluated(
         self, batches: Batches, method: str, hooks: MetricHooks, *, predicts: bool = False
@@ -408,7 +408,7 @@ class LogitsEvaluation:
                 return inputs["labels"][:, : self._length(inputs["attention_mask"].sum(axis=1).max())]
             inputs["labels"][:, 0] = IGNORED
             return self._as_one_row(inputs["labels"], inputs["attention_mask"], IGNORED)
-        batch: Batch = jax.tree.map(lambda leaf: leaf[0], arrays)
+        batch: Batch = data.first_pass(arrays)
         examples, rows = int(np.count_nonzero(batch.weight)), len(batch.weight) * self._num_texts
         tokens = of_examples(batch.tokens[:rows], self._num_texts, examples)
         lengths = of_examples(batch.lengths[:rows], self._num_texts, examples)
@@ -428,7 +428,7 @@ class LogitsEvaluation:
         labels = self._labels(arrays)
         if self._virtual or self._setup.task.compares_distributions:
             # Virtual tokens predict first tokens, which these logits lack; distillation also needs the reference's.
-            batch = jax.tree.map(lambda leaf: leaf[0], arrays)
+            batch = data.first_pass(arrays)
             sums, logits = self._two_passes(params, batch, dtype=dtype)
             logits = logits[batch.lengths > 0]
         else:
@@ -450,7 +450,7 @@ class LogitsEvaluation:
         return sums | {"loss": bound.balanced(loss, outputs.aux_loss)}, outputs.logits
 
     def _with_token_ids(self, params: dict, arrays: Batch, dtype: str) -> tuple:
-        batch, labels = jax.tree.map(lambda leaf: leaf[0], arrays), self._labels(arrays)
+        batch, labels = data.first_pass(arrays), self._labels(arrays)
         sums, logits = self._two_passes(params, batch, dtype=dtype)
         logits = of_examples(logits, self._num_texts, int(np.count_nonzero(batch.weight)))
         return sums, logits[:, : labels.shape[1]], labels
@@ -539,7 +539,7 @@ class WholeBatchEvaluation:
 
     def _of_batch(self, params: dict, batch: Batch, *, dtype: str) -> dict[str, jax.Array]:
         def of_pass(params: dict, batch: Batch) -> dict[str, jax.Array]:
-            batch = jax.tree.map(lambda leaf: leaf[0], batch)
+            batch = data.first_pass(batch)
             return self._forward.measure(self._forward.outputs(params, batch, dtype=dtype), batch)
 
         if self._sharded_step is None:

@@ -403,7 +403,7 @@ def outlined(
     """The model to train without weights: shapes instead of arrays."""
     if adapter is not None:
         _check_one_adapter(checkpoint.adapter is not None)
-    return checkpoint.outline(adapter, quantization, parts=sharding_plan_of(args) is not None)
+    return checkpoint.outline(adapter, quantization, sharded=sharding_plan_of(args) is not None)
 
 
 def _has_this_adapter(model: PreTrainedModel, adapter: AdapterConfig) -> bool:
