@@ -13,6 +13,7 @@ from trl_jax.data.layout_plan import Buckets
 from trl_jax.data.packed import (
     PackingSpec,
     RowViewShape,
+    fullest_row,
     greedy_bins,
     longest_in_batch,
     pack_examples,
@@ -24,10 +25,10 @@ from trl_jax.data.packed import (
 layouts = pytest.mark.parametrize("share", [False, True], ids=["packed", "shared"])
 
 
-def laid_out(groups, size, count, share, rows=2, row_view=None):
+def laid_out(groups, size, count, share, rows=2, view=None):
     placed = place(groups, examples=size, share_prefix=share)
     into = greedy_bins([one.tokens for one in placed], rows)
-    spec = PackingSpec(PAD, share, Buckets(), row_view)
+    spec = PackingSpec(PAD, share, Buckets()(fullest_row(placed, into)), view)
     slots, longest = step_slots(rows, count, size), longest_in_batch(placed, size)
     return pack_examples(placed, into, spec, micro_batch=slots, longest_texts=longest), placed, into
 
@@ -86,15 +87,12 @@ def test_every_token_sees_its_own_text_up_to_itself_and_nothing_else(share, step
 @given(steps)
 def test_texts_stand_as_rows_too(share, step):
     """In both directions, token by token; a shared prefix is in the rows of both texts."""
-
-    def shape(tokens, longest):
-        return Buckets()(tokens), longest + 3
-
     size, groups = step
-    view = RowViewShape(sum(map(len, groups)), shape)
-    batch, placed, into = laid_out(groups, size, len(groups), share, row_view=view)
+    longest = max(example.longest for group in groups for example in group)
+    view = RowViewShape(sum(map(len, groups)), longest + 3)
+    batch, placed, into = laid_out(groups, size, len(groups), share, view=view)
     places, back = (leaf[:, 0] for leaf in batch.packed.texts)
-    longest, found = max(one.example.longest for one in placed), [0] * len(batch.tokens)
+    found = [0] * len(batch.tokens)
     assert places.shape[1:] == (len(placed[0].example.texts) * len(placed), longest + 3)
     reached = np.zeros(back.shape, bool)
     for one, row in zip(placed, into, strict=True):

@@ -75,10 +75,10 @@ def step():
 def batches(layout):
     if layout == "padded":
         return pad_examples(step(), examples=PAIRS, count=COUNT, pad_token_id=PAD, pad_to_multiple_of=48)
-    share, view = layout.startswith("shared"), RowViewShape(7, lambda *_: (128, 64))
+    share, view = layout.startswith("shared"), RowViewShape(7, 64)
     placed = place(step(), examples=PAIRS, share_prefix=share)
     into = greedy_bins([pair.tokens for pair in placed], COUNT)
-    spec = PackingSpec(PAD, share, lambda tokens: 128, view if layout.endswith("rows") else None)
+    spec = PackingSpec(PAD, share, 128, view if layout.endswith("rows") else None)
     slots = step_slots(COUNT, COUNT, PAIRS)
     return pack_examples(placed, into, spec, micro_batch=slots, longest_texts=longest_in_batch(placed, PAIRS))
 

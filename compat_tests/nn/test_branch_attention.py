@@ -44,7 +44,7 @@ def laid_out(seed=0):
         into += [row] * (len(texts) - len(into))
     order = np.random.default_rng(seed + 1).permutation(len(texts))  # branches of a context need not be adjacent
     placed = place([[texts[at] for at in order]], examples=len(texts), share_prefix=True)
-    spec = PackingSpec(0, True, lambda tokens: LENGTH, RowViewShape(len(texts), lambda *_: (LENGTH, LONGEST)))
+    spec = PackingSpec(0, True, LENGTH, RowViewShape(len(texts), LONGEST))
     slots, longest = step_slots(ROWS, 1, len(texts)), longest_in_batch(placed, len(texts))
     batch = pack_examples(placed, [into[at] for at in order], spec, micro_batch=slots, longest_texts=longest)
     packed = jax.tree.map(lambda leaf: leaf[:, 0], batch.packed)

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle, groupby, islice
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +25,7 @@ from trl_jax.data.packed import (
     bins_of,
     by_shard,
     filled,
+    fullest_row,
     in_shards,
     longest_in_batch,
     pack_examples,
@@ -157,13 +157,12 @@ class EvalChunks:
 
     def _pass(self, rows: list[list[Placed]], slots: int, longest: dict[int, int]) -> tuple[Batch, np.ndarray]:
         """A pass with one packed row per shard, with `slots` slots each. `longest` is by slot."""
-        layout, view = self._layout, None
-        if layout.views is not None:
-            view = RowViewShape(slots, lambda *_: (self._row_length, self._text_length))
+        layout = self._layout
+        view = None if layout.views is None else RowViewShape(slots, self._text_length)
         arrays = pack_examples(
             [one._replace(slot=slot) for row in rows for slot, one in enumerate(row)],
             [number for number, row in enumerate(rows) for _ in row],
-            PackingSpec(layout.pad_token_id, layout.layout == "shared", lambda _: self._row_length, view),
+            PackingSpec(layout.pad_token_id, layout.layout == "shared", self._row_length, view),
             micro_batch=step_slots(layout.shards, 1, slots),
             longest_texts=[longest[one.slot] for row in rows for one in row],
         )
@@ -592,7 +591,7 @@ class StepLayout:
         if self.layout == "padded":
             arrays, pass_of = self._padded(runs, weights)
         else:
-            arrays, pass_of = self._packed(runs, weights, partial(self.buckets, step=number))
+            arrays, pass_of = self._packed(runs, weights, number)
         if self.by_micro_batch:
             arrays = arrays._replace(pass_weight=pass_weights(arrays.weight > 0))
         rows = [indexed.index for batch in group for indexed in batch]
@@ -664,9 +663,7 @@ class StepLayout:
         pass_of = [number for number, run in enumerate(runs) for _ in run]
         return (arrays if self._array_shards == 1 else sharded_rows(arrays, self._array_shards)), pass_of
 
-    def _packed(
-        self, runs: list[list[Example]], weights: list[float], bucket: Callable[[int], int]
-    ) -> tuple[Batch, list[int]]:
+    def _packed(self, runs: list[list[Example]], weights: list[float], number: int) -> tuple[Batch, list[int]]:
         """The same in packed rows, one for each pass and shard."""
         shards, examples, share_prefix = self._array_shards, self._run_examples, self.layout == "shared"
         placed = place(runs, examples=examples, share_prefix=share_prefix, weights=weights)
@@ -682,8 +679,13 @@ class StepLayout:
             sizes = {"rows": self._num_runs, "count": self.accumulation, "examples": examples * shards}
             slots = examples if self.by_micro_batch else room(examples, self.accumulation)
             placed, micro_batch = row_slots(placed, row_of, slots=slots, **sizes)
-        view = None if self.views is None else RowViewShape(max_examples, self.views)
-        spec = PackingSpec(self.pad_token_id, share_prefix, bucket, view)
+        tokens, view = fullest_row(placed, row_of), None
+        if self.views is None:
+            length = self.buckets(tokens, number)
+        else:
+            length, text_length = self.views(tokens, max(one.example.longest_document for one in placed))
+            view = RowViewShape(max_examples, text_length)
+        spec = PackingSpec(self.pad_token_id, share_prefix, length, view)
         arrays = pack_examples(placed, row_of, spec, micro_batch=micro_batch, longest_texts=longest_texts)
         return (arrays if shards == 1 else in_shards(arrays, shards)), row_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,19 +105,44 @@ def pass_weights(real: np.ndarray) -> np.ndarray:
 # Packed rows: texts are concatenated without padding, and common prefixes stored once
 
 
+class RowViewShape(NamedTuple):
+    """The shape in which the texts of packed rows are viewed as rows.
+
+    examples: maximum number of examples in a packed row.
+    length: tokens per view row.
+    """
+
+    examples: int
+    length: int
+
+
 class PackingSpec(NamedTuple):
     """The layout options of packed rows.
 
     pad_token_id: the padding, which also determines where classifiers read a text.
     share_prefix: whether the two texts of an example share their common prefix, and examples their context.
-    bucket: maps the number of tokens in the fullest packed row to the length of all rows.
-    row_view: also view texts as rows, with lengths from its `shape`; None if attention runs on packed rows.
+    length: tokens per packed row, at least `fullest_row`.
+    view: also view texts as rows; None if attention runs on packed rows.
     """
 
     pad_token_id: int
     share_prefix: bool
-    bucket: Callable[[int], int]
-    row_view: RowViewShape | None = None
+    length: int
+    view: RowViewShape | None = None
+
+
+def fullest_row(placed: Sequence[Placed], into: Sequence[int]) -> int:
+    """Number of tokens in the fullest packed row, counting each shared context once.
+
+    Args:
+        into: the packed row of each example.
+    """
+    filled, contexts = Counter(), set()
+    for one, row in zip(placed, into, strict=True):
+        known = one.context is not None and (row, one.context) in contexts
+        filled[row] += one.tokens - (one.context_tokens if known else 0)
+        contexts.add((row, one.context))
+    return max(filled.values())
 
 
 def pack_examples(
@@ -165,8 +190,7 @@ def pack_examples(
 def _empty_packed(placed: Sequence[Placed], into: Sequence[int], spec: PackingSpec, micro_batch: np.ndarray) -> Batch:
     """A batch of padding, with room for these examples."""
     rows, _, slots = micro_batch.shape
-    like = placed[0].example
-    length, view = _length_and_view(placed, into, spec, rows)
+    like, length = placed[0].example, spec.length
     num_texts = len(like.texts) * slots
     num_reads = _num_reads(placed, into, length) if like.labels else num_texts
     axes = None
@@ -191,7 +215,7 @@ def _empty_packed(placed: Sequence[Placed], into: Sequence[int], spec: PackingSp
             end=full((1, length), length),
             longest=full((1, length), 1),
             prompt=full((1, length), length) if shares_prompts else None,
-            texts=view,
+            texts=None if spec.view is None else _empty_view(placed, into, spec, rows),
             context=full((1, length), length) if shares_contexts else None,
             context_end=full((1, length), length) if shares_contexts else None,
         ),
@@ -201,17 +225,11 @@ def _empty_packed(placed: Sequence[Placed], into: Sequence[int], spec: PackingSp
     )
 
 
-def _length_and_view(
-    placed: Sequence[Placed], into: Sequence[int], spec: PackingSpec, rows: int
-) -> tuple[int, RowView | None]:
-    """The length of packed rows, and the empty view of their texts as rows; None without one."""
-    tokens = max(_filled(placed, into, rows))
-    if spec.row_view is None:
-        return spec.bucket(tokens), None
-    length, longest = spec.row_view.shape(tokens, max(one.example.longest_document for one in placed))
-    count, sharing = _num_view_rows(placed, into, spec.row_view.examples), _max_sharing(placed, into)
-    places = np.full((rows, 1, count, longest), length, np.int32)
-    return length, RowView(places, np.full((rows, 1, sharing, length), count * longest, np.int32))
+def _empty_view(placed: Sequence[Placed], into: Sequence[int], spec: PackingSpec, rows: int) -> RowView:
+    count = _num_view_rows(placed, into, spec.view.examples)
+    places = np.full((rows, 1, count, spec.view.length), spec.length, np.int32)
+    unused = count * spec.view.length
+    return RowView(places, np.full((rows, 1, _max_sharing(placed, into), spec.length), unused, np.int32))
 
 
 def _num_reads(placed: Sequence[Placed], into: Sequence[int], length: int) -> int:
@@ -219,16 +237,6 @@ def _num_reads(placed: Sequence[Placed], into: Sequence[int], length: int) -> in
     more. It does not depend on the exact number of targets, to limit compilations."""
     targets = np.bincount(into, [one.example.num_targets for one in placed])
     return max(1, -(-int(targets.max()) // length)) * length
-
-
-def _filled(placed: Sequence[Placed], into: Sequence[int], rows: int) -> list[int]:
-    """Number of tokens in each packed row, counting each shared context once."""
-    filled, met = [0] * rows, set()
-    for one, row in zip(placed, into, strict=True):
-        known = one.context is not None and (row, one.context) in met
-        filled[row] += one.tokens - (one.context_tokens if known else 0)
-        met.add((row, one.context))
-    return filled
 
 
 def _places(texts: Sequence[Sequence[int]], start: int, shared: int) -> list[np.ndarray]:
@@ -325,17 +333,6 @@ def _write_reads(batch: Batch, row: int, read: int, one: Placed, places: list[np
 
 
 # Row views: the texts of packed rows as rows, for attention kernels that need rows
-
-
-class RowViewShape(NamedTuple):
-    """The shape in which the texts of packed rows are viewed as rows.
-
-    examples: maximum number of examples in a packed row.
-    shape: maps (tokens of the fullest packed row, tokens of the longest text) to the lengths of packed and view rows.
-    """
-
-    examples: int
-    shape: Callable[[int, int], tuple[int, int]]
 
 
 def _num_view_rows(placed: Sequence[Placed], into: Sequence[int], examples: int) -> int:
