@@ -22,6 +22,7 @@ from trl_jax.hub.config import (
     IGNORED_IF_UNKNOWN,
     NativeConfig,
     checked_arguments,
+    checked_dtype,
     native_config,
     transformers_config,
     unknown_arguments_error,
@@ -124,10 +125,10 @@ class PeftModel(metaclass=_IfAdapted):
                 "onto models of trl_jax.AutoModelForCausalLM and its other classes. Load the adapter's folder with "
                 "AutoPeftModelForCausalLM, or install peft."
             )
-        fetch, _, unknown = checked_arguments(dict(kwargs), None)
-        if unknown:
-            raise unknown_arguments_error(unknown, " when a model is loaded, not its adapter")
-        folder, repository = checkpoint_folder(model_id, **fetch)
+        arguments = checked_arguments(kwargs, None)
+        if arguments.values:
+            raise unknown_arguments_error(arguments.values, " when a model is loaded, not its adapter")
+        folder, repository = checkpoint_folder(model_id, **arguments.fetch)
         lora = read_adapter_config(folder)
         if repository is not None:
             repository.fetch_adapter()
@@ -529,7 +530,7 @@ def find_checkpoint(name: str, *, head: HeadName = "score", dtype: Any = "auto",
     """Find a checkpoint locally or on the Hub; other arguments are as in `from_pretrained`."""
     if head == "score":
         check_labels(kwargs.pop("num_labels", 1))
-    fetch, dtype, values = checked_arguments(dict(kwargs), dtype)
+    fetch, dtype, values = checked_arguments(kwargs, dtype)
     folder, repository = checkpoint_folder(name, **fetch)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         return _find_adapted(folder, repository, head, dtype, fetch, values)
@@ -638,7 +639,7 @@ def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None, *, imag
     native = native_config(raw, path, head)
     native = native.with_images() if images else native
     params = _drawn(native, TorchGenerator(seed))
-    dtype = checked_arguments({}, dtype or raw.get("dtype") or "float32")[1]
+    dtype = checked_dtype(dtype or raw.get("dtype") or "float32")
     source = Source(native, {}, {}, dtype, make_tensor_map(params, native.names), {})
     made = transformers_config(raw, path, head)
     return PreTrainedModel(params, NativeBackend(source), made, path.parent, raw["model_type"])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -217,16 +217,31 @@ _HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:\w+)?")  # a torch kernel
 _FETCH = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "gguf_file")
 
 
-def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], str, dict[str, Any]]:
-    """Check the arguments of `from_pretrained`.
+class LoadArguments(NamedTuple):
+    """The checked arguments of `from_pretrained`.
 
-    Returns:
-        The download arguments, the name of the dtype, and the rest, which may be config values (see `with_values`).
+    fetch: arguments of `fetch.checkpoint_folder`.
+    dtype: "float32", "bfloat16", "float16" or "auto".
+    values: all others, which may be values of the config (see `with_values`).
     """
-    dtype = kwargs.pop("torch_dtype", dtype)
-    dtype = str(dtype).removeprefix("torch.") if dtype is not None else "auto"
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
+
+    fetch: dict[str, Any]
+    dtype: str
+    values: dict[str, Any]
+
+
+def checked_dtype(dtype: Any) -> str:
+    """The name of a dtype of torch, NumPy or JAX; "auto" for None. Raises ValueError if it is not supported."""
+    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}.")
+    return name
+
+
+def checked_arguments(arguments: Mapping[str, Any], dtype: Any) -> LoadArguments:
+    """Check the arguments of `from_pretrained`."""
+    kwargs = dict(arguments)
+    dtype = checked_dtype(kwargs.pop("torch_dtype", dtype))
     attention = kwargs.pop("attn_implementation", None)
     if attention not in _ATTENTION and not (isinstance(attention, str) and _HUB_KERNEL.fullmatch(attention)):
         known = ", ".join(map(str, _ATTENTION))
@@ -249,7 +264,7 @@ def checked_arguments(kwargs: dict[str, Any], dtype: Any) -> tuple[dict[str, Any
     fetch = {key: value for key, value in fetch.items() if value is not None}
     if "local_files_only" in fetch:
         fetch["local_files_only"] = as_bool("local_files_only", fetch["local_files_only"])
-    return fetch | {"code": bool(code)}, dtype, kwargs
+    return LoadArguments(fetch | {"code": bool(code)}, dtype, values=kwargs)
 
 
 def unknown_arguments_error(names: Iterable[str], why: str = "") -> TypeError:

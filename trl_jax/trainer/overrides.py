@@ -386,23 +386,33 @@ OLD_COMPUTE_LOSS = (
 
 def classes_of_script(cls: type) -> list[type]:
     """The user-defined classes in the MRO of `cls`: subclasses of a trainer, and mixins."""
-    return [kind for kind in cls.__mro__ if kind.__module__.partition(".")[0] != "trl_jax"]
+    return [kind for kind in cls.__mro__ if not _is_ours(kind)]
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "trl_jax"
+
+
+def _package_of(function: FunctionType) -> str:
+    """The top-level package that defines a function; "" if unknown."""
+    return function.__globals__.get("__name__", "").partition(".")[0]
 
 
 def loss_functions(cls: type, passed: Callable | None) -> list[Callable]:
     """The passed `compute_loss_func`, the user-defined loss methods, and the user-defined methods that they call."""
-    own, found = dict[str, list[Callable]](), [] if passed is None else [passed]
+    own: dict[str, list[FunctionType]] = {}
     for kind in cls.__mro__:
         for name, value in vars(kind).items():
             function = inspect.unwrap(value) if isinstance(value, FunctionType | staticmethod) else None
-            if function is not None and function.__globals__.get("__name__", "").partition(".")[0] != "trl_jax":
+            if function is not None and _package_of(function) != "trl_jax":
                 own.setdefault(name, []).append(function)
-    waiting = ["compute_loss", "_compute_loss"]
-    while waiting:
-        called = own.pop(waiting.pop(0), [])
-        found += called
-        waiting += [name for function in called for name in function.__code__.co_names if name in own]
-    return found
+    functions = [] if passed is None else [passed]
+    names = ["compute_loss", "_compute_loss"]
+    while names:
+        called = own.pop(names.pop(0), [])
+        functions += called
+        names += [name for function in called for name in function.__code__.co_names if name in own]
+    return functions
 
 
 def names_of_script(cls: type) -> frozenset[str]:
@@ -414,9 +424,7 @@ def names_of_script(cls: type) -> frozenset[str]:
 
 def _is_of_script(kind: type, value: Any) -> bool:
     """Whether an attribute of a trl_jax class is a function from outside of trl_jax."""
-    if kind.__module__.partition(".")[0] != "trl_jax" or not isinstance(value, FunctionType):
-        return False
-    return value.__globals__.get("__name__", "").partition(".")[0] != "trl_jax"
+    return _is_ours(kind) and isinstance(value, FunctionType) and _package_of(value) != "trl_jax"
 
 
 def check_overridden(cls: type, never_called: Mapping[str, str]) -> None:
@@ -434,8 +442,7 @@ def warn_of_patched_trainer(kind: type) -> None:
     replaced = [
         name
         for name, method in vars(trainer).items()
-        if isinstance(method, FunctionType)
-        and method.__globals__.get("__name__", "").partition(".")[0] not in ("transformers", "trl_jax", "contextlib")
+        if isinstance(method, FunctionType) and _package_of(method) not in ("transformers", "trl_jax", "contextlib")
     ]
     if replaced:
         logger.warning(

@@ -75,8 +75,9 @@ class Hyperparameters:
 
 
 def _adam(hyper: Hyperparameters) -> optax.GradientTransformation:
-    dtypes = (hyper.optim_args.get(f"{name}_dtype", "float32") for name in ("momentum", "variance"))
-    return scale_by_adam(hyper.b1, hyper.b2, hyper.eps, *dtypes)
+    mu_dtype = hyper.optim_args.get("momentum_dtype", "float32")
+    nu_dtype = hyper.optim_args.get("variance_dtype", "float32")
+    return scale_by_adam(hyper.b1, hyper.b2, hyper.eps, mu_dtype, nu_dtype)
 
 
 def _adafactor(hyper: Hyperparameters) -> optax.GradientTransformation:
@@ -476,9 +477,8 @@ def scale_by_adam(
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) with eps outside the square root and separate dtypes for moments."""
 
     def init(params):
-        mu, nu = (
-            jax.tree.map(lambda p, dtype=dtype: jnp.zeros(p.shape, dtype), params) for dtype in (mu_dtype, nu_dtype)
-        )
+        mu = jax.tree.map(lambda p: jnp.zeros(p.shape, mu_dtype), params)
+        nu = jax.tree.map(lambda p: jnp.zeros(p.shape, nu_dtype), params)
         return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=mu, nu=nu)
 
     def update(updates, state, params=None):
