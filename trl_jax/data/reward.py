@@ -150,7 +150,7 @@ def prepare_stream(
     facts = {"tokenizer": tokenizer, "columns": columns, "masks": masks}
     hidden = list(masks.values())
     dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared, remove_columns=hidden)
-    return without_long(dataset, columns=IDS, unit="pair", **shared)
+    return without_long(dataset, columns=IDS, **shared)
 
 
 def _read_row(

@@ -76,7 +76,7 @@ def prepare_texts(
     if streams:
         rows = plain.map(_read_row, with_indices=True, fn_kwargs=facts | {"tokenized": tokenized})
         limits = {"max_length": max_length, "where": where, "state": StreamState()}
-        return without_long(rows, columns=columns.texts, unit="row", **limits)
+        return without_long(rows, columns=columns.texts, **limits)
     if not tokenized:
         words = f"Tokenizing {where.replace('_', ' ', 1)}"
         plain = plain.map(_tokenize, with_indices=True, batched=True, num_proc=num_proc, fn_kwargs=facts, desc=words)
@@ -218,7 +218,6 @@ def without_long(
     dataset: IterableDataset,
     *,
     columns: tuple[str, ...],
-    unit: str,
     max_length: int | None,
     where: str,
     state: StreamState,
@@ -227,13 +226,13 @@ def without_long(
     """Drop the rows of a stream with more than `max_length` tokens in any of `columns`; None keeps all.
 
     Args:
-        where, unit: names of the dataset and of one row in messages, such as "train_dataset" and "pair".
+        where: the dataset's name in messages.
         max_characters: the number of characters at which texts were cut before tokenizing; None: they were not cut.
     """
     if max_length is None:
         return dataset
     facts = {"where": where, "state": state, "max_characters": max_characters, "max_length": max_length}
-    facts |= {"columns": columns, "unit": unit}
+    facts["columns"] = columns
     return dataset.filter(_fits, with_indices=True, fn_kwargs=facts)
 
 
@@ -255,7 +254,6 @@ def _fits(
     max_characters: int | None,
     max_length: int,
     columns: tuple[str, ...],
-    unit: str,
 ) -> bool:
     tokens = max(len(row[column]) for column in columns)
     if tokens <= max_length:
@@ -268,11 +266,11 @@ def _fits(
     state.shortest = min(tokens, state.shortest) if state.removed else tokens
     state.removed += 1
     if state.removed in (1_000, 10_000, MAX_REMOVED):
-        _report_removed(index, max_length, where, state, unit)
+        _report_removed(index, max_length, where, state)
     return False
 
 
-def _report_removed(index: int, max_length: int, where: str, state: StreamState, unit: str) -> None:
+def _report_removed(index: int, max_length: int, where: str, state: StreamState) -> None:
     """Warn after many consecutive removed rows; raise after MAX_REMOVED, because the stream may be infinite."""
     what = (
         f"max_length={max_length} removed {state.removed:,} consecutive rows of {where}, up to row {index}; the "

@@ -205,9 +205,8 @@ class BaseTrainer(abc.ABC):
         if "compute_loss" in hooks.overridden:
             check_compute_loss(type(self), self._editable.task.head)
         spec = (spec or setup.TrainerSpec())._replace(
-            make_task=self.make_task, hooks=hooks, tags=self._tag_names, paper=self._paper,
-            tokenizer_sides=self._tokenizer_sides, check_images=self._check_images,
-            may_get_images=self._may_get_images, reader=self._reader,
+            hooks=hooks, tags=self._tag_names, tokenizer_sides=self._tokenizer_sides,
+            check_images=self._check_images, may_get_images=self._may_get_images, reader=self._reader,
         )  # fmt: skip
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics

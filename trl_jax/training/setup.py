@@ -334,15 +334,13 @@ class Policy(NamedTuple):
 
 
 class TrainerSpec(NamedTuple):
-    """What a trainer class contributes to its runs. `BaseTrainer` fills in the fields from `make_task` on.
+    """What a trainer class contributes to its runs. `BaseTrainer` fills in the fields from `hooks` on.
 
     reference: creates the reference model; None if the task needs none.
     rollout: how an online trainer makes its training rows; None if the rows come from the dataset.
     balance_experts: returns the weight of the load-balancing loss of a mixture of experts; None if it is never added.
-    make_task: creates the task from the current arguments.
     hooks: the methods that a script may override.
     tags: for the model card.
-    paper: title and arXiv number of the method's paper, for the model card.
     tokenizer_sides: padding and truncation sides for a tokenizer that is loaded with the model; None keeps its own.
     check_images: raises ValueError for arguments that do not support images; None if the trainer takes no images.
     may_get_images: whether images may come from tools although the rows have none. A model with a processor then keeps
@@ -354,10 +352,8 @@ class TrainerSpec(NamedTuple):
     reference: Callable[[BaseConfig, Task, Policy], ReferenceModel | None] | None = None
     rollout: Callable[[Setup], RolloutParts] | None = None
     balance_experts: Callable[[PreTrainedModel, BaseConfig], float] | None = None
-    make_task: Callable[[], Task] | None = None
     hooks: Hooks | None = None
     tags: list[str] = []
-    paper: tuple[str, str] | None = None
     tokenizer_sides: Mapping[str, str] | None = None
     check_images: Callable[[], None] | None = None
     may_get_images: bool = False
