@@ -265,7 +265,7 @@ class BaseTrainer(abc.ABC):
         Until the setup is complete, `self._editable` has what is known so far, because overridden methods may read it.
         """
         collator, progress = self.data_collator, Progress()
-        self._told = progress.told
+        self._printed = progress.printed
         self._editable = Editable(args, None, (args if collator is None else collator).pad_to_multiple_of)
         self._mirrored = {name: arg.of(args) for name, arg in mirrored_args(type(self)).items()}
         self._read_once = read_once(self)
@@ -770,7 +770,7 @@ class BaseTrainer(abc.ABC):
         tokens, task = self._tokens._replace(tokenizer=self.processing_class), self._editable.task
         if "_prepare_dataset" in names_of_script(type(self)) and tokens.encoder is None:
             task, dataset = self._prepared_by_script(task, dataset, name)
-        return data.prepare(task, self.args, tokens, dataset, name, told=self._told, bounded=bounded)
+        return data.prepare(task, self.args, tokens, dataset, name, printed=self._printed, bounded=bounded)
 
     def _prepared_by_script(self, task: Task, dataset: Any, name: str) -> tuple[Task, Any]:
         """The rows that a user-defined `_prepare_dataset` returns, and the task that takes them."""
@@ -779,7 +779,7 @@ class BaseTrainer(abc.ABC):
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """The tokenized rows, with TRL's columns. A script may override it and return its own rows."""
         tokens = self._tokens._replace(tokenizer=processing_class)
-        return data.prepare(self._editable.task, args, tokens, dataset, dataset_name, told=self._told)
+        return data.prepare(self._editable.task, args, tokens, dataset, dataset_name, printed=self._printed)
 
     def _prepare_given(self, dataset: Any, name: str, tokens: data.Tokens) -> Any:
         """Prepare a dataset of the constructor, after setting the tokenizer, which an overridden `prepare_dataset` may

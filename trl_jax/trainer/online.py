@@ -382,7 +382,7 @@ class RolloutTrainer(BaseTrainer):
         rank = adapter_rank(model)
         if rank is not None and encoder is not None and not has_images(run.train_dataset):
             tell(
-                run.progress.told,
+                run.progress.printed,
                 "merged adapter",
                 "The servers get the adapter merged into the model, because tools may return images. If they do not, "
                 "pass the model's tokenizer as processing_class: then servers with --enable-lora get the adapter only.",

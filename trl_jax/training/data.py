@@ -67,13 +67,13 @@ def prepare(
     dataset: Any,
     name: str,
     *,
-    told: set[str],
+    printed: set[str],
     bounded: bool = True,
 ) -> Dataset | IterableDataset:
     """Prepare rows for the loader.
 
     Args:
-        told: topics of the lines that the run has already printed.
+        printed: topics of the lines that the run has already printed.
         bounded: whether `args.max_length` applies.
     """
     if tokens.encoder is not None:
@@ -82,7 +82,7 @@ def prepare(
         dataset,
         tokens.tokenizer if tokens.reader is None or task.online else tokens.reader(tokens.tokenizer),
         max_length=args.max_length if bounded else None,
-        num_proc=_forked_processes(args.dataset_num_proc, dataset, name, told),
+        num_proc=_forked_processes(args.dataset_num_proc, dataset, name, printed),
         name=name,
     )
     columns = task.columns
@@ -90,13 +90,13 @@ def prepare(
     return check_labels(prepared, columns, tokens.vocab_size, name) if columns.labels else prepared
 
 
-def _forked_processes(asked: int | None, dataset: Any, name: str, told: set[str]) -> int | None:
+def _forked_processes(asked: int | None, dataset: Any, name: str, printed: set[str]) -> int | None:
     """`dataset_num_proc`, or None if JAX has started: a fork can deadlock once JAX has threads, so rows are then
     tokenized in this process, with the same result."""
     if not asked or not devices_have_started():
         return asked
-    if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in told:
-        told.add("num_proc")
+    if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in printed:
+        printed.add("num_proc")
         logger.warning(
             "dataset_num_proc=%d: %s is tokenized in this process only, because JAX is already running and forking a "
             "multithreaded process can deadlock. The first trainer of a process tokenizes before JAX starts if it is "
@@ -154,7 +154,7 @@ def loader(
             documents=setup.task.columns.documents,
             compares=setup.compares,
             lengths=lengths,
-            tell=partial(tell, setup.progress.told, "layout"),
+            tell=partial(tell, setup.progress.printed, "layout"),
         )
     if setup.encoder is None:
         example = example_maker(setup.task, setup.virtual if virtual is None else virtual)

@@ -269,7 +269,7 @@ class Evaluator:
         wants_logits = (predicts or hooks.compute_metrics is not None) and not setup.args.prediction_loss_only
         dtype = (None if setup.progress.in_train else setup.args.eval_dtype) or setup.args.compute_dtype
         setup.events.handler.eval_dataloader = batches
-        tell_first(setup.progress.told, "evaluation")
+        tell_first(setup.progress.printed, "evaluation")
         steps, after_each = steps_of(batches, method), partial(setup.events.fire, "on_prediction_step")
         with setup.on_device():
             if self._by_script is not None:

@@ -31,10 +31,10 @@ def show_lines(level: int, *, asked: bool) -> None:
     logger.setLevel(logging.INFO if not asked and level <= logging.WARNING else logging.NOTSET)
 
 
-def tell(told: set[str], about: str, text: str) -> None:
-    """Print a line on the first process, unless the run has already `told` one about this topic."""
-    if about not in told:
-        told.add(about)
+def tell(printed: set[str], about: str, text: str) -> None:
+    """Print a line on the first process, unless the run has already `printed` one about it."""
+    if about not in printed:
+        printed.add(about)
         _say(text)
 
 
@@ -44,14 +44,14 @@ def _say(text: str) -> None:
             logger.info("%s", text)
 
 
-def tell_model(told: set[str], args: BaseConfig, model: PreTrainedModel, plan: ShardingPlan | None) -> None:
+def tell_model(printed: set[str], args: BaseConfig, model: PreTrainedModel, plan: ShardingPlan | None) -> None:
     """Print which devices train which model."""
     devices = run_devices(args)[:1] if plan is None else list(plan.mesh.devices.flat)
     kind = "CPU" if devices[0].platform == "cpu" else devices[0].device_kind
     every, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     share = "all of which train" if every == trained else f"of which {_count(trained)} train ({trained / every:.2%})"
     what = f"{scrubbed(short_name(model))} ({model.config.model_type}) of {_count(every)} parameters"
-    tell(told, "model", f"Training on {len(devices)} x {kind}: {what}, {share}, computed in {args.compute_dtype}.")
+    tell(printed, "model", f"Training on {len(devices)} x {kind}: {what}, {share}, computed in {args.compute_dtype}.")
 
 
 _LAYOUTS = {
@@ -61,7 +61,7 @@ _LAYOUTS = {
 }
 
 
-def tell_layout(told: set[str], layout: str, reason: str, *, own_loss: bool) -> None:
+def tell_layout(printed: set[str], layout: str, reason: str, *, own_loss: bool) -> None:
     """Print the layout of the steps if no dataset survey has done so: online, and with a user-defined loss.
 
     Args:
@@ -69,10 +69,10 @@ def tell_layout(told: set[str], layout: str, reason: str, *, own_loss: bool) -> 
         own_loss: whether the script overrides the loss.
     """
     why = "a user-defined loss receives whole rows" if own_loss else reason
-    tell(told, "layout", f"Layout {layout}: {why or _LAYOUTS[layout]}.")
+    tell(printed, "layout", f"Layout {layout}: {why or _LAYOUTS[layout]}.")
 
 
-def tell_compilation(told: set[str], steps: Any, shape: tuple[int, ...]) -> None:
+def tell_compilation(printed: set[str], steps: Any, shape: tuple[int, ...]) -> None:
     """Print that the first step is being compiled, and where compiled programs are cached.
 
     Args:
@@ -84,10 +84,10 @@ def tell_compilation(told: set[str], steps: Any, shape: tuple[int, ...]) -> None
     folder = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
     kept = "not kept for the next run" if folder is None else f"kept in {_from_home(folder)}"
     size = " x ".join(f"{axis:,}" for axis in shape)
-    tell(told, "compilation", f"Compiling the step for shape 1{of}, tokens {size}; compiled programs are {kept}.")
+    tell(printed, "compilation", f"Compiling the step for shape 1{of}, tokens {size}; compiled programs are {kept}.")
 
 
-def tell_images(told: set[str], batch: StepBatch, *, share_tower: bool) -> None:
+def tell_images(printed: set[str], batch: StepBatch, *, share_tower: bool) -> None:
     """Print how many images the first step with images has, and how often they would be computed without sharing.
 
     Args:
@@ -102,12 +102,12 @@ def tell_images(told: set[str], batch: StepBatch, *, share_tower: bool) -> None:
         text += "; their features are kept, because the vision tower is not trained"
     elif share_tower:
         text += "; policy and reference share their features"
-    tell(told, "images", f"{text}.")
+    tell(printed, "images", f"{text}.")
 
 
-def tell_first(told: set[str], what: str) -> None:
+def tell_first(printed: set[str], what: str) -> None:
     """Print that the first evaluation or generation is being compiled."""
-    tell(told, what, f"Compiling the {what}: the first one takes longer than the others.")
+    tell(printed, what, f"Compiling the {what}: the first one takes longer than the others.")
 
 
 def _from_home(folder: str) -> str:

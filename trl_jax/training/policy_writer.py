@@ -319,7 +319,7 @@ class PolicyWriter:
         turns: TurnCache | None = None,
     ) -> list[np.ndarray]:
         setup = self._setup
-        tell_first(setup.progress.told, "generation")
+        tell_first(setup.progress.printed, "generation")
         with setup.on_device():
             model = self._copy if self._alone else setup.model
             out = complete(

@@ -74,7 +74,7 @@ class Progress:
         only on several devices.
     loaded_dataset: the rows of a user-defined get_train_dataloader in the last train(); None without one.
     in_train: whether train() is running.
-    told: topics of the lines that the run has already printed (`training.logging.tell`).
+    printed: topics of the lines that the run has already printed (`training.logging.tell`).
     interrupts: the signals of the last train().
     """
 
@@ -85,7 +85,7 @@ class Progress:
     fill_last: bool | None = None
     loaded_dataset: Dataset | IterableDataset | None = None
     in_train: bool = False
-    told: set[str] = field(default_factory=set)
+    printed: set[str] = field(default_factory=set)
     interrupts: Interrupts = field(default_factory=Interrupts)
 
 

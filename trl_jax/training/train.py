@@ -254,23 +254,23 @@ class Training:
         self, tx: Any, length: Any, progress: LoopProgress, random_before: RandomState | None, own_batches: Any
     ) -> tuple[Loop, float, list]:
         setup, checkpointer, train_step = self._setup, self._checkpointer, self._train_step
-        args, told = setup.args, setup.progress.told
-        tell_model(told, args, setup.model, setup.sharding_plan)
+        args, printed = setup.args, setup.progress.printed
+        tell_model(printed, args, setup.model, setup.sharding_plan)
         batches = own_batches
         if batches is None:
             batches = self._hooks.get_train_dataloader() if setup.rollout_steps is None else setup.rollout_steps
         setup.events.handler.train_dataloader = batches
         steps = batches if setup.rollout_steps is not None else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
-        tell_layout(told, laid_out, reason_of_layout(setup), own_loss=bool(setup.loss_overrides))
+        tell_layout(printed, laid_out, reason_of_layout(setup), own_loss=bool(setup.loss_overrides))
         step, hooks = train_step.build(tx), self._hooks
         changed = RecompileCheck(setup, hooks.settle_task, self.made_optimizer, hooks.loss)
         place = None if "compute_loss" in setup.overridden else train_step.placed
 
         def tell(batch: Any) -> None:
-            tell_compilation(told, steps, batch.arrays.tokens.shape)
-            if setup.encoder is not None and "images" not in told:
-                tell_images(told, batch, share_tower=train_step.reference_shares_tower())
+            tell_compilation(printed, steps, batch.arrays.tokens.shape)
+            if setup.encoder is not None and "images" not in printed:
+                tell_images(printed, batch, share_tower=train_step.reference_shares_tower())
 
         new_optimizer = partial(self._new_optimizer, changed)
         rates = partial(checkpointer.lr_scheduler.take_next, GROUPS)
