@@ -767,10 +767,10 @@ class BaseTrainer(abc.ABC):
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
         """Prepare rows for the loader; if `bounded`, rows longer than max_length are dropped. Rows that are already
         prepared are returned unchanged."""
-        tokens, task = self._tokens._replace(tokenizer=self.processing_class), self._editable.task
-        if "_prepare_dataset" in names_of_script(type(self)) and tokens.encoder is None:
+        tokenization, task = self._tokenization._replace(tokenizer=self.processing_class), self._editable.task
+        if "_prepare_dataset" in names_of_script(type(self)) and tokenization.encoder is None:
             task, dataset = self._prepared_by_script(task, dataset, name)
-        return data.prepare(task, self.args, tokens, dataset, name, printed=self._printed, bounded=bounded)
+        return data.prepare(task, self.args, tokenization, dataset, name, printed=self._printed, bounded=bounded)
 
     def _prepared_by_script(self, task: Task, dataset: Any, name: str) -> tuple[Task, Any]:
         """The rows that a user-defined `_prepare_dataset` returns, and the task that takes them."""
@@ -778,13 +778,13 @@ class BaseTrainer(abc.ABC):
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """The tokenized rows, with TRL's columns. A script may override it and return its own rows."""
-        tokens = self._tokens._replace(tokenizer=processing_class)
-        return data.prepare(self._editable.task, args, tokens, dataset, dataset_name, printed=self._printed)
+        tokenization = self._tokenization._replace(tokenizer=processing_class)
+        return data.prepare(self._editable.task, args, tokenization, dataset, dataset_name, printed=self._printed)
 
-    def _prepare_given(self, dataset: Any, name: str, tokens: data.Tokens) -> Any:
+    def _prepare_given(self, dataset: Any, name: str, tokenization: data.Tokenization) -> Any:
         """Prepare a dataset of the constructor, after setting the tokenizer, which an overridden `prepare_dataset` may
         read."""
-        self._tokens, self._editable.processing_class = tokens, tokens.tokenizer
+        self._tokenization, self._editable.processing_class = tokenization, tokenization.tokenizer
         return self.prepare_dataset(dataset, name)
 
     def _set_signature_columns_if_needed(self) -> None:

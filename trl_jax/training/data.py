@@ -44,7 +44,7 @@ _AHEAD = 2  # prefetched batches
 _POLL, _LONGEST_WAIT = 0.5, 5.0  # seconds: between calls of `waiting`, and until a thread is abandoned
 
 
-class Tokens(NamedTuple):
+class Tokenization(NamedTuple):
     """The tokenizer of a run, and the limits of its token ids and texts.
 
     vocab_size: token ids must be below it.
@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
 def prepare(
     task: Task,
     args: BaseConfig,
-    tokens: Tokens,
+    tokenization: Tokenization,
     dataset: Any,
     name: str,
     *,
@@ -76,18 +76,21 @@ def prepare(
         printed: topics of the lines that the run has already printed.
         bounded: whether `args.max_length` applies.
     """
-    if tokens.encoder is not None:
-        return task.prepare_images(dataset, tokens.tokenizer, name=name)  # tokenized in the loader
+    tokenizer = tokenization.tokenizer
+    if tokenization.encoder is not None:
+        return task.prepare_images(dataset, tokenizer, name=name)  # tokenized in the loader
+    if tokenization.reader is not None and not task.online:
+        tokenizer = tokenization.reader(tokenizer)
     prepared = task.prepare(
         dataset,
-        tokens.tokenizer if tokens.reader is None or task.online else tokens.reader(tokens.tokenizer),
+        tokenizer,
         max_length=args.max_length if bounded else None,
         num_proc=_forked_processes(args.dataset_num_proc, dataset, name, printed),
         name=name,
     )
     columns = task.columns
-    prepared = check_token_ids(prepared, columns.texts, tokens.vocab_size, name, tokens.max_positions)
-    return check_labels(prepared, columns, tokens.vocab_size, name) if columns.labels else prepared
+    prepared = check_token_ids(prepared, columns.texts, tokenization.vocab_size, name, tokenization.max_positions)
+    return check_labels(prepared, columns, tokenization.vocab_size, name) if columns.labels else prepared
 
 
 def _forked_processes(asked: int | None, dataset: Any, name: str, printed: set[str]) -> int | None:

@@ -43,7 +43,7 @@ from trl_jax.mesh.mesh import SEQUENCE, Fetched, ShardingPlan
 from trl_jax.mesh.processes import check_alike, is_first, several
 from trl_jax.tasks.task import Task
 from trl_jax.training import layout, model
-from trl_jax.training.data import Tokens
+from trl_jax.training.data import Tokenization
 from trl_jax.training.devices import ShardedStep, sharding_plan_of
 from trl_jax.training.evaluate import CompletionEvaluator, Evaluator
 from trl_jax.training.features import FeatureStore
@@ -188,21 +188,27 @@ def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bo
 
 
 def settle_model(
-    model: PreTrainedModel, torch_model: Any, tokens: Tokens, args: BaseConfig, *, head: str, tags: list[str]
+    model: PreTrainedModel,
+    torch_model: Any,
+    tokenization: Tokenization,
+    args: BaseConfig,
+    *,
+    head: str,
+    tags: list[str],
 ) -> None:
     """Resize the model's embeddings, add tags, and write the tokenizer's ids and `use_cache` into the configs of the
     model and of the torch model, if one was passed."""
-    if tokens.vocab_size != model.vocab_size:
-        model.resize_token_embeddings(tokens.vocab_size)
+    if tokenization.vocab_size != model.vocab_size:
+        model.resize_token_embeddings(tokenization.vocab_size)
     model.add_model_tags(tags)
     cloned = args.chat_template_path is not None and not chat.is_template_file(args.chat_template_path)
     eos = args.eos_token is not None or cloned
     for config in (model.config, *([] if torch_model is None else [torch_model.config])):
-        chat.settle_ids(config, tokens.tokenizer, eos=eos)
+        chat.settle_ids(config, tokenization.tokenizer, eos=eos)
         config.use_cache = args.use_cache
     for one in (model, torch_model):
         if one is not None and head == "lm":
-            chat.settle_generation(one.generation_config, tokens.tokenizer, eos=eos, replaces=cloned)
+            chat.settle_generation(one.generation_config, tokenization.tokenizer, eos=eos, replaces=cloned)
 
 
 def divide(model: PreTrainedModel, args: BaseConfig, batch_methods: frozenset[str]) -> ShardingPlan | None:
@@ -400,43 +406,44 @@ def build(
 
     quantization = model.quantization_of(given.quantization_config, args)
     checkpoint, takes_images = _checkpoint_of(spec, args, task.head, given, batch_methods)
-    tokens, new_tokens = _tokens(spec, args, task.head, checkpoint, given)
+    tokenization, new_tokens = _tokenization(spec, args, task.head, checkpoint, given)
     if takes_images:
-        tokens = tokens._replace(encoder=image_encoder(checkpoint, torch_model, tokens.tokenizer, given.tokenizer))
+        encoder = image_encoder(checkpoint, torch_model, tokenization.tokenizer, given.tokenizer)
+        tokenization = tokenization._replace(encoder=encoder)
 
     # Before the weights are read: bad rows are reported early, and num_proc forks before JAX starts threads.
-    train_dataset = hooks.prepare_dataset(given.train, "train", tokens)
-    eval_dataset = _prepared_for_evaluation(hooks, given.evaluation, tokens)
+    train_dataset = hooks.prepare_dataset(given.train, "train", tokenization)
+    eval_dataset = _prepared_for_evaluation(hooks, given.evaluation, tokenization)
 
     args.check()  # again: setters and plain assignment bypass the check at construction
     check_strategies(args, eval_dataset)
     if torch_model is not None and checkpoint.can_resize:
-        resize(torch_model, tokens.vocab_size)
+        resize(torch_model, tokenization.vocab_size)
     adapter = given.adapter
     if adapter is not None and new_tokens:
         adapter = with_new_tokens(adapter, new_tokens, task.head)
-    policy = model.load_policy(checkpoint, args, adapter, quantization, tokens.vocab_size)
-    settle_model(policy, torch_model, tokens, args, head=task.head, tags=[*spec.tags, "trl_jax"])
+    policy = model.load_policy(checkpoint, args, adapter, quantization, tokenization.vocab_size)
+    settle_model(policy, torch_model, tokenization, args, head=task.head, tags=[*spec.tags, "trl_jax"])
 
-    reference, sharding_plan = _reference(spec, args, task, policy, tokens.vocab_size, batch_methods)
+    reference, sharding_plan = _reference(spec, args, task, policy, tokenization.vocab_size, batch_methods)
 
     seed_script(args, apart=spec.rollout is not None)
-    events = events_of(args, policy, tokens.tokenizer, given.callbacks)
+    events = events_of(args, policy, tokenization.tokenizer, given.callbacks)
     balance = 0.0 if spec.balance_experts is None else spec.balance_experts(policy, args)
 
     setup = Setup(
-        editable=Editable(args, task, pad_to_multiple_of, tokens.tokenizer, policy, train_dataset, eval_dataset),
+        editable=Editable(args, task, pad_to_multiple_of, tokenization.tokenizer, policy, train_dataset, eval_dataset),
         progress=progress,
         overridden=hooks.overridden,
         batch_size=batch_size,
-        vocab_size=tokens.vocab_size,
+        vocab_size=tokenization.vocab_size,
         events=events,
         sharding_plan=sharding_plan,
         reference=reference,
         router_aux_loss_coef=balance,
         rollout_steps=None,
-        encoder=tokens.encoder,
-        reader=tokens.reader,
+        encoder=tokenization.encoder,
+        reader=tokenization.reader,
         features=FeatureStore(args) if takes_images and sharding_plan is None and not several() else None,
         script_loss=hooks.script_loss,
     )
@@ -488,9 +495,9 @@ def _checkpoint_of(
     return checkpoint, takes_images
 
 
-def _tokens(
+def _tokenization(
     spec: TrainerSpec, args: BaseConfig, head: str, checkpoint: Checkpoint | PreTrainedModel, given: Given
-) -> tuple[Tokens, list[int]]:
+) -> tuple[Tokenization, list[int]]:
     """The tokenizer with its limits, and the ids of the tokens that were added with the chat template; an adapter
     trains these, too."""
     processed = _has_processor(spec, checkpoint, given)
@@ -502,7 +509,7 @@ def _tokens(
     )
     reader = spec.reader if head == "lm" and processed else None
     most = positions_left(checkpoint.max_positions, given.adapter)
-    return Tokens(tokenizer, vocab_size, most, reader=reader), new_tokens
+    return Tokenization(tokenizer, vocab_size, most, reader=reader), new_tokens
 
 
 def _has_processor(spec: TrainerSpec, checkpoint: Checkpoint | PreTrainedModel, given: Given) -> bool:
@@ -516,12 +523,13 @@ def _has_processor(spec: TrainerSpec, checkpoint: Checkpoint | PreTrainedModel, 
     return has_processor(folder)
 
 
-def _prepared_for_evaluation(hooks: Hooks, dataset: Any, tokens: Tokens) -> Any:
+def _prepared_for_evaluation(hooks: Hooks, dataset: Any, tokenization: Tokenization) -> Any:
     if dataset is None:
         return None
     if not isinstance(dataset, dict):
-        return hooks.prepare_dataset(dataset, "eval", tokens)
-    return {name: hooks.prepare_dataset(part, f"eval_dataset[{name!r}]", tokens) for name, part in dataset.items()}
+        return hooks.prepare_dataset(dataset, "eval", tokenization)
+    sets = dataset.items()
+    return {name: hooks.prepare_dataset(part, f"eval_dataset[{name!r}]", tokenization) for name, part in sets}
 
 
 def _sharded_step(plan: ShardingPlan | None, policy: PreTrainedModel, frozen: dict[str, Any]) -> ShardedStep | None:

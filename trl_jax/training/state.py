@@ -99,7 +99,7 @@ class Hooks(NamedTuple):
     script_loss: as in `Setup`.
     loss_functions: the user-defined functions that compute the loss, from `overrides.loss_functions`.
     overridden: names that a user's subclass of the trainer defines.
-    prepare_dataset: `(dataset, name, data.Tokens) -> prepared dataset`, for the datasets of the constructor.
+    prepare_dataset: `(dataset, name, data.Tokenization) -> prepared dataset`, for the datasets of the constructor.
     save_checkpoint: takes a `checkpoint.LoopProgress`.
     script_values: the numbers and strings that a script has set on its trainer, by name.
     set_by_script: the names of everything that is set on the trainer instance, including methods.
@@ -146,7 +146,7 @@ class Setup:
     rollout_steps: the source of steps in online training; None if the rows come from a dataset.
     encoder: makes examples from rows with images; None for text-only rows.
     features: cached image features of a frozen vision tower; None for text-only rows or on several devices.
-    reader: as in `training.data.Tokens`.
+    reader: as in `training.data.Tokenization`.
     script_loss: the user-defined loss that replaces the task's (`completions_loss.OwnLoss` or
         `script_metrics.OwnMetrics`); None without one.
     """
