@@ -53,7 +53,7 @@ def step_slots(rows: int, count: int, examples: int) -> np.ndarray:
 def row_slots(
     placed: Sequence[Placed], into: Sequence[int], *, rows: int, count: int, examples: int, slots: int
 ) -> tuple[list[Placed], np.ndarray]:
-    """Number the examples of each packed row anew, so that a row needs fewer slots than the step has examples.
+    """Number the examples within each packed row, which then needs fewer slots than the step has examples.
 
     Args:
         into: the packed row of each example.

@@ -242,7 +242,7 @@ class PolicyWriter:
         progress: GenerationProgress | None = None,
         most: Sequence[int] | None = None,
     ) -> Callable[[], Completions]:
-        """Have the servers complete texts, of which each `group` in a row are equal; see `ServerPolicy.begin`."""
+        """Have the servers complete texts; each run of `group` texts is equal. See `ServerPolicy.begin`."""
         urls = None if texts.urls is None else texts.urls[::group]
         return self._server.begin(texts.ids[::group], group, progress, most=most, images=urls)
 
@@ -268,8 +268,8 @@ class PolicyWriter:
         return texts._replace(urls=urls)
 
     def _encoded_parts(self, prompts: list, part: slice) -> tuple[EncodedTexts, EncodedTexts]:
-        """The prompts of this process's `part`, and those of all processes, whose images are data URLs only. All
-        processes must call this together."""
+        """The prompts of this process's `part`, and the prompts of all processes, with images as data URLs only.
+        All processes must call this together."""
         own = EncodedTexts([])
 
         def encoded() -> tuple[list[list[int]], list[list[str]] | None]:
