@@ -95,7 +95,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
         is_peft_available,
         is_xpu_available,
     )
-    from trl_jax.training.metrics import TimeLimitCallback
+    from trl_jax.training.callbacks import TimeLimitCallback
     from trl_jax.training.reference import create_reference_model
 
 __version__ = "0.1.0"
@@ -133,7 +133,7 @@ _WHERE = WHERE | {
     "RichProgressCallback": "trl_jax.trainer.callbacks",
     "ScriptArguments": "trl_jax.scripts.utils",
     "TaskType": "trl_jax.hub.peft_config",
-    "TimeLimitCallback": "trl_jax.training.metrics",
+    "TimeLimitCallback": "trl_jax.training.callbacks",
     "TrlParser": "trl_jax.scripts.utils",
     "add_response_schema": "trl_jax.chat_template_utils",
     "apply_chat_template": "trl_jax.data_utils",

@@ -17,7 +17,7 @@ import trl_jax
 from compat_tests.effort import usual
 from compat_tests.faults.broken import copied, edit_tensors, trainer
 from compat_tests.trainer.trainers import FACTS, make
-from trl_jax.training.nonfinite import NonFiniteGuard, nan_trace
+from trl_jax.training.failures import NonFiniteGuard, nan_trace
 
 GOOD, BAD = {"chosen_ids": [5, 6], "rejected_ids": [7, 8]}, {"chosen_ids": [5, 500], "rejected_ids": [7]}
 

@@ -20,7 +20,7 @@ from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.trainer.callbacks import BEMACallback, LogCompletionsCallback
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.trainer.sft_trainer import SFTTrainer
-from trl_jax.training import metrics
+from trl_jax.training import callbacks
 
 CONFIG = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1, "learning_rate": 3e-3, "pad_to_multiple_of": None}
 AVERAGE = {"update_freq": 2, "update_after": 1, "ema_power": 0.4, "bias_power": 0.3, "lag": 3, "multiplier": 0.5}
@@ -135,9 +135,9 @@ def test_the_first_process_decides_for_all_and_is_asked_seldom(monkeypatch):
         asked.append(state.global_step)
         return np.asarray([state.global_step > 70, state.global_step > 40, number], np.int64).tobytes()
 
-    monkeypatch.setattr(metrics, "several", lambda: True)
-    monkeypatch.setattr(metrics, "from_first", from_first)
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(callbacks, "several", lambda: True)
+    monkeypatch.setattr(callbacks, "from_first", from_first)
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
     clock, state = trl_jax.TimeLimitCallback(10.0, 5.0), SimpleNamespace(global_step=0)
     clock.on_train_begin(None, state, None)
     saves = []
@@ -155,7 +155,7 @@ def test_the_first_process_decides_for_all_and_is_asked_seldom(monkeypatch):
 
 def test_a_number_that_json_lacks_is_null(tmp_path):
     state = SimpleNamespace(is_world_process_zero=True, global_step=2)
-    metrics.JsonLines(str(tmp_path / "log.jsonl")).on_log(None, state, None, {"loss": float("nan"), "epoch": 0.5})
+    callbacks.JsonLines(str(tmp_path / "log.jsonl")).on_log(None, state, None, {"loss": float("nan"), "epoch": 0.5})
     line = json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["loss"] is None and (line["step"], line["epoch"]) == (2, 0.5)
 

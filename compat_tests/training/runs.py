@@ -22,7 +22,7 @@ from trl_jax.data.loader import micro_batches, run_length
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.training.checkpoint import forget_all_but_best, save_checkpoint
 from trl_jax.training.events import Events, Interrupts
-from trl_jax.training.nonfinite import NonFiniteGuard
+from trl_jax.training.failures import NonFiniteGuard
 from trl_jax.training.train import Loop
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_") and "push" not in name]

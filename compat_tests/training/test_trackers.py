@@ -21,7 +21,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.training.metrics import Callbacks, without_torch
+from trl_jax.training.callbacks import Callbacks, without_torch
 
 
 @pytest.fixture(scope="module")

@@ -53,19 +53,20 @@ from trl_jax.trainer.overrides import (
     warn_of_changes,
     warn_of_patched_trainer,
 )
+from trl_jax.training import callbacks as run_callbacks
 from trl_jax.training import data, setup
-from trl_jax.training import metrics as reports
+from trl_jax.training import metrics as run_metrics
 from trl_jax.training import model as model_loading
 from trl_jax.training.checkpoint import STATE_FILE, LoopProgress, state_text
 from trl_jax.training.data import Batches
 from trl_jax.training.devices import keep_compilations
 from trl_jax.training.evaluate import MetricHooks, check_compute_metrics
 from trl_jax.training.logging import tell_saved
+from trl_jax.training.metrics import ScriptMetrics
 from trl_jax.training.optimizer_choice import choose
 from trl_jax.training.own_step import OwnStep
 from trl_jax.training.push import HubPublisher, pushes_checkpoints
 from trl_jax.training.script_loss import script_values
-from trl_jax.training.script_metrics import ScriptMetrics
 from trl_jax.training.script_model import BoundModel, read_by_model
 from trl_jax.training.state import STEP_METHODS, Editable, Hooks, Progress, Setup
 from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
@@ -697,7 +698,7 @@ class BaseTrainer(abc.ABC):
             mode, before = ("train", "") if self.model.training else ("eval", "eval_")
             logs |= self._script_metrics[mode].taken(logs, before)
         events = self._setup.events
-        reports.log(self.args, events, logs, start_time, tokens_before=tokens_before, online=online)
+        run_callbacks.log(self.args, events, logs, start_time, tokens_before=tokens_before, online=online)
 
     def _log(self, logs: dict[str, float], measured: dict[str, float], *given: Any, before: str = "") -> None:
         """Call `log` with `logs` and the task's metrics, prefixed with `before`. As in TRL, a user-defined `log` finds
@@ -737,15 +738,15 @@ class BaseTrainer(abc.ABC):
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Format times as h:mm:ss, bytes as MB, FLOPs as GF, and other numbers with four digits."""
-        return reports.metrics_format(metrics)
+        return run_metrics.metrics_format(metrics)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print the metrics of a split ("train", "eval" or "test") as a table sorted by name."""
-        reports.log_metrics(split, metrics)
+        run_metrics.log_metrics(split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write `<split>_results.json` to `args.output_dir`, and update all_results.json there if `combined`."""
-        reports.save_metrics(Path(self.args.output_dir), split, metrics, combined)
+        run_metrics.save_metrics(Path(self.args.output_dir), split, metrics, combined)
 
     def save_state(self) -> None:
         """Write trainer_state.json to `args.output_dir`."""
@@ -753,7 +754,7 @@ class BaseTrainer(abc.ABC):
 
     def end(self) -> None:
         """Finish the runs of the experiment trackers."""
-        reports.finish_trackers(self.callback_handler)
+        run_callbacks.finish_trackers(self.callback_handler)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported: it creates models with `model_init`, which TRL's trainers do not take."""

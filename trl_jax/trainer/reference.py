@@ -31,9 +31,9 @@ from trl_jax.trainer.overrides import (
 )
 from trl_jax.training import model, setup
 from trl_jax.training.forward import balance_experts
+from trl_jax.training.metrics import OwnMetrics
 from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.training.reference_logps import precomputed
-from trl_jax.training.script_metrics import OwnMetrics
 from trl_jax.training.setup import Policy
 from trl_jax.training.state import Hooks
 

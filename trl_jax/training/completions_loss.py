@@ -28,8 +28,8 @@ from trl_jax.rollout.rollout import TRL_LOGPS, Experience, ScoredCompletion
 from trl_jax.tasks.distillation import TokenDivergences
 from trl_jax.tasks.policy import micro_batches_of, ref_logps_of
 from trl_jax.training.forward import AUX_LOSS, with_aux_loss
+from trl_jax.training.metrics import OWN_METRIC, own_metrics, own_sums
 from trl_jax.training.script_loss import described
-from trl_jax.training.script_metrics import OWN_METRIC, own_metrics, own_sums
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
     WrittenInTorch,

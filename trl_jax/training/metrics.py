@@ -1,358 +1,27 @@
-"""Callbacks, memory metrics, out-of-memory errors and reports."""
+"""Metrics: of a step or an evaluation, of memory and speed, as files, and those that a script logs itself."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import functools
-import gc
 import json
-import logging
-import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from math import isfinite, prod
-from numbers import Number
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from transformers.trainer_callback import (
-    CallbackHandler,
-    DefaultFlowCallback,
-    ExportableState,
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-)
-from transformers.utils import is_in_notebook
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import masked
-from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.mesh.mesh import ShardingPlan
-from trl_jax.mesh.processes import from_first, is_first, several
-from trl_jax.rollout.completions_log import write_picture
-from trl_jax.tasks.task import Task
+from trl_jax.tasks.policy import means
+from trl_jax.tasks.task import STEP_SUMS, Task, joined
 from trl_jax.training.devices import run_device
-from trl_jax.training.events import Events
-from trl_jax.training.resume import arguments_text, write_model
-from trl_jax.training.script_metrics import OWN_METRIC, own_metrics, with_same_names
-
-logger = logging.getLogger(__name__)
-
-
-def events_of(
-    args: BaseConfig, model: PreTrainedModel, processing_class: Any, callbacks: list[TrainerCallback] | None
-) -> Events:
-    """The events of a run, with a fresh state: the default callbacks, those of `report_to`, and the given ones."""
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    reporters = get_reporting_integration_callbacks(args.report_to)
-    limits = args.max_minutes, args.save_minutes
-    clock = [] if limits == (None, None) else [TimeLimitCallback(*limits)]
-    lines = [JsonLines(args.log_json)] if args.log_json else []
-    given = [DefaultFlowCallback, *reporters, *clock, *lines, *(callbacks or [])]
-    handler = Callbacks(given, model, processing_class, None, None)
-    handler.add_callback(PrinterCallback if args.disable_tqdm else progress_callback())
-    return Events(handler, args, TrainerState(stateful_callbacks=[]), TrainerControl())
-
-
-_BETWEEN_LOOKS = 10.0  # seconds between two exchanges of the clock among processes
-
-
-class TimeLimitCallback(TrainerCallback):
-    """Requests a checkpoint every `save_minutes`, and stops the run with a checkpoint after `max_minutes`. The
-    arguments of the same names in a config add it.
-
-    With several processes, the clock of the first one decides for all. They do not exchange it after every step,
-    because that waits for the device to finish the step.
-    """
-
-    def __init__(self, max_minutes: float | None = None, save_minutes: float | None = None):
-        if max_minutes is None and save_minutes is None:
-            raise ValueError("TimeLimitCallback needs max_minutes, save_minutes, or both.")
-        self._most, self._every = max_minutes, save_minutes
-        shortest = min(60 * minutes for minutes in (max_minutes, save_minutes) if minutes is not None)
-        self._between_looks = min(_BETWEEN_LOOKS, shortest / 10)
-        self._began = self._saved = 0.0
-        self._looked, self._next_look = (0.0, 0), 0  # time and step of the last look; step of the next
-        self._ending = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._began = self._saved = time.monotonic()
-        self._looked, self._next_look = (self._began, state.global_step), 0
-        self._ending = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step < self._next_look:
-            return
-        self._ending, due = self._look(state.global_step)
-        if self._ending or due:
-            control.should_save = True
-
-    def _look(self, step: int) -> tuple[bool, bool]:
-        """Whether the run ends, and whether a checkpoint is due."""
-        now = time.monotonic()
-        ending = self._most is not None and now - self._began >= 60 * self._most
-        due = self._every is not None and now - self._saved >= 60 * self._every
-        if several():
-            (time_before, step_before), self._looked = self._looked, (now, step)
-            seconds = max(now - time_before, 1e-3) / max(step - step_before, 1)  # per step
-            number = step + max(1, int(self._between_looks / seconds))
-            ending, due, self._next_look = np.frombuffer(
-                from_first(np.asarray([ending, due, number], np.int64).tobytes()), np.int64
-            ).tolist()
-        return bool(ending), bool(due)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._saved = time.monotonic()
-        if self._ending:  # after the save, so that the checkpoint does not record the run as finished
-            logger.warning("Stopping at step %d: max_minutes=%g have passed.", state.global_step, self._most)
-            control.should_training_stop = True
-
-
-class JsonLines(TrainerCallback):
-    """Appends each log to a file as a line of JSON. NaN and infinite values become null."""
-
-    def __init__(self, path: str):
-        self._path = Path(path)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        numbers = {
-            name: value if not isinstance(value, float) or isfinite(value) else None for name, value in logs.items()
-        }
-        line = json.dumps({"step": state.global_step, "time": time.time()} | numbers, default=float)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-
-def progress_callback() -> type[TrainerCallback]:
-    """transformers' default progress callback: a table of losses in a notebook, a progress bar elsewhere."""
-    trainer = sys.modules.get("transformers.trainer")  # may have a custom default; importing it would import torch
-    if trainer is not None:
-        return trainer.DEFAULT_PROGRESS_CALLBACK
-    if not is_in_notebook():
-        return ProgressCallback
-    from transformers.utils.notebook import NotebookProgressCallback
-
-    return NotebookProgressCallback
-
-
-class Callbacks(CallbackHandler):
-    """transformers' handler, with trackers that do not need torch."""
-
-    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        if isinstance(callback, type):
-            super().add_callback(without_torch(callback))
-            return
-        kind = without_torch(type(callback))
-        if kind is not type(callback):
-            callback.__class__ = kind  # in place, because the script may look up or remove this object
-        super().add_callback(callback)
-
-
-class WandbWithoutTorch:
-    """WandbCallback. WANDB_LOG_MODEL saves the trained model; WANDB_WATCH, which needs torch's hooks, is ignored."""
-
-    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
-        watched = os.environ.pop("WANDB_WATCH", None)
-        try:
-            super().setup(args, state, model, **kwargs)
-        finally:
-            if watched is not None:
-                os.environ["WANDB_WATCH"] = watched
-        if watched in ("all", "parameters", "gradients") and state.is_world_process_zero:
-            logger.warning(
-                "WANDB_WATCH=%s is left out: wandb.watch follows the gradients of torch modules, and this model has "
-                "none. grad_norm is logged as usual.",
-                watched,
-            )
-
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
-    ) -> None:
-        if self._wandb is None or not (self._log_model.is_enabled and self._initialized):
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            write_model(Path(folder), model, processing_class, arguments_text(args))  # a collective operation
-            if not state.is_world_process_zero:
-                return
-            run, config = self._wandb.run, self._wandb.config
-            name = run.id if args.run_name is None or args.run_name == args.output_dir else run.name
-            metadata = {
-                key: value
-                for key, value in dict(self._wandb.summary).items()
-                if isinstance(value, Number) and not key.startswith("_")
-            }
-            if args.load_best_model_at_end:
-                metadata = {
-                    f"eval/{args.metric_for_best_model}": state.best_metric,
-                    "train/total_floss": state.total_flos,  # in transformers' spelling
-                    "model/num_parameters": config.get("model/num_parameters"),
-                }
-            metadata["final_model"] = True
-            artifact = self._wandb.Artifact(name=f"model-{name}", type="model", metadata=metadata)
-            artifact.add_dir(folder)
-            run.log_artifact(artifact, aliases=["final_model"])  # wandb has copied the files
-
-
-class DvcLiveWithoutTorch:
-    """DVCLiveCallback. log_model=True saves the trained model."""
-
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
-    ) -> None:
-        if not self._initialized:
-            return
-        if self._log_model is True:
-            name = "best" if args.load_best_model_at_end else "last"
-            folder = Path(args.output_dir) / name
-            write_model(folder, model, processing_class, arguments_text(args))  # a collective operation
-            if state.is_world_process_zero:
-                self.live.log_artifact(str(folder), name=name, type="model", copy=True)
-        if state.is_world_process_zero:
-            self.live.end()
-
-
-class MlflowWithoutTorch:
-    """MLflowCallback. For values that are not numbers (None for the mean of nothing), the original on_log checks
-    whether they are torch tensors, so they are left out."""
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any], model: Any = None, **kwargs: Any
-    ) -> None:
-        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-        super().on_log(args, state, control, numbers, model=model, **kwargs)
-
-
-class DagsHubWithoutTorch(MlflowWithoutTorch):
-    """DagsHubCallback. If a script sets its `train_dataloader`, the original writes the dataset with torch.save."""
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.log_artifacts:
-            return
-        if vars(self).get("train_dataloader"):
-            logger.warning(
-                "DagsHubCallback.train_dataloader is left out: its dataset would be written with torch.save. "
-                "%s is uploaded without it.", args.output_dir,
-            )  # fmt: skip
-        self.repo.directory(str(self.path)).add_dir(args.output_dir)
-
-
-class TensorBoardWithoutTorch:
-    """TensorBoardCallback, whose writer comes from torch or tensorboardX."""
-
-    def __init__(self, tb_writer: Any = None):
-        try:
-            super().__init__(tb_writer)
-        except ModuleNotFoundError as error:
-            if error.name != "tensorboardX":
-                raise
-            raise ImportError(
-                "report_to='tensorboard' writes with tensorboardX where torch is not installed: pip install "
-                "tensorboardX."
-            ) from error
-
-
-class CodeCarbonWithoutTorch:
-    """CodeCarbonCallback. The original constructor uses torch to describe a device that codecarbon does not know."""
-
-    def __init__(self):
-        import codecarbon
-
-        self._codecarbon, self.tracker = codecarbon, None
-
-
-_WITHOUT_TORCH = {
-    "WandbCallback": WandbWithoutTorch,
-    "DVCLiveCallback": DvcLiveWithoutTorch,
-    "DagsHubCallback": DagsHubWithoutTorch,  # before its base class
-    "MLflowCallback": MlflowWithoutTorch,
-    "TensorBoardCallback": TensorBoardWithoutTorch,
-    "CodeCarbonCallback": CodeCarbonWithoutTorch,
-}
-
-
-@functools.cache
-def without_torch(kind: type[TrainerCallback]) -> type[TrainerCallback]:
-    """The callback's class, or a version without torch if it is one of transformers' trackers.
-
-    A user's subclass of a tracker keeps its own methods; its super() is then the version without torch.
-    """
-    from transformers.integrations import integration_utils
-
-    for name, ours in _WITHOUT_TORCH.items():
-        theirs = vars(integration_utils)[name]
-        if kind is theirs:
-            return type(name, (ours, theirs), {})
-        if issubclass(kind, theirs) and not issubclass(kind, ours):
-            return type(kind.__name__, (kind, without_torch(theirs)), {})
-    return kind
-
-
-def begin_state(events: Events, train_batch_size: int) -> None:
-    """Give callbacks a fresh TrainerState of a run that has not trained yet."""
-    first = is_first()
-    stateful = [c for c in [*events.handler.callbacks, events.control] if isinstance(c, ExportableState)]
-    events.state = TrainerState(stateful_callbacks=stateful, is_local_process_zero=first, is_world_process_zero=first)
-    events.state.train_batch_size = train_batch_size
-
-
-def finish_trackers(handler: CallbackHandler) -> None:
-    """End the open runs of trackers such as wandb."""
-    for callback in handler.callbacks:
-        for tracker in ("_wandb", "_trackio"):  # modules, set if transformers' callbacks have imported them
-            if vars(callback).get(tracker) is not None and callback._initialized:
-                vars(callback)[tracker].finish()
-                callback._initialized = False  # so that the next log starts a new run
-
-
-def log(
-    args: BaseConfig,
-    events: Events,
-    logs: dict[str, Any],
-    start_time: float | None = None,
-    *,
-    tokens_before: int = 0,
-    online: bool = False,
-) -> None:
-    """Append `logs` to `state.log_history` with the epoch and step, and pass them to the callbacks. As in transformers'
-    Trainer, entries that are added here or by callbacks are added to `logs` in place, because evaluate() and train()
-    return it.
-
-    Args:
-        start_time: time.time() at the start of training. Tokens per second since then are logged, too, if
-            `include_num_input_tokens_seen` counts tokens.
-        tokens_before: `state.num_input_tokens_seen` at that time.
-        online: whether to draw a plot of the log history.
-    """
-    state = events.state
-    if state.epoch is not None:
-        logs["epoch"] = state.epoch
-    if args.include_num_input_tokens_seen != "no":
-        logs["num_input_tokens_seen"] = state.num_input_tokens_seen
-        if start_time is not None:
-            seconds, read = time.time() - start_time, state.num_input_tokens_seen - tokens_before
-            logs["train_runtime"] = round(seconds, 4)
-            if seconds > 0:
-                logs["train_tokens_per_second"] = round(read / seconds, 3)
-    state.log_history.append({**logs, "step": state.global_step})
-    if online and is_first() and os.access(args.output_dir, os.W_OK):
-        write_picture(Path(args.output_dir), state.log_history)
-    events.fire("on_log", logs)
-
-
-# Memory.
+from trl_jax.training.state import Setup
 
 try:
     import resource
@@ -372,121 +41,6 @@ def memory(stage: str, args: BaseConfig) -> dict[str, int]:
     if "peak_bytes_in_use" in on_device:
         metrics[f"{stage}_mem_gpu_peak"] = on_device["peak_bytes_in_use"]
     return metrics
-
-
-# Out-of-memory errors: explain what needs how much memory and how to need less, or retry with smaller batches.
-
-T = TypeVar("T")
-
-
-class StepTooLarge(MemoryError):
-    """A training step did not fit in memory; one with fewer examples may."""
-
-
-def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int], None]) -> T:
-    """Return `run()`, retried with fewer examples while a step does not fit in memory.
-
-    Each attempt has 0.9 times the examples, rounded down, as in accelerate's `find_executable_batch_size`.
-
-    Args:
-        size: returns the current number of examples in a micro-batch.
-        again: resets the run to start with this number.
-
-    Raises:
-        StepTooLarge: not even a single example fits.
-    """
-    while True:
-        try:
-            return run()
-        except StepTooLarge as error:
-            smaller = int(0.9 * size())
-            if smaller == 0:
-                raise
-            reason = str(error).partition(".")[0]
-        logger.warning("%s with per_device_train_batch_size=%d: starting again with %d.", reason, size(), smaller)
-        gc.collect()  # frees the arrays of the failed run
-        again(smaller)
-
-
-@contextlib.contextmanager
-def explain_memory(explanation: Callable[[], str]) -> Iterator[None]:
-    """Convert an out-of-memory error to a StepTooLarge with this `explanation` (see `step_memory`)."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise StepTooLarge(f"{explanation()} XLA says: {str(error).strip().splitlines()[0]}") from error
-
-
-@contextlib.contextmanager
-def explain_evaluation_memory(args: BaseConfig, step: int, params: dict[str, jax.Array]) -> Iterator[None]:
-    """Convert an evaluation's out-of-memory error during training to a MemoryError: smaller steps would not help."""
-    jax.block_until_ready(params)  # steps run asynchronously: one that did not fit may only fail here
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise MemoryError(
-            f"The evaluation after step {step} does not fit into memory. Lower "
-            f"per_device_eval_batch_size={args.per_device_eval_batch_size}, which auto_find_batch_size leaves "
-            f"alone. XLA says: {str(error).strip().splitlines()[0]}"
-        ) from error
-
-
-def step_memory(
-    args: BaseConfig,
-    model: PreTrainedModel,
-    arrays: dict,
-    plan: ShardingPlan | None,
-    *,
-    step: int,
-    size: int,
-    texts: int,
-) -> str:
-    """Explain what takes the memory of a step that does not fit, and how to need less.
-
-    Args:
-        arrays: all arrays that the step computes with.
-        size: examples in a micro-batch on each device.
-        texts: texts in an example.
-    """
-    weights, gradients = _on_device(model, arrays, plan)
-    settings = [
-        f"per_device_train_batch_size={size} (with gradient_accumulation_steps raised to "
-        "match, the steps stay the same)",
-        "max_length" + ("" if args.max_length is None else f"={args.max_length}"),
-    ]
-    lower = f"Lower {' or '.join(settings)}"
-    if not args.gradient_checkpointing:
-        lower += ", or set gradient_checkpointing=True"
-    if plan is not None and plan.size("fsdp") == 1:
-        lower += ", or divide the model as well, with fsdp='full_shard'"
-    return (
-        f"Step {step} does not fit into memory. Weights take {_bytes(weights)}, "
-        f"AdamW's moments {_bytes(2 * gradients)}, gradients {_bytes(gradients)}; the rest is activations of "
-        f"{texts * size} texts. {lower}."
-    )
-
-
-def _on_device(model: PreTrainedModel, arrays: dict, plan: ShardingPlan | None) -> tuple[int, int]:
-    """Bytes of weights, including frozen ones, and of gradients, on one device."""
-    if plan is None:
-        return sum(array.nbytes for array in arrays.values()), 4 * model.num_parameters(only_trainable=True)
-
-    def on_device(array: jax.Array, sharding: Any) -> int:
-        return array.dtype.itemsize * prod(sharding.shard_shape(array.shape))
-
-    gradients = plan.gradients(model.params)
-    return (
-        sum(on_device(array, array.sharding) for array in arrays.values()),
-        sum(on_device(array, gradients[path]) for path, array in model.params.items()),
-    )
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB"
 
 
 # Metrics as transformers' Trainer prints them and writes them to files.
@@ -577,3 +131,135 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, metrics: dict[str, Any]) -> None:
     write_whole(path, json.dumps(masked(metrics), indent=4, sort_keys=True))
+
+
+# Metrics that a script logs, in its loss or elsewhere.
+
+
+class ScriptMetrics(defaultdict):
+    """Lists of numbers by name, as in TRL's trainers: what a script logs outside of its loss and, while a user-defined
+    `log` runs, the trainer's own metrics."""
+
+    def __init__(self):
+        super().__init__(list)
+        self._appended = set()
+        self._held: dict[str, tuple[str, list]] = {}  # of the trainer's own metrics: the prefix in logs, and the list
+
+    def __missing__(self, name: str) -> list:
+        self._appended.add(name)
+        return super().__missing__(name)
+
+    def hold(self, metrics: dict[str, float], before: str) -> None:
+        """Add the trainer's own metrics, as lists of one number, until `release`. `taken` gives their names the prefix
+        `before`. Lists that the script has set stay.
+
+        Raises:
+            ValueError: a number was appended to one of these metrics.
+        """
+        for name, value in metrics.items():
+            if self.get(name) and name in self._appended:
+                raise _appended_error(name)
+            self._appended.discard(name)
+            if not self.get(name):
+                self[name] = [value]
+            self._held[name] = before, self[name]
+
+    def release(self) -> None:
+        """Remove the trainer's own metrics, which `taken` has removed already if the script called `super().log`."""
+        for name, (_, values) in self._held.items():
+            if self.get(name) is values:
+                del self[name]
+        self._held.clear()
+
+    def taken(self, logs: dict[str, Any], before: str) -> dict[str, float]:
+        """Return the mean of each list, its name prefixed with `before`, and clear the lists.
+
+        Raises:
+            ValueError: a number was appended to a metric that `logs` already contains, or that the trainer logs.
+        """
+        if longer := sorted(name for name, (_, held) in self._held.items() if self.get(name) is held and held[1:]):
+            raise _appended_error(longer[0])
+        prefixes = dict.fromkeys(self, before) | {name: own for name, (own, _) in self._held.items()}
+        found = {prefixes[name] + name: float(sum(values) / len(values)) for name, values in self.items() if values}
+        if own := sorted(name for name in self._appended if before + name in found.keys() & logs.keys()):
+            raise _appended_error(own[0])
+        self.clear()
+        self._appended.clear()
+        self._held.clear()
+        return found
+
+
+def _appended_error(name: str) -> ValueError:
+    return ValueError(
+        f"A script appended to _metrics[mode][{name!r}] outside of its loss, and trl_jax logs {name!r} itself. Use "
+        "another name, or replace it: self._metrics[mode][name] = [value]."
+    )
+
+
+OWN_METRIC = "script/"  # prefix of the sums that a user-defined loss logs
+_PARTS = "parts/"
+
+
+def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
+    """The task's metrics, if its loss was computed, and the user's own from `own_sums`, each averaged over the
+    micro-batches that logged it (NaN means not logged)."""
+    names = [name for name in (sums[0] if sums else ()) if name.startswith(OWN_METRIC)]
+    of_task = [{name: value for name, value in step.items() if name not in names} for step in sums]
+    found = task.metrics(of_task, split) if of_task and of_task[0].keys() - STEP_SUMS else {}
+    if not names:
+        return found
+    logged = [name for name in names if name != OWN_METRIC]
+    parts = [  # for each metric, the parts of micro-batches (one per device) in which it was logged
+        step | {_PARTS + name: np.where(np.isnan(step[name]), 0, step[OWN_METRIC]) for name in logged} for step in sums
+    ]
+    totals = joined(parts, dict.fromkeys([*names, *(_PARTS + name for name in logged)], np.nansum), count=OWN_METRIC)
+    with np.errstate(invalid="ignore"):  # 0 / 0 if it was logged in no part
+        shares = {name.removeprefix(OWN_METRIC): totals[name] / totals[_PARTS + name] for name in logged}
+    return found | means(shares)
+
+
+def with_same_names(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give all dicts the same names, with NaN for metrics that were not logged."""
+    names = dict.fromkeys(name for one in sums for name in one if name.startswith(OWN_METRIC))
+
+    def missing(one: dict[str, Any], name: str) -> np.ndarray:
+        return np.full(np.shape(one.get(OWN_METRIC, 0)), 0 if name == OWN_METRIC else np.nan, np.float32)
+
+    return [{name: missing(one, name) for name in names if name not in one} | one for one in sums]
+
+
+def own_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax.Array]:
+    """The metrics that a user-defined loss logged, as sums over micro-batches.
+
+    Args:
+        members: bool `[M]`, whether the pass belongs to each micro-batch; a scalar if the pass is a micro-batch itself.
+    """
+    own = {OWN_METRIC: members.astype(jnp.float32)}
+    for name, values in metrics.items():
+        value = jnp.mean(jnp.stack([jnp.asarray(value, jnp.float32).reshape(()) for value in values]))
+        own[OWN_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
+    return own
+
+
+class OwnMetrics:
+    """Metrics that a user-defined DPO or KTO loss logs; the loss itself is computed by `UserLoss`.
+
+    current: the `BoundModel` of the loss that is being traced; None outside of tracing.
+    """
+
+    def __init__(self, setup: Callable[[], Setup]):
+        self._setup, self.current = setup, None
+
+    def values(self) -> tuple:
+        return ()
+
+    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Return a step's results unchanged: they are already complete."""
+        return results
+
+    def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The task's loss, used to locate the first non-finite value."""
+        return self._setup().task.loss(outputs, batch)
+
+    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
+        return own_metrics(self._setup().task, sums, split)

@@ -38,7 +38,7 @@ from trl_jax.mesh.mesh import Fetched, ShardingPlan
 from trl_jax.mesh.processes import several
 from trl_jax.nn.linear import HALVES
 from trl_jax.training.devices import run_device, sharding_plan_of
-from trl_jax.training.nonfinite import check_weights
+from trl_jax.training.failures import check_weights
 
 if TYPE_CHECKING:
     from trl_jax.config.base import BaseConfig

@@ -15,9 +15,9 @@ from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch
 from trl_jax.hub import torch_objects
 from trl_jax.training.data import ROW_IMAGES, averages_micro_batches, inputs_of, seen_by_scripts
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
+from trl_jax.training.metrics import with_same_names
 from trl_jax.training.own_step import OwnStep
 from trl_jax.training.reference import ReferenceInputs
-from trl_jax.training.script_metrics import with_same_names
 from trl_jax.training.script_model import BoundModel, logged_sums, task_loss
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (

@@ -21,8 +21,8 @@ from trl_jax.nn.head import outputs_of_logits
 from trl_jax.tasks.task import Task, TokenTask
 from trl_jax.training.data import RowImages
 from trl_jax.training.forward import aux_loss_sums
+from trl_jax.training.metrics import own_sums
 from trl_jax.training.reference import ReferenceInputs, label_reads
-from trl_jax.training.script_metrics import own_sums
 from trl_jax.training.torch_errors import NotGiven, check_same
 
 OUTPUTS = ("loss", "aux_loss", "logits", "log_probs", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1")

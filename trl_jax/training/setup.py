@@ -43,13 +43,13 @@ from trl_jax.mesh.mesh import SEQUENCE, Fetched, ShardingPlan
 from trl_jax.mesh.processes import check_alike, is_first, several
 from trl_jax.tasks.task import Task
 from trl_jax.training import layout, model
+from trl_jax.training.callbacks import begin_state, events_of
 from trl_jax.training.data import Tokenization
 from trl_jax.training.devices import ShardedStep, sharding_plan_of
 from trl_jax.training.evaluate import CompletionEvaluator, Evaluator
 from trl_jax.training.features import FeatureStore
 from trl_jax.training.forward import Forward, check_noise
 from trl_jax.training.logging import show_lines
-from trl_jax.training.metrics import begin_state, events_of
 from trl_jax.training.optimizer_choice import OptimizerChoice
 from trl_jax.training.push import HubPublisher
 from trl_jax.training.reference import PREFIX, ReferenceModel

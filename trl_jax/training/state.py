@@ -148,7 +148,7 @@ class Setup:
     features: cached image features of a frozen vision tower; None for text-only rows or on several devices.
     reader: as in `training.data.Tokenization`.
     script_loss: the user-defined loss that replaces the task's (`completions_loss.OwnLoss` or
-        `script_metrics.OwnMetrics`); None without one.
+        `metrics.OwnMetrics`); None without one.
     """
 
     editable: Editable

@@ -24,6 +24,7 @@ from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.torch_objects import TorchOriginal, copy_back_to_torch, is_adapted, refreshed
 from trl_jax.mesh.processes import barrier, is_first, reached, several, together
+from trl_jax.training.callbacks import begin_state
 from trl_jax.training.checkpoint import (
     LoopProgress,
     RandomState,
@@ -37,19 +38,18 @@ from trl_jax.training.checkpoint import (
 )
 from trl_jax.training.data import AsNeeded, Prefetched, reason_of_layout, step_layout, steps_of
 from trl_jax.training.events import Events, Interrupted, Interrupts
-from trl_jax.training.logging import tell_compilation, tell_images, tell_layout, tell_model, tell_trained
-from trl_jax.training.metrics import (
-    begin_state,
+from trl_jax.training.failures import (
+    PATIENCE,
+    NonFiniteGuard,
+    explain,
     explain_evaluation_memory,
     explain_memory,
-    memory,
     retried,
-    speed_metrics,
     step_memory,
-    task_metrics,
 )
+from trl_jax.training.logging import tell_compilation, tell_images, tell_layout, tell_model, tell_trained
+from trl_jax.training.metrics import memory, speed_metrics, task_metrics
 from trl_jax.training.model import align_special_tokens, take_over
-from trl_jax.training.nonfinite import PATIENCE, NonFiniteGuard, explain
 from trl_jax.training.optimizer_choice import GROUPS, LearningRate, OptimizerChoice, ShownOptimizer
 from trl_jax.training.optimizers import Optimizer
 from trl_jax.training.push import HubPublisher, sweep_stages

@@ -20,7 +20,7 @@ from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.pretrained import compiled_scores
 from trl_jax.hub.quantization import BitsAndBytesConfig, formats, quantized
 from trl_jax.nn.linear import DYNAMIC, TABLES, Format, dequantized
-from trl_jax.training.nonfinite import check_weights
+from trl_jax.training.failures import check_weights
 
 IDS = np.array([[5, 6, 7, 8, 9, 10]])
 SMALL = {"num_hidden_layers": 2, "head": "causal"}

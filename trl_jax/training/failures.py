@@ -1,21 +1,23 @@
-"""Skip steps with NaN or infinite values, and find where the first one arises."""
+"""Failing steps: skip those with NaN or infinite values, find the first one, and explain what does not fit in memory."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
 
-from trl_jax.mesh.mesh import fetched
-
-if TYPE_CHECKING:
-    from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.config.base import BaseConfig
+from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.mesh.mesh import ShardingPlan, fetched
 
 logger = logging.getLogger(__name__)
 
@@ -233,3 +235,118 @@ class NonFiniteGuard:
 def _some(numbers: list[int]) -> str:
     listed = ", ".join(map(str, numbers[:16]))
     return listed + (f" and {len(numbers) - 16:,} more" if len(numbers) > 16 else "")
+
+
+# Out-of-memory errors: explain what needs how much memory and how to need less, or retry with smaller batches.
+
+T = TypeVar("T")
+
+
+class StepTooLarge(MemoryError):
+    """A training step did not fit in memory; one with fewer examples may."""
+
+
+def retried(run: Callable[[], T], size: Callable[[], int], again: Callable[[int], None]) -> T:
+    """Return `run()`, retried with fewer examples while a step does not fit in memory.
+
+    Each attempt has 0.9 times the examples, rounded down, as in accelerate's `find_executable_batch_size`.
+
+    Args:
+        size: returns the current number of examples in a micro-batch.
+        again: resets the run to start with this number.
+
+    Raises:
+        StepTooLarge: not even a single example fits.
+    """
+    while True:
+        try:
+            return run()
+        except StepTooLarge as error:
+            smaller = int(0.9 * size())
+            if smaller == 0:
+                raise
+            reason = str(error).partition(".")[0]
+        logger.warning("%s with per_device_train_batch_size=%d: starting again with %d.", reason, size(), smaller)
+        gc.collect()  # frees the arrays of the failed run
+        again(smaller)
+
+
+@contextlib.contextmanager
+def explain_memory(explanation: Callable[[], str]) -> Iterator[None]:
+    """Convert an out-of-memory error to a StepTooLarge with this `explanation` (see `step_memory`)."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise StepTooLarge(f"{explanation()} XLA says: {str(error).strip().splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def explain_evaluation_memory(args: BaseConfig, step: int, params: dict[str, jax.Array]) -> Iterator[None]:
+    """Convert an evaluation's out-of-memory error during training to a MemoryError: smaller steps would not help."""
+    jax.block_until_ready(params)  # steps run asynchronously: one that did not fit may only fail here
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(
+            f"The evaluation after step {step} does not fit into memory. Lower "
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size}, which auto_find_batch_size leaves "
+            f"alone. XLA says: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def step_memory(
+    args: BaseConfig,
+    model: PreTrainedModel,
+    arrays: dict,
+    plan: ShardingPlan | None,
+    *,
+    step: int,
+    size: int,
+    texts: int,
+) -> str:
+    """Explain what takes the memory of a step that does not fit, and how to need less.
+
+    Args:
+        arrays: all arrays that the step computes with.
+        size: examples in a micro-batch on each device.
+        texts: texts in an example.
+    """
+    weights, gradients = _on_device(model, arrays, plan)
+    settings = [
+        f"per_device_train_batch_size={size} (with gradient_accumulation_steps raised to "
+        "match, the steps stay the same)",
+        "max_length" + ("" if args.max_length is None else f"={args.max_length}"),
+    ]
+    lower = f"Lower {' or '.join(settings)}"
+    if not args.gradient_checkpointing:
+        lower += ", or set gradient_checkpointing=True"
+    if plan is not None and plan.size("fsdp") == 1:
+        lower += ", or divide the model as well, with fsdp='full_shard'"
+    return (
+        f"Step {step} does not fit into memory. Weights take {_bytes(weights)}, "
+        f"AdamW's moments {_bytes(2 * gradients)}, gradients {_bytes(gradients)}; the rest is activations of "
+        f"{texts * size} texts. {lower}."
+    )
+
+
+def _on_device(model: PreTrainedModel, arrays: dict, plan: ShardingPlan | None) -> tuple[int, int]:
+    """Bytes of weights, including frozen ones, and of gradients, on one device."""
+    if plan is None:
+        return sum(array.nbytes for array in arrays.values()), 4 * model.num_parameters(only_trainable=True)
+
+    def on_device(array: jax.Array, sharding: Any) -> int:
+        return array.dtype.itemsize * prod(sharding.shard_shape(array.shape))
+
+    gradients = plan.gradients(model.params)
+    return (
+        sum(on_device(array, array.sharding) for array in arrays.values()),
+        sum(on_device(array, gradients[path]) for path, array in model.params.items()),
+    )
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB"
