@@ -1,4 +1,4 @@
-"""Failing steps: skip those with NaN or infinite values, find the first one, and explain what does not fit in memory."""
+"""Failing steps: skip those with NaN or infinite values, find the first one, explain what does not fit in memory."""
 
 from __future__ import annotations
 
