@@ -46,6 +46,8 @@ torch.equal(p, q) | torch.equal(p, p) | torch.allclose(p, q) | torch.norm(p) | t
 torch.cat([p.flatten(), q.flatten()]).norm() | torch.nn.utils.parameters_to_vector([p, q]).norm() | torch.zeros_like(p)
 p.detach().clone().requires_grad_().requires_grad | isinstance(p.data, torch.Tensor) | str(p.shape) | p.is_contiguous()
 len({one.data_ptr() for one in model.parameters()}) | {name: one.device.type for name, one in model.named_parameters()}
+torch.nn.functional.embedding(torch.tensor([3]), p) | torch.nn.functional.linear(torch.ones(1, 64), p)
+list(model.state_dict(prefix="x.", keep_vars=True)) | torch.nn.functional.rms_norm(torch.ones(1, 64), (64,), norm)
 model.device | model.device.type | next(model.parameters()).device | model.state_dict().keys()
 """.replace("\n", "|")
 
@@ -62,6 +64,7 @@ def models(folder):
 
 def value(model, call):
     known = {"p": model.get_parameter(ONE), "q": model.get_parameter(OTHER), "model": model, "np": np}
+    known["norm"] = model.model.norm.weight
     return eval(call, known | ({"torch": torch} if "torch" in call else {}))
 
 
@@ -171,3 +174,7 @@ def test_jax_takes_values(models):
         found = function(values)
         assert isinstance(found, jax.Array)
         np.testing.assert_allclose(found, function(jnp.asarray(values)), rtol=1e-6)
+    ones = jnp.ones(values.shape)
+    for found in (ones - 2 * values, (-2 * values) + ones):
+        assert isinstance(found, jax.Array)
+        np.testing.assert_allclose(found, 1 - 2 * np.asarray(values), rtol=1e-6)

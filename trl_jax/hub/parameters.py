@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import math
 import re
 import sys
@@ -238,13 +237,12 @@ def for_scripts(values: Snapshot) -> Any:
     """The values as scripts see them."""
     if "torch" not in sys.modules:
         return values
-    _relate_classes()
+    _let_jax_take_values()
     return parameter_values(values.base, values._name)
 
 
 @cache
-def _relate_classes() -> None:
-    Parameter.register(sys.modules["torch"].Tensor)  # torch.testing.assert_close only compares related types
+def _let_jax_take_values() -> None:
     _register_with_jax(values_class())
 
 
@@ -418,7 +416,15 @@ _SHAPES = {"shape", "ndim", "nbytes", "itemsize", "numel", "nelement", "dim", "e
            "is_floating_point", "is_leaf", "is_cuda", "grad_fn"}  # fmt: skip
 
 
-class Parameter(metaclass=abc.ABCMeta):  # noqa: B024 - for `register`
+class _RelatedToTensors(type):
+    """torch.testing.assert_close only compares objects if one is an instance of the other's class. It is not a matter
+    of `issubclass`: torch would let tensors handle functions of parameters."""
+
+    def __instancecheck__(cls, one: Any) -> bool:
+        return super().__instancecheck__(one) or is_torch(one)
+
+
+class Parameter(metaclass=_RelatedToTensors):
     """A parameter of a model. It has the methods of its values: a torch tensor's if torch is imported, otherwise those
     of `Snapshot`.
 

@@ -288,6 +288,11 @@ def values_class() -> type:
             values.flags.writeable = False
             return np.array(values, dtype, copy=copy)
 
+        def __jax_array__(self) -> Any:
+            import jax.numpy as jnp
+
+            return jnp.asarray(np.asarray(self))
+
         def __repr__(self, **options: Any) -> str:
             return _plain(self).__repr__(**options)
 
