@@ -16,7 +16,9 @@ from datasets import Dataset
 import trl_jax
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows, tiny_model
+from trl_jax.hub import parameters
 from trl_jax.hub.parameters import EmbeddingModule, Submodule
+from trl_jax.mesh.mesh import Fetched
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -569,6 +571,26 @@ def test_a_state_dict_can_be_loaded(tie, folders):
             with pytest.raises(RuntimeError, match="(?s)" + text.replace("'other'", "other")):
                 model.load_state_dict(given)
     assert torch.equal(norm, 2 * before)
+
+
+@pytest.mark.parametrize("divided", [True, False], ids=["divided", "replicated"])
+def test_several_processes_read_and_set_current_values(divided, folders, monkeypatch):
+    ours, theirs = (
+        kind.from_pretrained(folders[True])
+        for kind in (trl_jax.AutoModelForCausalLM, transformers.AutoModelForCausalLM)
+    )
+    reads = []
+    ours.read = lambda array: reads.append(array) or Fetched(array)
+    monkeypatch.setattr(parameters, "is_divided", lambda array: divided)
+    held, before = dict(ours.named_parameters()), len(reads)
+    norms = [parameter.norm() for parameter in held.values()]
+    assert (len(reads) == before) == divided  # values that all processes have read are there for a single one
+    with pytest.raises(ValueError, match="Cannot write into model.norm.weight"):
+        held["model.norm.weight"].data.mul_(2)
+    for model in (ours, theirs):
+        model.load_state_dict({name: 2 * values for name, values in model.state_dict().items()})
+    assert [held[name].norm().item() for name in held] == pytest.approx([2 * norm.item() for norm in norms])
+    assert all(torch.equal(held[name].data, values) for name, values in theirs.named_parameters())
 
 
 def test_a_state_dict_that_is_loaded_during_training_is_trained_further(folders, tmp_path):

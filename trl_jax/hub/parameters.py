@@ -26,6 +26,7 @@ from trl_jax.hub.torch_bridge import (
     values_class,
     without_memory,
 )
+from trl_jax.mesh.mesh import is_divided
 
 # Values that were read
 #
@@ -251,6 +252,13 @@ def _register_with_jax(kind: type) -> None:
     jax.tree_util.register_pytree_node(kind, lambda one: ((np.asarray(one),), None), lambda _, values: values[0])
 
 
+def _snapshot(values: np.ndarray, name: str) -> Snapshot:
+    """A copy, into which scripts cannot write."""
+    found = np.array(values).view(Snapshot)
+    found.flags.writeable, found._name = False, name
+    return found
+
+
 class _LastRead(NamedTuple):
     """The values of the parameter that was read last, so that a script that indexes it reads it from the device once.
 
@@ -289,6 +297,7 @@ class Weights:
         params, frozen, backend, frozen_names, read: as on the model.
         at_gradients: whether a hook runs in which torch has gradients, such as on_pre_optimizer_step.
         refusal: set while a script computes its own loss.
+        last_read: the values that were read last.
     """
 
     def __init__(self, params: dict[str, jax.Array], frozen: dict[str, Any], backend: Backend):
@@ -296,10 +305,10 @@ class Weights:
         self.frozen_names: frozenset[str] | set[str] = frozenset()
         self.read: Callable[[jax.Array], Any] | None = None
         self.at_gradients, self.refusal = False, None
-        self._last_read: _LastRead | None = None
+        self.last_read: _LastRead | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_last_read": None}
+        return vars(self) | {"last_read": None}
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -316,24 +325,32 @@ class Weights:
         arrays = self.arrays
         references = [weakref.ref(array) for array in arrays.values()]
         for name, values in self.backend.named(self.readable(arrays), wanted):
-            snapshot = np.array(values).view(Snapshot)  # scripts cannot write into it, but it has its own memory
-            snapshot.flags.writeable, snapshot._name = False, name
-            self._last_read = _LastRead(references, snapshot)
+            snapshot = _snapshot(values, name)
+            self.last_read = _LastRead(references, snapshot)
             yield name, snapshot
 
-    def values_of(self, name: str) -> Snapshot:
-        if self.refusal is None and self._last_read is not None and self._last_read.is_of(name, self.arrays):
-            return self._last_read.values
+    @property
+    def reads_together(self) -> bool:
+        """Whether all processes have to take part in reading values."""
+        return self.read is not None and any(is_divided(array) for array in self.arrays.values())
+
+    def values_of(self, name: str, held: _LastRead | None = None) -> Snapshot:
+        """The current values, read from the device unless they were read last, or are `held`."""
+        for known in (held, self.last_read):
+            if self.refusal is None and known is not None and known.is_of(name, self.arrays):
+                return known.values
         return next(values for _, values in self.snapshots([name]))
 
-    def taken(self, name: str) -> Snapshot:
+    def taken(self, name: str, held: _LastRead | None) -> Snapshot:
         """The values of a parameter for a script, whose memory no later reads share: torch may write into it."""
-        values = self.values_of(name)
+        values = self.values_of(name, held)
+        if held is not None and values is held.values:
+            return _snapshot(values, name)
         self.forget()
         return values
 
     def forget(self) -> None:
-        self._last_read = None
+        self.last_read = None
 
     def names(self) -> list[str]:
         return list(self.backend.locations(self.arrays))
@@ -434,22 +451,21 @@ class Parameter(metaclass=_RelatedToTensors):
 
     def __init__(self, weights: Weights, name: str):
         self._weights, self._name = weights, name
-        self._held: Snapshot | None = None
+        self._held: _LastRead | None = None
         self._like: np.ndarray | None = None  # an array of its shape and dtype without memory
 
     def detach(self) -> Any:
         """The current values, read-only."""
-        held = self._held
-        return for_scripts(self._weights.taken(self._name) if held is None else np.array(held).view(Snapshot))
+        return for_scripts(self._weights.taken(self._name, self._held))
 
     @property
     def _values(self) -> Any:
         """The current values for a single operation, without reading them from the device twice in a row."""
-        return for_scripts(self._weights.values_of(self._name) if self._held is None else self._held)
+        return for_scripts(self._weights.values_of(self._name, self._held))
 
-    def _keep(self, values: Snapshot, *, hold: bool) -> None:
+    def _keep(self, values: Snapshot, held: _LastRead | None) -> None:
         self._like = np.broadcast_to(np.zeros((), values.dtype), values.shape).view(Snapshot)
-        self._held = values if hold else None
+        self._held = held
 
     @property
     def data(self) -> Any:

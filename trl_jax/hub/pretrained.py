@@ -304,7 +304,7 @@ class TransformersModelApi(ModuleApi):
     model_tags: list[str] | None = None
     was_merged: bool = False  # by `merge_and_unload`, after which PEFT leaves all parameters frozen
     accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
-    _parameters: dict[str, Parameter] | None = None
+    _known_parameters: dict[str, Parameter] | None = None
     _submodules: weakref.WeakValueDictionary[str, Submodule] | None = None
     # All modules, and for what they were made: the backend, and whether torch was imported.
     _known_modules: tuple[tuple[Any, bool], dict[str, Any]] = ((None, False), {})
@@ -317,16 +317,17 @@ class TransformersModelApi(ModuleApi):
 
     def _named(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Parameter]]:
         """Yield parameters and buffers: all, or the `wanted` ones. There is one object for each."""
-        if self._parameters is None:
-            self._parameters = {}
-        for name, values in self.weights.snapshots(wanted):
-            parameter = self._parameters.setdefault(name, Parameter(self.weights, name))
-            parameter._keep(values, hold=self.read is not None)  # later reads would be collective operations
+        if self._known_parameters is None:
+            self._known_parameters = {}
+        holds = self.weights.reads_together  # so that a single process can use what all have read
+        for name, values in self.weights.snapshots(wanted) if wanted is None or wanted else ():
+            parameter = self._known_parameters.setdefault(name, Parameter(self.weights, name))
+            parameter._keep(values, self.weights.last_read if holds else None)
             yield name, parameter
 
     def _copied(self, copied: Callable[[Any], Any]) -> Any:
         """A copy, which has weights and parameters of its own."""
-        own = {"weights": copy.copy(self.weights), "_parameters": None, "_submodules": None, "_base": None}
+        own = {"weights": copy.copy(self.weights), "_known_parameters": None, "_submodules": None, "_base": None}
         other = object.__new__(type(self))
         vars(other).update(copied(vars(self) | own))
         return other
@@ -795,7 +796,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
             self.graph, tables = self.backend.graph, tables_of_tokens(self.params)
             self.params = self.params | {path: resized_table(self.params[path], rows) for path in tables}
             self.config.get_text_config().vocab_size = rows
-            for parameter in (self._parameters or {}).values():
+            for parameter in (self._known_parameters or {}).values():
                 parameter._like = None
         return self.get_input_embeddings()
 

@@ -314,12 +314,17 @@ class Fetched:
         return fetched(self._array[index])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(fetched(self._array), dtype)
+        return np.array(fetched(self._array), dtype, copy=copy)
+
+
+def is_divided(array: jax.Array) -> bool:
+    """Whether hosts hold different shards of an array."""
+    return isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated)
 
 
 def fetched(array: jax.Array) -> np.ndarray:
     """The whole array, on every host. If hosts hold different shards, all of them must call this."""
-    if array.is_fully_addressable or array.is_fully_replicated:
+    if not is_divided(array):
         return np.asarray(array)
     return np.asarray(_gathered(array, NamedSharding(array.sharding.mesh, PartitionSpec())))
 
