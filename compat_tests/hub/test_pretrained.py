@@ -573,6 +573,25 @@ def test_a_state_dict_can_be_loaded(tie, folders):
     assert torch.equal(norm, 2 * before)
 
 
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_tied_weights_and_modules_load_as_in_torch(tie, folders):
+    ours, theirs = (
+        kind.from_pretrained(folders[tie]) for kind in (trl_jax.AutoModelForCausalLM, transformers.AutoModelForCausalLM)
+    )
+    assert [name for name, _ in ours.named_parameters(remove_duplicate=False)] == [*theirs.state_dict()]
+    table = theirs.model.embed_tokens.weight.detach()
+    state = {"lm_head.weight": 2 * table, "model.embed_tokens.weight": 3 * table}  # torch's order is the other one
+    layer = {name: -one for name, one in theirs.model.layers[1].state_dict().items()}
+    for model in (ours, theirs):
+        model.load_state_dict(state, strict=False)
+        assert model.model.layers[1].load_state_dict(layer) == ([], [])
+        with pytest.raises(RuntimeError, match="Missing key.*self_attn.q_proj.weight"):
+            model.model.layers[1].load_state_dict({})
+        with pytest.raises(TypeError, match="Expected state_dict to be dict-like, got <class 'list'>"):
+            model.load_state_dict([])
+    assert all(torch.equal(ours.state_dict()[name], values) for name, values in theirs.state_dict().items())
+
+
 @pytest.mark.parametrize("divided", [True, False], ids=["divided", "replicated"])
 def test_several_processes_read_and_set_current_values(divided, folders, monkeypatch):
     ours, theirs = (
@@ -591,6 +610,20 @@ def test_several_processes_read_and_set_current_values(divided, folders, monkeyp
         model.load_state_dict({name: 2 * values for name, values in model.state_dict().items()})
     assert [held[name].norm().item() for name in held] == pytest.approx([2 * norm.item() for norm in norms])
     assert all(torch.equal(held[name].data, values) for name, values in theirs.named_parameters())
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_transformers_selects_parameters_by_the_class_of_their_module(tie, folders, tmp_path):
+    kinds = [torch.nn.Embedding, transformers.models.llama.modeling_llama.LlamaRMSNorm]
+    ours, theirs = (
+        kind.from_pretrained(folders[tie]) for kind in (trl_jax.AutoModelForCausalLM, transformers.AutoModelForCausalLM)
+    )
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    args, rows = trl_jax.SFTConfig(str(tmp_path), **BASE), Dataset.from_list(text_rows(4))
+    adapted = trl_jax.SFTTrainer(str(folders[tie]), args, train_dataset=rows, peft_config=lora).model
+    for model, peer in ((ours, lambda: theirs), (adapted, lambda: peft.get_peft_model(theirs, lora))):
+        found, wanted = (transformers.trainer_pt_utils.get_parameter_names(one, kinds) for one in (model, peer()))
+        assert found == wanted and not any("norm" in name for name in found)
 
 
 def test_a_state_dict_that_is_loaded_during_training_is_trained_further(folders, tmp_path):

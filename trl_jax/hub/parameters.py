@@ -6,7 +6,7 @@ import math
 import re
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -355,13 +355,14 @@ class Weights:
     def names(self) -> list[str]:
         return list(self.backend.locations(self.arrays))
 
-    def names_in(self, module: str) -> dict[str, str]:
+    def names_in(self, module: str, *, twice: bool = False) -> dict[str, str]:
         """The names of parameters and buffers relative to a module -> their full names. A tied parameter is also in its
-        second module."""
+        second module, and has both names in a module with both if `twice`."""
         start = f"{module}." if module else ""
         names = {name.removeprefix(start): name for name in self.names() if name.startswith(start)}
         tied = {other: name for other, name in self.backend.tied.items() if other.startswith(start)}
-        return names | {other.removeprefix(start): name for other, name in tied.items() if name not in names.values()}
+        again = {other: name for other, name in tied.items() if twice or name not in names.values()}
+        return names | {other.removeprefix(start): name for other, name in again.items()}
 
     def buffers(self) -> set[str]:
         """Names of the arrays that are saved with the parameters but not trained."""
@@ -621,7 +622,9 @@ def _fixed(value: Any) -> Any:
 class ModuleApi:
     """What scripts ask of a torch module. Needs `_module`, the module's name in the model, and `_named_parameters`."""
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Parameter]]:
         """Yield each parameter with its name in transformers. Its values are the current ones, but cannot be written;
         to change the model, change `params`.
 
@@ -631,10 +634,23 @@ class ModuleApi:
         Args:
             prefix: put before each name, with a dot.
             recurse: whether to include the parameters of the modules in this one.
+            remove_duplicate: whether to leave out the second names of tied parameters.
         """
-        start = f"{prefix}." if prefix else ""
-        found = self._named_parameters()
-        return ((start + name, parameter) for name, parameter in found if recurse or "." not in name)
+        start, yielded = f"{prefix}." if prefix else "", set()
+        for name, parameter in self._named_parameters(recurse):
+            yielded.add(name)
+            yield start + name, parameter
+        if not remove_duplicate:
+            names = self._whole.weights.names_in(self._module, twice=True)
+            for name in (one for one in names if one not in yielded and (recurse or "." not in one)):
+                if names[name] not in self._whole.weights.buffers():
+                    yield start + name, self._whole.get_parameter(names[name])
+
+    @property
+    def _parameters(self) -> dict[str, Parameter | None]:
+        """Read by transformers' get_parameter_names."""
+        own, module = dict(self.named_parameters(recurse=False)), self._in_torch
+        return own if module is None else {name: own.get(name) for name in module._parameters}
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
@@ -680,6 +696,20 @@ class ModuleApi:
             module.apply(fn)
         fn(self)
         return self
+
+    def state_dict(
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """A copy of every parameter and buffer by its name; a tied one has both names, as in torch.
+
+        Args:
+            destination: a dict to put them into.
+            prefix: put before each name.
+            keep_vars: whether to return the parameters themselves.
+        """
+        state = {} if destination is None else destination
+        state.update((prefix + name, values) for name, values in self._state(keep_vars).items())
+        return state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: no gradients are kept between steps."""
@@ -750,8 +780,9 @@ class Submodule(ModuleApi):
             "it on the torch model before the trainer is made, or in model.config before the weights are loaded."
         )
 
-    def _named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        inside = {name: ours for ours, name in self._model.weights.names_in(self._module).items()}
+    def _named_parameters(self, recurse: bool) -> Iterator[tuple[str, Parameter]]:
+        found = self._model.weights.names_in(self._module)
+        inside = {name: ours for ours, name in found.items() if recurse or "." not in ours}
         wanted = inside.keys() - self._model.weights.buffers()
         return ((inside[name], values) for name, values in self._model._named(wanted))
 
@@ -791,10 +822,14 @@ class Submodule(ModuleApi):
         self._model.set_trainable(*self._names(), trainable=requires_grad)
         return self
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self, keep_vars: bool) -> dict[str, Any]:
+        state = self._model.state_dict(keep_vars=keep_vars)
+        return {name: state[ours] for name, ours in self._model.weights.names_in(self._module, twice=True).items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As the model's, with names relative to this module."""
-        state = self._model.state_dict()
-        return {name: state[ours] for name, ours in self._model.weights.names_in(self._module).items()}
+        names = self._model.weights.names_in(self._module, twice=True)
+        return self._model.load_values(self._module, names, state_dict, strict)
 
     def _names(self) -> list[str]:
         return list(self._model.weights.names_in(self._module).values())

@@ -311,9 +311,10 @@ class TransformersModelApi(ModuleApi):
     _module = ""
     _base: Any = None  # the model without its adapter, in `disable_adapter`
 
-    def _named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def _named_parameters(self, recurse: bool) -> Iterator[tuple[str, Parameter]]:
         buffers = self.weights.buffers()
-        return ((name, values) for name, values in self._named() if name not in buffers)
+        wanted = None if recurse else [name for name in self.names() if "." not in name]
+        return ((name, values) for name, values in self._named(wanted) if name not in buffers)
 
     def _named(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Parameter]]:
         """Yield parameters and buffers: all, or the `wanted` ones. There is one object for each."""
@@ -470,10 +471,12 @@ class TransformersModelApi(ModuleApi):
             f"{self.name_or_path} has no parameter {name!r}; it has {', '.join(self.names()[:8])}, ..."
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of every parameter and buffer by its name; a tied one has both names, as in torch."""
-        found = {name: for_scripts(values) for name, values in self.weights.snapshots()}
-        self.weights.forget()
+    def _state(self, keep_vars: bool) -> dict[str, Any]:
+        if keep_vars:
+            found = dict(self._named())
+        else:
+            found = {name: for_scripts(values) for name, values in self.weights.snapshots()}
+            self.weights.forget()
         return found | {other: found[name] for other, name in self.backend.tied.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadedKeys:
@@ -488,26 +491,32 @@ class TransformersModelApi(ModuleApi):
             RuntimeError: names do not match with `strict`, or a shape differs.
             ValueError: the model is quantized, exported or has an adapter.
         """
-        shapes = {name: values.shape for name, values in self._named()}
-        tied = self.backend.tied
-        known = [*shapes, *tied]
-        missing = [name for name in known if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in known]
-        given = {
-            tied.get(name, name): np.asarray(as_array(value.detach().cpu()) if is_torch(value) else value)
-            for name, value in state_dict.items()
-            if name in known
+        names = {name: name for name, _ in self._named()} | dict(self.backend.tied)
+        return self.load_values(self.name_or_path, names, state_dict, strict)
+
+    def load_values(
+        self, module: str, names: Mapping[str, str], state_dict: Mapping[str, Any], strict: bool
+    ) -> LoadedKeys:
+        """`load_state_dict` of a module. `names`: in the module, in torch's order -> in the model."""
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+        missing = [name for name in names if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in names]
+        given = {  # the last name of a tied parameter decides, as in torch
+            ours: np.asarray(as_array(value.detach().cpu()) if is_torch(value) else value)
+            for ours, value in ((ours, state_dict[name]) for name, ours in names.items() if name in state_dict)
         }
+        shapes = {name: tuple(values.shape) for name, values in self._named(given)}
         errors = [
             f"size mismatch for {name}: copying a param with shape {list(value.shape)} from checkpoint, the shape in "
             f"current model is {list(shapes[name])}."
             for name, value in given.items()
-            if value.shape != tuple(shapes[name])
+            if value.shape != shapes[name]
         ]
         for kind, names in (("Missing", missing), ("Unexpected", unexpected)) if strict else ():
             errors += [f"{kind} key(s) in state_dict: {', '.join(map(repr, names))}."] if names else []
         if errors:
-            raise RuntimeError(f"Error(s) in loading state_dict for {self.name_or_path}:\n\t" + "\n\t".join(errors))
+            raise RuntimeError(f"Error(s) in loading state_dict for {module}:\n\t" + "\n\t".join(errors))
         changed = self.backend.with_values(self.weights.readable(self.params), given)
         self.params = self.params | {path: like(self.params[path], values) for path, values in changed.items()}
         return LoadedKeys(missing, unexpected)
