@@ -235,6 +235,24 @@ def test_what_a_step_that_is_under_way_cannot_follow_is_refused(name, make):
         trainer.train()
 
 
+def test_what_is_unfrozen_between_two_runs_trains(make):
+    """In TRL, it stays frozen: the second run keeps the optimizer of the first."""
+    pytest.importorskip("trl")
+    import trl
+
+    def changed(package):
+        trainer = make(package, "SFT", max_steps=1)
+        norm = dict(trainer.model.named_parameters())["model.norm.weight"]
+        norm.requires_grad_(False)
+        trainer.train()
+        before = norm.detach().clone()
+        norm.requires_grad_(True)
+        trainer.train()
+        return float(abs(norm.detach() - before).max())
+
+    assert changed(trl) == 0 and changed(trl_jax) > 1e-3
+
+
 def test_groups_of_parameters_have_the_rate_of_the_next_step():
     steps = SimpleNamespace(finished=0)
     rates = LearningRate(lambda step: 0.1 * (step + 1), lambda: steps.finished)

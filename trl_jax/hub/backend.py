@@ -231,7 +231,6 @@ def check_unfrozen(names: Collection[str]) -> None:
     count includes steps that they did not take part in."""
     if names:
         raise ValueError(
-            f"{sorted(names)[0]} was unfrozen during training ({len(names)} parameters in total). The optimizer only "
-            "updates what was trained at the start, as in TRL, where the parameter would not change. Unfreeze between "
-            "calls of train()."
+            f"{sorted(names)[0]} was unfrozen during training ({len(names)} parameters in total). The optimizer has no "
+            "state for the steps in which it was frozen. Unfreeze between calls of train()."
         )
