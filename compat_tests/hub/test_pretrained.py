@@ -459,8 +459,9 @@ def test_modules_say_about_themselves_what_torchs_do(folders):
     assert list(ours.buffers()) == list(ours.model.named_buffers()) == []
 
 
-def test_adapted_modules_are_found_where_peft_looks(folders, tmp_path):
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapted_modules_are_found_where_peft_looks(dora, folders, tmp_path):
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", use_dora=dora)
     args, rows = trl_jax.SFTConfig(str(tmp_path), **BASE), Dataset.from_list(text_rows(4))
     ours = trl_jax.SFTTrainer(str(folders[True]), args, train_dataset=rows, peft_config=lora).model
     theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folders[True]), lora)
@@ -488,8 +489,16 @@ def test_adapted_modules_are_found_where_peft_looks(folders, tmp_path):
     assert {name: one.shape for name, one in found.items()} == {name: one.shape for name, one in wanted.items()}
     peft.set_peft_model_state_dict(theirs, found)
     assert all(torch.equal(one, found[name]) for name, one in peft.get_peft_model_state_dict(theirs).items())
-    with pytest.raises(ValueError, match="load_state_dict: only weights in float32 without an adapter can be set"):
-        ours.load_state_dict(ours.state_dict())
+    other = {key: values + 0.5 for key, values in found.items()}
+    peft.set_peft_model_state_dict(ours, other)
+    assert all(torch.equal(values, other[key]) for key, values in peft.get_peft_model_state_dict(ours).items())
+    state = ours.state_dict()
+    peft.set_peft_model_state_dict(ours, found)
+    assert ours.load_state_dict(state) == ([], []) and ours.load_state_dict({}, strict=False).missing_keys
+    assert all(torch.equal(values, other[key]) for key, values in peft.get_peft_model_state_dict(ours).items())
+    base = "base_model.model.model.norm.weight"
+    with pytest.raises(ValueError, match=f"load_state_dict: {base} belongs to the base model, which does not train"):
+        ours.load_state_dict(state | {base: state[base] + 1})
     with pytest.raises(TypeError, match="does not support item assignment"):
         ours.get_submodule(name).scaling["default"] = 1.0
 

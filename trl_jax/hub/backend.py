@@ -142,8 +142,13 @@ class Backend(abc.ABC):
         """
         return (one for one in self.on_disk(arrays) if wanted is None or one[0] in wanted)
 
+    @property
+    def file_names(self) -> Mapping[str, str]:
+        """Names in an adapter's file that differ from those in memory -> the latter, under which PyTorch has them."""
+        return {}
+
     def with_values(self, arrays: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The arrays that change if parameters, by their names in PyTorch, get these values.
+        """The arrays that change if trained parameters, by their names in PyTorch, get these values.
 
         Raises:
             ValueError: it cannot set values.
@@ -180,7 +185,7 @@ class Backend(abc.ABC):
 
 
 def fixed_values_error(instead: str) -> ValueError:
-    return ValueError(f"load_state_dict: only weights in float32 without an adapter can be set. {instead}.")
+    return ValueError(f"load_state_dict: only float32 weights and LoRA adapters can be set. {instead}.")
 
 
 # Parameters that user code freezes with torch's flag, `requires_grad = False`

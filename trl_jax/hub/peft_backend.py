@@ -285,6 +285,17 @@ class LoraBackend(AdaptedBackend):
         tensors = trained_tensors(self.plan, arrays)
         return ((self._name_in_memory(name), values) for name, values in tensors.items())
 
+    @property
+    def file_names(self) -> Mapping[str, str]:
+        names = {name: self._name_in_memory(name) for name in (*self.dtypes, *self.plan.carried)}
+        # PEFT looks for DoRA's magnitudes under this name before it loads them.
+        return names | {f"{name}.weight": own for name, own in names.items() if name.endswith("lora_magnitude_vector")}
+
+    def with_values(self, arrays: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        tensors = trained_tensors(self.plan, dict(arrays))
+        changed = {name: np.asarray(values.get(self._name_in_memory(name), one)) for name, one in tensors.items()}
+        return {path: np.asarray(array) for path, array in arrays_of(self.plan, changed, self.shapes).items()}
+
     def peft_name(self, module: str, parameter: str) -> str | None:
         if f"{PREFIX}{module}.{parameter}" in self.dtypes:
             return None

@@ -489,9 +489,12 @@ class TransformersModelApi(ModuleApi):
 
         Raises:
             RuntimeError: names do not match with `strict`, or a shape differs.
-            ValueError: the model is quantized, exported or has an adapter.
+            ValueError: the model is quantized, or a value of an adapter's base model differs.
         """
         names = {name: name for name, _ in self._named()} | dict(self.backend.tied)
+        if isinstance(state_dict, Mapping):
+            in_memory = self.backend.file_names
+            state_dict = {in_memory.get(name, name): value for name, value in state_dict.items()}
         return self.load_values(self.name_or_path, names, state_dict, strict)
 
     def load_values(
@@ -517,7 +520,14 @@ class TransformersModelApi(ModuleApi):
             errors += [f"{kind} key(s) in state_dict: {', '.join(map(repr, names))}."] if names else []
         if errors:
             raise RuntimeError(f"Error(s) in loading state_dict for {module}:\n\t" + "\n\t".join(errors))
-        changed = self.backend.with_values(self.weights.readable(self.params), given)
+        fixed = {name for name in given if not self.backend.is_trained(name)}
+        for name, values in self.weights.snapshots(fixed) if fixed else ():
+            if not np.array_equal(given.pop(name).astype(values.dtype), values):
+                raise ValueError(
+                    f"load_state_dict: {name} belongs to the base model, which does not train, and has other values. "
+                    "Only weights of the adapter can be set: leave out the others, with strict=False."
+                )
+        changed = self.backend.with_values(self.weights.readable(self.params), given) if given else {}
         self.params = self.params | {path: like(self.params[path], values) for path, values in changed.items()}
         return LoadedKeys(missing, unexpected)
 
