@@ -57,6 +57,31 @@ def llava(tmp_path_factory):
     return str(tiny_llava(tmp_path_factory.mktemp("llava")))
 
 
+@pytest.mark.parametrize("model", ["folder", "object"])
+def test_the_processor_that_was_passed_is_saved_as_in_trl(model, llava, tmp_path):
+    """Its settings may differ from the folder's, and a model object has no folder with such files."""
+    trl = pytest.importorskip("trl")
+    saved = []
+    for package in (trl, trl_jax):
+        processor = transformers.AutoProcessor.from_pretrained(llava)
+        processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+        given = transformers.AutoModelForImageTextToText.from_pretrained(llava) if model == "object" else llava
+        out = tmp_path / package.__name__
+        trainer(package, "SFT", given, out, messages(2), processing_class=processor).save_model(out)
+        saved.append(json.loads((out / "processor_config.json").read_text()))
+    assert saved[0]["image_processor"]["image_mean"] == [0.1, 0.2, 0.3] and saved[1] == saved[0]
+    assert not (out / "preprocessor_config.json").exists()
+
+
+@pytest.mark.parametrize("processor", [True, False])
+def test_a_model_object_keeps_its_folders_processor(processor, llava, tmp_path):
+    given = transformers.AutoModelForImageTextToText.from_pretrained(llava)
+    options = {"processing_class": transformers.AutoProcessor.from_pretrained(llava)} if processor else {}
+    trainer(trl_jax, "SFT", given, tmp_path, messages(2), **options).save_model(tmp_path / "saved")
+    found, wanted = (transformers.AutoProcessor.from_pretrained(folder) for folder in (tmp_path / "saved", llava))
+    assert found.image_processor.to_dict() == wanted.image_processor.to_dict()
+
+
 OTHER_TEMPLATE = vision_models.TEMPLATE.replace("{{ eos_token }}", "bread")
 
 

@@ -696,6 +696,12 @@ def keep_processor_files(before: Path, folder: Path) -> None:
                 (folder / name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
+def save_processor(processor: Any, folder: Path) -> None:
+    """Write a processor's settings to processor_config.json, as its `save_pretrained` does. Its tokenizer and its chat
+    template are left out: the trainer's own are saved."""
+    (folder / "processor_config.json").write_text(processor.to_json_string(), encoding="utf-8")
+
+
 # Sharded reading: each device's part is read on its own.
 
 Index = tuple[slice, ...]

@@ -660,6 +660,8 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
             which is determined at loading time.
         backend: the code that computes, saves and loads the model.
         generation_config: transformers' object for a causal language model; None for other models.
+        processor: the processor that was passed to the trainer, or a folder with the files of one; both are saved with
+            the model.
     """
 
     def __init__(
@@ -677,6 +679,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         if backend.head == "lm" and generation_config is None:
             generation_config = read_generation_config(folder, config)
         self.generation_config = generation_config
+        self.processor: Any = folder
         self.writes = True  # whether this process does; see `read`
         self.weights = Weights(params, {} if frozen is None else frozen, backend)
 
@@ -882,7 +885,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         kept = {"generation_config": self.generation_config}
         model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path, **kept)
         model.read, model.writes = self.read, self.writes
-        model.accepts_loss_kwargs = self.accepts_loss_kwargs
+        model.accepts_loss_kwargs, model.processor = self.accepts_loss_kwargs, self.processor
         return model
 
     def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:

@@ -26,7 +26,7 @@ from trl_jax.core.secrets import masked
 from trl_jax.core.text import brief, listed
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.loader import RunLength, fingerprint
-from trl_jax.hub.checkpoint import keep_processor_files
+from trl_jax.hub.checkpoint import keep_processor_files, save_processor
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.peft_config import CONFIG as ADAPTER
 from trl_jax.hub.peft_config import PISSA
@@ -812,8 +812,7 @@ def arguments_text(args: BaseConfig) -> str:
 
 
 def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arguments: str) -> None:
-    """Write a folder that transformers can load: config, weights, tokenizer, image processor files and
-    training_args.json.
+    """Write a folder that transformers can load: config, weights, tokenizer, processor files and training_args.json.
 
     Args:
         model: the trainer's, or a copy of it.
@@ -822,6 +821,9 @@ def write_model(folder: Path, model: PreTrainedModel, processing_class: Any, arg
     model.save_pretrained(folder)
     if is_first():
         processing_class.save_pretrained(folder)
-        keep_processor_files(model.folder, folder)
+        if isinstance(model.processor, Path):
+            keep_processor_files(model.processor, folder)
+        else:
+            save_processor(model.processor, folder)
         write_whole(folder / ARGUMENTS, arguments + "\n")
     barrier("save_model")

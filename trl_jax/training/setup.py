@@ -157,16 +157,20 @@ def _tokenizer_in(processor: Any) -> Any:
     kind = type(processor).__qualname__
     if "tokenizer" not in vars(processor):
         raise TypeError(f"processing_class is a {kind} without a tokenizer: pass AutoTokenizer.from_pretrained(...).")
-    logger.warning(
-        "processing_class is a %s; only its tokenizer is saved. The files of the model's image processor are "
-        "copied; save another processor with its save_pretrained.",
-        kind,
-    )  # fmt: skip
     tokenizer, template = processor.tokenizer, chat.default_template(vars(processor).get("chat_template"))
     if template is not None and template != tokenizer.chat_template:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template
     return tokenizer
+
+
+def _saved_processor(policy: PreTrainedModel, torch_model: Any, processing_class: Any, *, takes_images: bool) -> Any:
+    """The processor that was passed, or the folder whose processor files are saved with the model."""
+    if _is_processor(processing_class):
+        return processing_class
+    if torch_model is not None and takes_images:  # it was read from a temporary folder without these files
+        return checkpoint_folder(torch_model.config._name_or_path)[0]
+    return policy.processor
 
 
 def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool, head: str) -> tuple[int, list[int]]:
@@ -423,6 +427,7 @@ def build(
     if adapter is not None and new_tokens:
         adapter = with_new_tokens(adapter, new_tokens, task.head)
     policy = model.load_policy(checkpoint, args, adapter, quantization, tokenization.vocab_size)
+    policy.processor = _saved_processor(policy, torch_model, given.tokenizer, takes_images=takes_images)
     settle_model(policy, torch_model, tokenization, args, head=task.head, tags=[*spec.tags, "trl_jax"])
 
     reference, sharding_plan = _reference(spec, args, task, policy, tokenization.vocab_size, batch_methods)
