@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-import types
 from typing import Any
+
+from transformers.utils import PushToHubMixin
 
 from compat_tests import tiny
 from compat_tests.hub.vision.models import CASES
@@ -125,6 +126,15 @@ def placeholder(name: str) -> str:
     return f"<|vision_start|>{token}<|vision_end|>" if key.startswith("qwen") else token
 
 
+class _NoVideos(PushToHubMixin):
+    """In place of a video processor; it can be saved."""
+
+    model_input_names, num_frames, fps = (), 1, 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
 def built_processor(name: str, monkeypatch: Any, **options: Any) -> Any:
     """transformers' processor for one of `IMAGE_PROCESSORS`, with further arguments."""
     import transformers
@@ -142,7 +152,7 @@ def built_processor(name: str, monkeypatch: Any, **options: Any) -> Any:
     # Video processors need torchvision.
     monkeypatch.setattr(processor_class, "check_argument_for_proper_class", lambda self, name, argument: None)
     if key in ("gemma4", "internvl", "qwen2_5_vl", "qwen3_vl", "smolvlm"):
-        options["video_processor"] = types.SimpleNamespace(model_input_names=[], num_frames=1, fps=1)
+        options["video_processor"] = _NoVideos()
     image_class, arguments = IMAGE_PROCESSORS[name]
     processor = processor_class(
         image_processor=getattr(transformers, image_class)(**arguments), tokenizer=tokenizer_with(TOKENS[key]),
