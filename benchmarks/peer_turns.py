@@ -93,14 +93,15 @@ def take_tunix(
 
 
 def take_easydel(
-    pipe: Connection, task: str, model: Path, rows: list[dict], config: dict, segment: int, stop: int
+    pipe: Connection, task: str, model: Path, rows: list[dict], config: dict, max_length: int, segment: int, stop: int
 ) -> None:
-    """The same for EasyDeL; runs in the interpreter of EasyDeL's environment. All texts are padded to `max_length`."""
+    """The same for EasyDeL; runs in the interpreter of EasyDeL's environment. All texts are padded to `max_length`, the
+    prompts of GRPO to a quarter of it."""
     import easydel
     import jax
     from datasets import Dataset
 
-    compiling, size, length = turns.count_compilation(), config["per_device_train_batch_size"], config["max_length"]
+    compiling, size, length = turns.count_compilation(), config["per_device_train_batch_size"], max_length
     seconds: list[float] = []
     losses: list[float] = []
 
@@ -127,15 +128,27 @@ def take_easydel(
         "save_steps": None, "use_wandb": False, "shuffle_train_dataset": False, "log_steps": stop,
         "progress_bar_type": "json",
     }  # fmt: skip
-    arguments |= {"max_prompt_length": length // 2, "max_completion_length": length // 2} if task == "DPO" else {}
+    more, texts = {}, size
+    if task == "DPO":
+        arguments |= {"max_prompt_length": length // 2, "max_completion_length": length // 2}
+        more, texts = {"reference_model": _easydel_model(model)}, 2 * size
+    if task == "GRPO":
+        group, longest = config["num_generations"], config["max_completion_length"]
+        arguments |= {
+            "total_batch_size": size // group, "num_return_sequences": group, "num_generations": group,
+            "max_prompt_length": length // 4, "max_completion_length": longest, "max_length": length // 4 + longest,
+            "beta": 0.0, "loss_type": "grpo", "top_k": None, "use_esurge_generation": False,
+            "skip_apply_chat_template": True,
+        }  # fmt: skip
+        more, length = {"reward_funcs": [variety]}, length // 4 + longest
     trainer = Turns(
         arguments=getattr(easydel, f"{task}Config")(**arguments),
         model=_easydel_model(model),
         processing_class=sft_turns.tokenizer(model),
         train_dataset=Dataset.from_list([row for _ in range(stop) for row in rows]),
-        **({"reference_model": _easydel_model(model)} if task == "DPO" else {}),
+        **more,
     )
-    pipe.send({"places": size * length * (2 if task == "DPO" else 1)})
+    pipe.send({"places": texts * length})
     trainer.train()
     logs = [{"loss": sum(losses[at : at + segment]) / segment} for at in range(0, stop, segment)]
     facts = {"first step s": seconds[0], "compile s": sum(compiling), "peak MB": common.memory(), "device GB": 0.0}

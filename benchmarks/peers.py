@@ -9,7 +9,8 @@ pads each batch to its longest text, rounded up to a multiple of 128. Longer row
 GRPO uses Tunix's default loss (`loss_type="grpo"` in TRL) and no reference. TRL and trl_jax generate the same
 completions, Tunix different ones; nearly all have --completion tokens, because the model has random weights.
 
-EasyDeL also pads all texts to --max_length. Only its SFT and DPO trainers are compared, with its "sdpa" attention.
+EasyDeL also pads all texts to --max_length, and the prompts of GRPO to a quarter of it. It uses its "sdpa" attention
+and, in GRPO, its compiled generation loop instead of its engine eSurge, and computes a reference even without a KL term.
 
 Tunix and EasyDeL need their own environments with a different jax: --python and --easydel are their interpreters. If
 unset, an environment is created in a temporary folder with pip, which downloads about a gigabyte.
@@ -93,8 +94,6 @@ def _raced(
 ) -> list[dict[str, Any]]:
     started, stop = [], args.warm_up + args.steps
     for name in args.arms:
-        if name == "EasyDeL" and task == "GRPO":
-            continue
         config = _config(name, task, args, folder)
         if name.startswith("Tunix"):
             with _interpreter(pythons["Tunix"]):
@@ -103,14 +102,14 @@ def _raced(
                 started.append(lanes.start(name, peer_turns.take_tunix, *work))
         elif name == "EasyDeL":
             with _interpreter(pythons[name]):
-                work = (task, model, rows, config, args.segment, stop)
+                work = (task, model, rows, config, args.max_length, args.segment, stop)
                 started.append(lanes.start(name, peer_turns.take_easydel, *work))
         else:
             side = "trl_jax" if name == "trl_jax" else "trl"
             started.append(lanes.start(name, peer_turns.take, side, task, model, rows, config, args.segment, stop))
     lanes.race(started, stop // args.segment)
     places = {lane.name: lane.facts["places"] for lane in started}
-    others = [lane.name for lane in started if task == "GRPO" and lane.name.startswith("Tunix")]
+    others = [lane.name for lane in started if task == "GRPO" and lane.name.startswith(("Tunix", "EasyDeL"))]
     table = lanes.table(started, args, others)
     return [row | {"places a step": places[row["arm"]]} for row in table]
 
