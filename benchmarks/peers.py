@@ -10,7 +10,7 @@ GRPO uses Tunix's default loss (`loss_type="grpo"` in TRL) and no reference. TRL
 completions, Tunix different ones; nearly all have --completion tokens, because the model has random weights.
 
 EasyDeL also pads all texts to --max_length, and the prompts of GRPO to a quarter of it. It uses its "sdpa" attention
-and, in GRPO, its compiled generation loop instead of its engine eSurge, and computes a reference even without a KL term.
+and, in GRPO, its compiled generation loop instead of its engine eSurge. It computes a reference even without a KL term.
 
 Tunix and EasyDeL need their own environments with a different jax: --python and --easydel are their interpreters. If
 unset, an environment is created in a temporary folder with pip, which downloads about a gigabyte.
