@@ -294,9 +294,9 @@ class Example(NamedTuple):
 
     @property
     def num_routed(self) -> int | None:
-        """Number of first tokens of each text that the statistics of MoE routers cover; None covers all.
+        """How many tokens, from the start of each text, count in the statistics of MoE routers; None counts all.
 
-        A completion without targets, such as a truncated one with `mask_truncated_completions`, is not covered: TRL
+        A completion without targets, such as a truncated one with `mask_truncated_completions`, does not count: TRL
         masks it in the attention mask, too.
         """
         return None if self.context is None or self.num_targets else self.context.tokens

@@ -58,7 +58,7 @@ def row_slots(
     Args:
         into: the packed row of each example.
         count, examples: micro-batches in a step, and examples in a micro-batch, over all shards.
-        slots: slots per packed row.
+        rows, slots: packed rows, and slots in each.
 
     Returns:
         The examples with slots within their rows, and `Batch.micro_batch`: `[rows, count, slots]`.

@@ -171,7 +171,7 @@ def opened(dataset: Any, name: str, messages: Sequence[str] = ()) -> tuple[Datas
 
 
 def map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words: str) -> dict[str, Any]:
-    """Arguments of `map` and `filter` that only tables accept; `words` are shown at the progress bar."""
+    """Arguments of `map` and `filter` that only tables accept; `words` label the progress bar."""
     if isinstance(dataset, IterableDataset):
         return {}
     return {"num_proc": num_proc, "desc": words.replace("_", " ", 1)}

@@ -144,14 +144,14 @@ class Backend(abc.ABC):
 
     @property
     def file_names(self) -> Mapping[str, str]:
-        """Names in an adapter's file that differ from those in memory -> the latter, under which PyTorch has them."""
+        """Names of parameters in an adapter's file -> their names in PyTorch. Other names are the same in both."""
         return {}
 
     def with_values(self, arrays: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The arrays that change if trained parameters, by their names in PyTorch, get these values.
 
         Raises:
-            ValueError: it cannot set values.
+            ValueError: this backend cannot set values.
         """
         return dict(values)
 

@@ -56,7 +56,7 @@ _UNREACHED = (RepositoryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEna
 
 @dataclass(frozen=True)
 class Remote:
-    """A Hub repository, or a subfolder in it, at a revision. None is its default branch.
+    """A Hub repository, or a subfolder in it, at a revision (None: the default branch).
 
     `access` holds the token, cache_dir and local_files_only for requests to the Hub.
     """
@@ -86,7 +86,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Repository:
-    """One commit, the revision of `remote`, and the cache `folder` of its files."""
+    """A Hub repository at one commit, `remote.revision`, and the cache `folder` with its files."""
 
     remote: Remote
     folder: Path

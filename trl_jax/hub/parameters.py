@@ -30,19 +30,19 @@ from trl_jax.mesh.mesh import is_divided
 
 # Values that were read
 #
-# If torch is imported, scripts get them as tensors (`torch_bridge.parameter_values`). Otherwise they get NumPy arrays
-# with the methods of a tensor that scripts use most, which have torch's meaning.
+# If torch is imported, scripts get tensors (`torch_bridge.parameter_values`). Otherwise they get NumPy arrays with the
+# tensor methods that scripts use most, in torch's meaning.
 
 
 class Extremes(NamedTuple):
-    """What `max(dim)`, `min(dim)` and `sort` return, as in torch."""
+    """The result of `max(dim)`, `min(dim)` and `sort`, as in torch."""
 
     values: Snapshot
     indices: Snapshot
 
 
 def _along(name: str, **defaults: Any) -> Callable:
-    """NumPy's method with torch's names of its arguments."""
+    """NumPy's method, which also takes torch's arguments."""
 
     def method(values: Snapshot, dim: Any = None, keepdim: bool = False, **numpys: Any) -> Any:
         found = {"axis": dim} | ({"keepdims": True} if keepdim else {}) | defaults | numpys
@@ -248,7 +248,7 @@ def _let_jax_take_values() -> None:
 
 
 def _register_with_jax(kind: type) -> None:
-    """For functions of JAX, it is a container of its values: they would not convert another object."""
+    """Make instances of a class pytrees of their values. JAX's functions would not convert them otherwise."""
     jax.tree_util.register_pytree_node(kind, lambda one: ((np.asarray(one),), None), lambda _, values: values[0])
 
 
@@ -342,7 +342,7 @@ class Weights:
         return next(values for _, values in self.snapshots([name]))
 
     def taken(self, name: str, held: _LastRead | None) -> Snapshot:
-        """The values of a parameter for a script, whose memory no later reads share: torch may write into it."""
+        """The values of a parameter for a script. Later reads do not share their memory: torch may write into it."""
         values = self.values_of(name, held)
         if held is not None and values is held.values:
             return _snapshot(values, name)
@@ -357,7 +357,7 @@ class Weights:
 
     def names_in(self, module: str, *, twice: bool = False) -> dict[str, str]:
         """The names of parameters and buffers relative to a module -> their full names. A tied parameter is also in its
-        second module, and has both names in a module with both if `twice`."""
+        second module. If `twice`, a module that contains both of its names has both."""
         start = f"{module}." if module else ""
         names = {name.removeprefix(start): name for name in self.names() if name.startswith(start)}
         tied = {other: name for other, name in self.backend.tied.items() if other.startswith(start)}
@@ -435,8 +435,9 @@ _SHAPES = {"shape", "ndim", "nbytes", "itemsize", "numel", "nelement", "dim", "e
 
 
 class _RelatedToTensors(type):
-    """torch.testing.assert_close only compares objects if one is an instance of the other's class. It is not a matter
-    of `issubclass`: torch would let tensors handle functions of parameters."""
+    """Makes tensors instances of `Parameter`: torch.testing.assert_close only compares objects if one is an instance of
+    the other's class. `issubclass` is unchanged, because torch would otherwise let tensors handle functions of
+    parameters."""
 
     def __instancecheck__(cls, one: Any) -> bool:
         return super().__instancecheck__(one) or is_torch(one)
@@ -516,7 +517,7 @@ class Parameter(metaclass=_RelatedToTensors):
 
     @property
     def _shape_only(self) -> Any:
-        """The values, or instead something with their shape and dtype, which is cheaper."""
+        """An object with the shape and dtype of the values. If these are known, nothing is read."""
         if self._like is None:
             return self._values
         return without_memory(self._like.shape, self._like.dtype.name) if "torch" in sys.modules else self._like
@@ -611,7 +612,7 @@ _INSTEAD = {
 
 
 def _fixed(value: Any) -> Any:
-    """A setting of a torch module, into which a script cannot write: the model would not change."""
+    """A read-only version of a torch module's setting: writing into it would not change the model."""
     if isinstance(value, dict):
         return MappingProxyType({name: _fixed(one) for name, one in value.items()})
     if isinstance(value, list | set):
@@ -626,7 +627,7 @@ class ModuleApi:
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:
         """Yield each parameter with its name in transformers. Its values are the current ones, but cannot be written;
-        to change the model, change `params`.
+        to change the model, call `load_state_dict` or change `params`.
 
         With an adapter, names are PEFT's: the base model's parameters come first, then the trained ones. Fully trained
         parameters appear only once, whereas PEFT also keeps the original.
@@ -731,10 +732,10 @@ class ModuleApi:
         return self._whole._torch_modules.get(self._module)
 
     def _fact(self, name: str, error: AttributeError) -> Any:
-        """What torch's module says about itself, such as `in_features`.
+        """A fact about this module that torch's module knows, such as `in_features`.
 
         Raises:
-            AttributeError: it is a method or a tensor; or `error`, if torch's module does not have it either.
+            AttributeError: `name` is a method or a tensor; or `error`, if torch's module does not have it either.
         """
         has_raised = any(name in vars(kind) for kind in type(self).__mro__)  # the getter of a property
         module = None if has_raised else self._in_torch

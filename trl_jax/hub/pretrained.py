@@ -129,7 +129,7 @@ def write_generation_config(config: Any, folder: Path) -> None:
 
 
 class _Output:
-    """What transformers' outputs have in common. They are also tuples."""
+    """The methods that all outputs of transformers have. Subclasses are also tuples."""
 
     loss, hidden_states, attentions = None, None, None
 
@@ -287,7 +287,7 @@ _OUTPUT_EMBEDDINGS = re.compile(r"(?P<module>(^|.*\.)(lm_head|embed_out))\.(?!.*
 
 
 class LoadedKeys(NamedTuple):
-    """What `load_state_dict` returns, as torch's."""
+    """The result of `load_state_dict`, as in torch."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -306,7 +306,7 @@ class TransformersModelApi(ModuleApi):
     accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
     _known_parameters: dict[str, Parameter] | None = None
     _submodules: weakref.WeakValueDictionary[str, Submodule] | None = None
-    # All modules, and for what they were made: the backend, and whether torch was imported.
+    # (the backend, whether torch was imported) when the modules were listed, and the modules by name.
     _known_modules: tuple[tuple[Any, bool], dict[str, Any]] = ((None, False), {})
     _module = ""
     _base: Any = None  # the model without its adapter, in `disable_adapter`
@@ -373,7 +373,7 @@ class TransformersModelApi(ModuleApi):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def _names_for(self, name: str) -> Iterator[str]:
-        """A name, and where PEFT's modules look it up if they do not have it themselves."""
+        """A name, and the names under which PEFT's modules look it up if they do not have it themselves."""
         yield name
         if isinstance(self.backend, AdaptedBackend):
             owner, _, last = name.rpartition(".")
@@ -456,7 +456,7 @@ class TransformersModelApi(ModuleApi):
         return self._known_modules[1]
 
     def is_custom_code(self) -> bool:
-        """Called by peft, which is about to change the modules."""
+        """Called by peft before it changes the modules."""
         raise TypeError(
             f"peft adds modules of torch, and {self.name_or_path} computes with JAX. Pass the config to the trainer, "
             "as peft_config=LoraConfig(...), load an adapter's folder with trl_jax.AutoPeftModelForCausalLM, or use a "
@@ -484,7 +484,7 @@ class TransformersModelApi(ModuleApi):
 
         Args:
             state_dict: tensors or arrays.
-            strict: whether all names of the model must be there, and no others.
+            strict: whether `state_dict` must have all names of the model and no others.
             assign: has no effect.
 
         Raises:
@@ -500,7 +500,7 @@ class TransformersModelApi(ModuleApi):
     def load_values(
         self, module: str, names: Mapping[str, str], state_dict: Mapping[str, Any], strict: bool
     ) -> LoadedKeys:
-        """`load_state_dict` of a module. `names`: in the module, in torch's order -> in the model."""
+        """`load_state_dict` of a module. `names`: names in the module, in torch's order -> names in the model."""
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
         missing = [name for name in names if name not in state_dict]
@@ -660,8 +660,8 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
             which is determined at loading time.
         backend: the code that computes, saves and loads the model.
         generation_config: transformers' object for a causal language model; None for other models.
-        processor: the processor that was passed to the trainer, or a folder with the files of one; both are saved with
-            the model.
+        processor: the processor that was passed to the trainer, or a folder with a processor's files. The trainer saves
+            either with the model.
     """
 
     def __init__(

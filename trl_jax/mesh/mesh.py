@@ -277,7 +277,7 @@ def owned(values: np.ndarray | jax.Array, device: jax.Device | None = None) -> j
 
 
 def like(array: jax.Array, values: np.ndarray) -> jax.Array:
-    """Values of every process on the devices of an array, in its dtype, in a buffer that can be donated."""
+    """Put values, which every process has, on the devices of `array`, in its dtype. The result can be donated."""
     values = values.astype(array.dtype, copy=False)
     return placed(values, array.sharding) if isinstance(array.sharding, NamedSharding) else owned(values)
 

@@ -21,7 +21,7 @@ OWN_METHODS = "_generate_and_score_completions", "_generate", "_tokenize_prompts
 
 
 class _Call(NamedTuple):
-    """A generation whose methods of the script run: its rollout and the arguments of `Rollout.make`."""
+    """The generation during which the script's methods run: its rollout, and two arguments of `Rollout.make`."""
 
     rollout: Rollout
     group: int
@@ -36,6 +36,7 @@ class OwnMethods:
     score, generate, tokenize: the overrides; None for methods that are not overridden.
     grpo_form: whether results have GRPO's form, or RLOO's, which is shorter.
     keeps_extras: whether additional values per completion are kept for a user-defined loss.
+    pad_token_id: pads the ids that `super()` returns.
     """
 
     name: str
@@ -71,7 +72,7 @@ class OwnMethods:
         written = [np.asarray(own, np.int32) for own in outputs[1]]
         if ids != given[0] and made.images is not None:
             raise ValueError(
-                f"{self.name}._generate changed the ids of prompts with images, which belong to their places."
+                f"{self.name}._generate changed the ids of prompts with images. Leave them: images have places in them."
             )
         found = {"prompt_ids": ids, "completion_ids": written, "messages": outputs[3 if self.grpo_form else 2]}
         by_model, logps = all_written(written), None
@@ -179,7 +180,7 @@ class OwnMethods:
         free = {"advantages", "completion_mask", *((*TRL_LOGPS, "num_items_in_batch") if self.grpo_form else ())}
         for name in given.keys() - free:
             if not np.array_equal(found[name], given[name]):
-                raise TypeError(f"{where} other {name} than super(): these are what was generated. Leave them.")
+                raise TypeError(f"{where} other {name} than super(). Do not change them: they were generated.")
         mask, shape = found["completion_mask"].astype(bool), given["completion_mask"].shape
         if mask.shape != shape or (mask & ~given["completion_mask"].astype(bool)).any():
             raise TypeError(

@@ -507,7 +507,7 @@ class EncodedTexts(NamedTuple):
         return EncodedTexts(*(each and [each[place] for place in places] for each in self))
 
     def equal_runs(self, group: int) -> int:
-        """`group` if the texts in each run of so many are equal, else 1: environments may give them other prompts."""
+        """`group` if each run of `group` texts is equal, else 1: environments may give a group different prompts."""
         images = self.urls if self.images is None else [own.key for own in self.images]
         keys = self.ids if images is None else list(zip(self.ids, images, strict=True))
         alike = len(keys) % group == 0 and all(own == keys[place - place % group] for place, own in enumerate(keys))

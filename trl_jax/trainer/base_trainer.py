@@ -604,7 +604,7 @@ class BaseTrainer(abc.ABC):
     model = _settable("model", "The trained model.", _check_model)
     args = _settable("args", "The configuration.")
     processing_class = _settable("processing_class", "The tokenizer.")
-    tokenizer = _settable("processing_class", "The processing class, as it was called before.")
+    tokenizer = _settable("processing_class", "The former name of `processing_class`.")
     train_dataset = _settable("train_dataset", "The prepared training set.")
     eval_dataset = _settable("eval_dataset", "The prepared evaluation set, or a dict of them.")
 

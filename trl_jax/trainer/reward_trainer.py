@@ -105,7 +105,7 @@ class RewardTrainer(BaseTrainer):
         return eval_report(margins, subsets, prefix=prefix, folder=Path(args.output_dir))
 
 
-# What `eval_report=True` adds to an evaluation: accuracy by subset, calibration, a histogram of margins.
+# `eval_report=True`: accuracy by subset, calibration and a histogram of margins in each evaluation.
 
 
 def eval_report(margins: np.ndarray, subsets: list[Any] | None, *, prefix: str, folder: Path) -> dict[str, float]:

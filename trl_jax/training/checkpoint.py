@@ -64,8 +64,8 @@ def save_checkpoint(
         write: fills a folder, which is renamed to its final name once everything in it is flushed to disk.
         facts: for the manifest, in addition to the step; "run" is the run's id.
         needed: number of bytes about to be written; 0 if unknown.
-        saver: does all this in the background, where `write` must not read anything that later steps change. None
-            waits.
+        saver: does all this in the background; `write` must then not read anything that later steps change. None: do it
+            before returning.
 
     Raises:
         OSError: writing failed; nothing else was touched.
@@ -802,8 +802,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_entries(body: dict[str, Any]) -> None:
-    """Raise ValueError, KeyError, TypeError or AttributeError if entries are missing or invalid. Those of another
-    release's format are unknown."""
+    """Raise ValueError, KeyError, TypeError or AttributeError if entries are missing or invalid. Entries of
+    another release's format are not checked."""
     if type(body["format"]) is not int:
         raise ValueError(f"its format must be a number, got {brief(body['format'])}")
     if body["format"] != FORMAT:

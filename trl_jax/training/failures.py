@@ -293,8 +293,8 @@ def explain_evaluation_memory(args: BaseConfig, step: int, params: dict[str, jax
             raise
         raise MemoryError(
             f"The evaluation after step {step} does not fit into memory. Lower "
-            f"per_device_eval_batch_size={args.per_device_eval_batch_size}, which auto_find_batch_size leaves "
-            f"alone. XLA says: {str(error).strip().splitlines()[0]}"
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size}, which auto_find_batch_size does not "
+            f"change. XLA says: {str(error).strip().splitlines()[0]}"
         ) from error
 
 

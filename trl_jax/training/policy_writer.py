@@ -107,7 +107,7 @@ class PolicyWriter:
 
     @contextlib.contextmanager
     def _prepared(self, prompts: list) -> Iterator[None]:
-        """A context in which processes complete parts of these prompts alone. All processes must enter it together: it
+        """A context in which processes complete parts of these prompts on their own. All must enter it together: it
         copies the model to each one's device, or sends it to a `rollout_func`'s servers. Inside, they wait for each
         other only in rounds (see `in_rounds`), because each calls tools a different number of times."""
         setup = self._setup

@@ -99,7 +99,7 @@ def _reset(environments: Environments) -> Callable[[Sequence[Row]], list[Row]]:
 
 def _completes_alone(parts: RolloutParts, dtype: str) -> bool:
     """Whether each of several processes completes only its own prompts: always with a `rollout_func`. A server
-    completes the prompts of all processes together. Without one, each process calls tools a different number of times.
+    completes the prompts of all processes together. Without a server, each calls tools a different number of times.
     """
     if parts.rollout_func is not None:
         return True
