@@ -516,13 +516,14 @@ class TransformersModelApi(ModuleApi):
             for name, value in given.items()
             if value.shape != shapes[name]
         ]
-        for kind, names in (("Missing", missing), ("Unexpected", unexpected)) if strict else ():
-            errors += [f"{kind} key(s) in state_dict: {', '.join(map(repr, names))}."] if names else []
+        for kind, keys in (("Missing", missing), ("Unexpected", unexpected)) if strict else ():
+            errors += [f"{kind} key(s) in state_dict: {', '.join(map(repr, keys))}."] if keys else []
         if errors:
             raise RuntimeError(f"Error(s) in loading state_dict for {module}:\n\t" + "\n\t".join(errors))
         fixed = {name for name in given if not self.backend.is_trained(name)}
         for name, values in self.weights.snapshots(fixed) if fixed else ():
-            if not np.array_equal(given.pop(name).astype(values.dtype), values):
+            value = given.pop(name)
+            if not np.array_equal(value.astype(values.dtype), values):
                 raise ValueError(
                     f"load_state_dict: {name} belongs to the base model, which does not train, and has other values. "
                     "Only weights of the adapter can be set: leave out the others, with strict=False."

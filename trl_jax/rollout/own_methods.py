@@ -122,8 +122,8 @@ class OwnMethods:
         ids, written = ([list(map(int, own)) for own in part] for part in (made.prompt_ids, made.completion_ids))
         outputs = ids, written, texts
         if self.grpo_form:
-            alone = all(own.all() for own in made.by_model)
-            mask = None if alone else [own.astype(int).tolist() for own in made.by_model]
+            has_tool_results = not all(own.all() for own in made.by_model)
+            mask = [own.astype(int).tolist() for own in made.by_model] if has_tool_results else None
             logps = None if made.sampling_logps is None else [own.tolist() for own in made.sampling_logps]
             outputs = ids, written, mask, texts, logps, dict(made.columns), None, []
         self._made["_generate"] = made, outputs
