@@ -127,7 +127,7 @@ def is_ours(module: str, name: str) -> bool:
     if f"{module}.{name}" in _REPLACING:
         return True
     try:
-        return hasattr(importlib.import_module(module), name)
+        return hasattr(importlib.import_module(module), name)  # our modules load names when they are asked for
     except ImportError:  # the module only exists under trl's name
         return False
 

@@ -257,11 +257,12 @@ def values_class() -> type:
             cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             if not all(issubclass(one, torch.Tensor) for one in types):
-                return NotImplemented  # `Parameter` converts its own
+                return NotImplemented  # torch's protocol: it then asks `Parameter`, which passes its values
             kwargs, name = kwargs or {}, function.__name__
             given = [*args, *kwargs.values()]
             read = [one for one in _members(given) if type(one) is cls and one.parameter is not None]
-            if name == "requires_grad_" and read and (*given, True)[1]:
+            sets_flag = name == "requires_grad_" and (len(given) < 2 or given[1])
+            if sets_flag and read:
                 return _own(read[0]).as_subclass(cls).requires_grad_()  # for torch.nn.Parameter(values)
             writes = _WRITES.search(name) or name in _FLAGS or kwargs.get("inplace")
             for one in _members(given[:1] if writes else kwargs.get("out")):

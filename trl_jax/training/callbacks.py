@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def events_of(
     args: BaseConfig, model: PreTrainedModel, processing_class: Any, callbacks: list[TrainerCallback] | None
 ) -> Events:
-    """The events of a run, with a fresh state: the default callbacks, those of `report_to`, and the given ones."""
+    """The events of a new run. Its callbacks are the defaults, the trackers of `report_to`, and `callbacks`."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     reporters = get_reporting_integration_callbacks(args.report_to)
