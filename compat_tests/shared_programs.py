@@ -204,7 +204,7 @@ def _key(setup: Any, *more: Any) -> Any:
     if setup.reference is not None:
         reference = _of_backend(setup.reference.backend), _fields(setup.reference, {"backend", "config", "arrays"})
         backends.append(setup.reference.backend)
-    windows = any(backend.window is not None for backend in backends)  # then max_length is traced
+    windows = any(backend.traits.window is not None for backend in backends)  # then max_length is traced
     said = _said(setup.args, HOST_OF_OURS if windows else HOST_OF_OURS | {"max_length"}) + _said(
         setup.task, HOST_OF_TASK
     )
@@ -249,7 +249,7 @@ def _fields(value: Any, without: frozenset[str] | set[str]) -> tuple:
 
 def _of_backend(backend: Any) -> tuple:
     named = tuple(sorted(backend.tensors.items())), tuple(sorted(backend.undecayed))
-    return type(backend), backend.graph, backend.window, named
+    return type(backend), backend.graph, backend.traits.window, named
 
 
 def _is_patched() -> bool:

@@ -16,6 +16,7 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax import data_utils
 from trl_jax.chat_template_utils import clone_chat_template
 from trl_jax.exported.program import ExportedBackend
+from trl_jax.hub.backend import Traits
 from trl_jax.scripts.data import DatasetConfig, DatasetMixtureConfig, get_dataset
 from trl_jax.trainer.collators import RewardDataCollator
 from trl_jax.trainer.utils import compute_accuracy, get_peft_config, get_quantization_config
@@ -284,7 +285,7 @@ def test_a_trainer_grows_the_model_it_loads(checkpoint, tmp_path):
 
 def test_a_program_cannot_grow():
     backend = ExportedBackend.__new__(ExportedBackend)
-    backend.name, backend.vocab_size = "exported", 5
+    backend.name, backend.traits = "exported", Traits(vocab_size=5, max_positions=None, embeddings=frozenset())
     with pytest.raises(
         ValueError,
         match="cannot resize its embedding from 5 to 6 tokens. Resize the checkpoint with transformers' resize",

@@ -228,7 +228,7 @@ LONGEST = {"albert": 128, "gpt_neo": 128, "openai-gpt": 128, "biogpt": 128, "ibe
 def test_a_text_longer_than_the_table_of_positions_is_refused(model_type, most, tmp_path):
     folder = configs.build(tmp_path, model_type, max_position_embeddings=128)
     model = load(folder)
-    assert model.backend.max_positions == find_checkpoint(str(folder)).max_positions == most
+    assert model.backend.traits.max_positions == find_checkpoint(str(folder)).max_positions == most
     if most is not None:
         ids = np.full((1, most + 1), 7)
         reference = configs.reference(folder)

@@ -110,7 +110,7 @@ def of_step(model, layout, *, gradients=False, dtype="float32", max_length=None)
 @pytest.mark.parametrize(("family", "name"), usually(lambda *case: case in USUAL, CASES))
 def test_the_loss_is_the_same_in_every_layout(family, name, built):
     model = AutoModelForSequenceClassification.from_pretrained(built(family, name))
-    assert model.backend.takes_packed
+    assert model.backend.traits.takes_packed
     wanted = of_step(model, "padded")
     for layout in ("packed", "shared"):
         assert abs(of_step(model, layout) - wanted) <= 1e-6 * max(1, wanted), layout
@@ -143,7 +143,7 @@ def test_the_gradients_are_the_same_in_every_layout(family, name, built):
 def test_a_window_that_no_text_is_longer_than_is_left_out(built):
     """gemma2's window is 7 here. It is omitted if max_length says that texts are not longer; longer texts show this."""
     model = AutoModelForSequenceClassification.from_pretrained(built("gemma2", "plain"))
-    assert model.backend.window == 7
+    assert model.backend.traits.window == 7
     wanted = of_step(model, "padded")
     assert of_step(model, "padded", max_length=8) == wanted
     assert abs(of_step(model, "padded", max_length=7) - wanted) > 1e-4
@@ -157,14 +157,14 @@ def test_a_window_that_no_text_is_longer_than_is_left_out(built):
 def test_encoders_pack(family, name, tmp_path):
     """Covers reading the first token and the mean, two-sided windows, and positions that skip padding within a text."""
     model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, family, name))
-    assert model.backend.takes_packed and not model.backend.causal
+    assert model.backend.traits.takes_packed and not model.backend.traits.causal
     for loss, gradient in apart(model, ["packed", "packed rows"]):
         assert loss <= 1e-6 and gradient <= 1e-5
 
 
 def test_encoders_that_read_neighbors_do_not(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(encoders.build(tmp_path, "deberta-v2", "convolved"))
-    assert not model.backend.takes_packed
+    assert not model.backend.traits.takes_packed
 
 
 def test_the_step_shares_what_it_should():

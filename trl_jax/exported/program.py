@@ -22,7 +22,7 @@ from flax import nnx
 from trl_jax.core.outputs import TokenOutputs
 from trl_jax.exported.aten import OPERATIONS, Node, Program, run
 from trl_jax.hub import torch_bridge
-from trl_jax.hub.backend import Backend
+from trl_jax.hub.backend import Backend, Traits
 from trl_jax.hub.checkpoint import ShardingRule
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.model_types import max_positions_of
@@ -242,16 +242,20 @@ _MODELS = {"score": ExportedScorer, "lm": ExportedLm}
 class ExportedBackend(Backend):
     """Runs the programs that a torch model is exported to, one for each kind of shape."""
 
-    log_level, infers_lengths, ignores_types = logging.WARNING, True, False
-    takes_packed, drops_out, takes_noise, batch_invariant, causal, heads = False, True, False, False, False, None
-    window, has_routers = None, False
+    log_level = logging.WARNING
     can_resize = saves_in_background = False  # the torch module is used for saving and exporting
 
     def __init__(self, model: TorchModel):
         self.head = model.head
-        self._model, self.dtypes, self.embeddings = model, model.dtypes, model.embeddings
+        self._model, self.dtypes = model, model.dtypes
         self.name = f"exported (model_type {model.config.model_type!r}, transformers' code by way of torch.export)"
-        self.vocab_size, self.max_positions = model.config.get_text_config().vocab_size, model.max_positions
+        self.traits = Traits(
+            vocab_size=model.config.get_text_config().vocab_size,
+            max_positions=model.max_positions,
+            embeddings=model.embeddings,
+            infers_lengths=True,
+            drops_out=True,
+        )
         self.tensors = {name: name for name in model.shapes}
         self.graph, _ = nnx.split(nnx.eval_shape(lambda: _MODELS[model.head](model.shapes, model)))
 
@@ -278,8 +282,9 @@ class ExportedBackend(Backend):
 
     def resized(self, rows: int) -> Backend:
         raise ValueError(
-            f"This model runs on the {self.name} backend, which cannot resize its embedding from {self.vocab_size} to "
-            f"{rows} tokens. Resize the checkpoint with transformers' resize_token_embeddings and load it again."
+            f"This model runs on the {self.name} backend, which cannot resize its embedding from "
+            f"{self.traits.vocab_size} to {rows} tokens. Resize the checkpoint with transformers' "
+            "resize_token_embeddings and load it again."
         )
 
     def on_disk(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,46 @@ Locations = dict[str, list[tuple[str, tuple[int, ...]]]]  # name in PyTorch -> (
 SAVED_DTYPES = ("float32", "bfloat16", "float16")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a model can do, and its limits.
+
+    Attributes:
+        vocab_size: token ids are below this number.
+        max_positions: longest supported text in tokens; None if there is no limit.
+        embeddings: paths of the token and position embeddings.
+        causal: whether tokens do not depend on later ones, so that texts can share a common prefix.
+        window: attention window of the narrowest layer in tokens, including the current one; None for full attention.
+        batch_invariant: whether the output of a text is independent of the other rows in the batch.
+        infers_lengths: whether the end of a row is inferred from its padding; without a pad id, it is the last token.
+        ignores_types: whether token_type_ids have no effect.
+        takes_packed: whether several texts can be packed into a row without influencing each other.
+        takes_stripes: whether the tokens of a text can be split over devices.
+        takes_noise: whether noise can be added to its embeddings.
+        drops_out: whether it has dropout that training may enable.
+        has_routers: whether it has expert routers whose loads can be summed.
+        draws_experts: whether its routers sample experts during training.
+        heads: number of attention heads by kind, which the tensor axis of a mesh must divide; None if the model cannot
+            be split along that axis.
+    """
+
+    vocab_size: int
+    max_positions: int | None
+    embeddings: frozenset[str]
+    causal: bool = False
+    window: int | None = None
+    batch_invariant: bool = False
+    infers_lengths: bool = False
+    ignores_types: bool = False
+    takes_packed: bool = False
+    takes_stripes: bool = False
+    takes_noise: bool = False
+    drops_out: bool = False
+    has_routers: bool = False
+    draws_experts: bool = False
+    heads: Mapping[str, int] | None = None
+
+
 class Backend(abc.ABC):
     """Everything about a loaded model except its parameters.
 
@@ -30,9 +71,7 @@ class Backend(abc.ABC):
         name: name of the backend in the trainer's log, logged at `log_level`.
         head: which head the model has.
         graph: module graph that `models.model.merge` combines with a dict of parameters.
-        vocab_size: token ids are below this number.
-        max_positions: longest supported text in tokens; None if there is no limit.
-        embeddings: paths of the token and position embeddings.
+        traits: what the model can do, and its limits.
         token_table: name in PyTorch of the token embedding's weight.
         tied: another name in PyTorch of a parameter -> its first name, by which it is listed.
         originals: sizes of arrays, by path, that PEFT counts in addition: those whose copies an adapter trains.
@@ -41,56 +80,29 @@ class Backend(abc.ABC):
         undecayed: paths of parameters without weight decay that cannot be recognized by their names.
         decays_by_name: paths of norms that transformers recognizes by their names alone, so that some decay.
         buffers: paths of arrays that are saved but never trained.
-        infers_lengths: whether the end of a row is inferred from its padding; without a pad id, it is the last token.
-        ignores_types: whether token_type_ids have no effect.
-        takes_packed: whether several texts can be packed into a row without influencing each other.
-        takes_stripes: whether the tokens of a text can be split over devices.
-        causal: whether tokens do not depend on later ones, so that texts can share a common prefix.
-        window: attention window of the narrowest layer in tokens, including the current one; None for full attention.
-        drops_out: whether it has dropout that training may enable.
-        draws_experts: whether its routers sample experts during training.
-        takes_noise: whether noise can be added to its embeddings.
-        has_routers: whether it has expert routers whose loads can be summed.
         can_resize: whether the token embedding can be resized.
-        batch_invariant: whether the output of a text is independent of the other rows in the batch.
         saves_in_background: whether `save` may run in a thread while the model trains.
         can_freeze: whether user code may freeze parameters; with an adapter, the adapter's config decides that.
         virtual: virtual tokens that an adapter puts before each text.
-        heads: number of attention heads by kind, which the tensor axis of a mesh must divide; None if the model cannot
-            be split along that axis.
     """
 
     name: str
     head: HeadName
     log_level: int
     graph: nnx.GraphDef
-    vocab_size: int
-    max_positions: int | None
-    embeddings: frozenset[str]
+    traits: Traits
     tensors: Mapping[str, str]
     dtypes: Mapping[str, str]
     undecayed: frozenset[str]
-    infers_lengths: bool
-    ignores_types: bool
-    takes_packed: bool
-    causal: bool
-    window: int | None
-    drops_out: bool
-    takes_noise: bool
-    has_routers: bool
     can_resize: bool
-    batch_invariant: bool
     saves_in_background: bool
     token_table: str
     tied: Mapping[str, str] = {}
     originals: Mapping[str, int] = {}
     buffers: frozenset[str] = frozenset()
     decays_by_name: frozenset[str] = frozenset()
-    takes_stripes: bool = False
-    draws_experts: bool = False
     can_freeze: bool = True
     virtual: VirtualTokens = NO_VIRTUAL_TOKENS
-    heads: Mapping[str, int] | None
 
     @property
     def main_dtype(self) -> str:

@@ -128,7 +128,9 @@ class GenerationApi:
         settings, others = resolve(self, generation_config, kwargs)
         refuse_arguments(named | others)
         arrays, others = split_images(self, others)
-        prompts = read_prompts(*_inputs(inputs, others, seeing=arrays is not None), settings, self.backend.vocab_size)
+        prompts = read_prompts(
+            *_inputs(inputs, others, seeing=arrays is not None), settings, self.backend.traits.vocab_size
+        )
         images = None if arrays is None else images_of_rows(self, prompts.rows, arrays)
         functions = {
             "logits_processor": logits_processor, "stopping_criteria": stopping_criteria,
@@ -728,7 +730,7 @@ def _check_drawn(tokens: np.ndarray) -> None:
 
 def check_generates(model: Any) -> None:
     """Raise ValueError unless the model is a native decoder with a language model head."""
-    if model.backend.head != "lm" or not model.backend.causal:
+    if model.backend.head != "lm" or not model.backend.traits.causal:
         raise ValueError(
             f"{model.name_or_path} cannot generate: it runs on the {model.backend.name} backend with a "
             f"{model.backend.head!r} head, but generation requires a native decoder with a language model head. Load "

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.backend import SAVED_DTYPES, Backend, Locations, fixed_values_error
+from trl_jax.hub.backend import SAVED_DTYPES, Backend, Locations, Traits, fixed_values_error
 from trl_jax.hub.checkpoint import ShardingRule, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
 from trl_jax.hub.modules import current_name, parameter_names, torch_tensor_map
@@ -61,26 +61,15 @@ class NativeBackend(Backend):
     """Our own decoder or encoder. `source` is the checkpoint that it was loaded from, and `formats` says which weights
     are quantized or stored as bits."""
 
-    name, log_level, undecayed, infers_lengths, saves_in_background = "native", logging.INFO, frozenset(), False, True
-    takes_noise = can_resize = True
+    name, log_level, undecayed, saves_in_background, can_resize = "native", logging.INFO, frozenset(), True, True
 
     def __init__(self, source: Source, formats: dict[str, Format] | None = None):
         self.source, self.dtypes, self.formats = source, source.dtypes, formats or {}
-        arch, causal = source.config.arch, not source.config.head.model.needs_valid
         self.head = source.config.head.kind
-        self.vocab_size, self.max_positions = arch.vocab_size, arch.max_positions
         self.graph = abstract(self.make)[0] if self.formats else source.config.abstract[0]
         self.tensors = {entry.path: entry.tensor for entry in source.tensor_map}
-        self.embeddings = frozenset(path for path in self.tensors if path.endswith("embed.weight"))
         self.buffers = frozenset(path for path in self.tensors if path.endswith(_BUFFERS))
-        self.ignores_types = self.causal = causal
-        self.takes_packed, self.drops_out = causal or arch.takes_packed, arch.drops_out
-        self.takes_stripes = causal and not (arch.short_convolution or arch.gated_delta or arch.state_space)
-        self.window = narrowest_window((*arch.windows, *((arch.chunks or ()) if causal else ())))
-        self.has_routers = causal and arch.experts is not None
-        self.draws_experts = self.has_routers and arch.experts.sparse_mixer is not None
-        self.heads = heads_of(source.config)
-        self.batch_invariant = not causal  # some decoder ropes depend on the longest text of a batch
+        self.traits = _traits(source.config, self.tensors)
 
     @property
     def decays_by_name(self) -> frozenset[str]:
@@ -277,8 +266,29 @@ def _of(array: jax.Array | jax.ShapeDtypeStruct, do: Callable) -> jax.Array | ja
     return jax.eval_shape(do, array) if isinstance(array, jax.ShapeDtypeStruct) else do(array)
 
 
+def _traits(config: NativeConfig, paths: Collection[str]) -> Traits:
+    arch, causal = config.arch, not config.head.model.needs_valid
+    routed = causal and arch.experts is not None
+    return Traits(
+        vocab_size=arch.vocab_size,
+        max_positions=arch.max_positions,
+        embeddings=frozenset(path for path in paths if path.endswith("embed.weight")),
+        causal=causal,
+        window=narrowest_window((*arch.windows, *((arch.chunks or ()) if causal else ()))),
+        batch_invariant=not causal,  # some decoder ropes depend on the longest text of a batch
+        ignores_types=causal,
+        takes_packed=causal or arch.takes_packed,
+        takes_stripes=causal and not (arch.short_convolution or arch.gated_delta or arch.state_space),
+        takes_noise=True,
+        drops_out=arch.drops_out,
+        has_routers=routed,
+        draws_experts=routed and arch.experts.sparse_mixer is not None,
+        heads=heads_of(config),
+    )
+
+
 def heads_of(config: NativeConfig) -> dict[str, int]:
-    """Number of attention heads of each kind, as in `Backend.heads`."""
+    """Number of attention heads of each kind, as in `Traits.heads`."""
     arch, causal = config.arch, not config.head.model.needs_valid
     return {"heads": arch.num_heads} | ({"key heads": arch.num_key_heads} if causal else {})
 

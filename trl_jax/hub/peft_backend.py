@@ -56,12 +56,7 @@ class AdaptedBackend(Backend):
     def __init__(self, base: NativeBackend, config: AdapterConfig, shapes: dict[str, Any]):
         self.base, self.config, self.shapes = base, config, shapes
         self.saved_config = config
-        self.head = base.head
-        self.vocab_size, self.max_positions, self.embeddings = base.vocab_size, base.max_positions, base.embeddings
-        self.infers_lengths, self.ignores_types, self.causal = base.infers_lengths, base.ignores_types, base.causal
-        self.takes_packed, self.takes_noise, self.window = base.takes_packed, base.takes_noise, base.window
-        self.batch_invariant, self.heads, self.has_routers = base.batch_invariant, base.heads, base.has_routers
-        self.takes_stripes, self.draws_experts, self.drops_out = base.takes_stripes, base.draws_experts, base.drops_out
+        self.head, self.traits = base.head, base.traits
 
     @property
     def buffers(self) -> frozenset[str]:
@@ -212,8 +207,8 @@ class AdaptedBackend(Backend):
 
     def resized(self, rows: int) -> Backend:
         raise ValueError(
-            f"Cannot resize a model with an adapter from {self.vocab_size} to {rows} tokens, because the adapter "
-            "depends on the vocabulary size. Resize the model first, or call merge_and_unload()."
+            f"Cannot resize a model with an adapter from {self.traits.vocab_size} to {rows} tokens, because the "
+            "adapter depends on the vocabulary size. Resize the model first, or call merge_and_unload()."
         )
 
 
@@ -227,7 +222,7 @@ class LoraBackend(AdaptedBackend):
         super().__init__(base, plan.config, shapes)
         self.plan, self.tables = plan, tables
         self.name = f"{base.name} (with an adapter)"
-        self.drops_out = base.drops_out or plan.config.lora_dropout > 0
+        self.traits = replace(base.traits, drops_out=base.traits.drops_out or plan.config.lora_dropout > 0)
         self.graph = _graph_of(base, plan)
         self._base_paths = {name: name.removesuffix("@trained") for name in shapes}
         self.tensors = {name: base.tensors.get(path, name) for name, path in self._base_paths.items()}

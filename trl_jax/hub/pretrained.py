@@ -220,11 +220,11 @@ def score_rows(
     """Scores or logits of rows; `pad` is the config's pad_token_id, the rest is as in `PreTrainedModel.__call__`."""
     tokens = np.asarray(input_ids)
     _check(backend, pad, tokens)
-    if not backend.ignores_types and token_type_ids is not None and np.any(token_type_ids):
+    if not backend.traits.ignores_types and token_type_ids is not None and np.any(token_type_ids):
         raise ValueError("token_type_ids must be all 0 because single texts are scored. Leave it out.")
     mask = np.ones(tokens.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
     at = [last_real_token(row, pad) if pad is not None else len(row) - 1 for row in tokens]
-    as_is = pad is None and backend.infers_lengths
+    as_is = pad is None and backend.traits.infers_lengths
     extra = 0 if as_is else padded_length(tokens.shape[1], "auto") - tokens.shape[1]
     tokens = np.pad(tokens, ((0, 0), (0, extra)), constant_values=pad or 0).astype(np.int32)
     tokens = backend.virtual.before(tokens)
@@ -232,13 +232,13 @@ def score_rows(
     with jax.default_matmul_precision("float32"):  # accelerators use lower precision by default
         reads = None if backend.head == "lm" else reads_of_rows(np.asarray(at, np.int32), tokens.shape[1])
         # Length-dependent ropes use the row length as passed, as in transformers.
-        by_row = reads is None and not backend.infers_lengths
+        by_row = reads is None and not backend.traits.infers_lengths
         lengths = np.asarray([tokens.shape[1] - extra], np.int32) if by_row else None
         outputs = compiled_scores(backend.graph, pad, arrays, tokens, mask, reads, lengths)
     if backend.head == "score":
         return ScoreOutput(outputs[:, None])
     first = 0 if backend.virtual.read else backend.virtual.count
-    return ScoreOutput(outputs.reshape(*tokens.shape, backend.vocab_size)[:, first : tokens.shape[1] - extra])
+    return ScoreOutput(outputs.reshape(*tokens.shape, backend.traits.vocab_size)[:, first : tokens.shape[1] - extra])
 
 
 def _check(backend: Backend, pad: int | None, tokens: np.ndarray) -> None:
@@ -251,7 +251,7 @@ def _check(backend: Backend, pad: int | None, tokens: np.ndarray) -> None:
             f"Cannot score {len(tokens)} rows without config.pad_token_id, which marks the end of each row. "
             "Set model.config.get_text_config().pad_token_id = tokenizer.pad_token_id."
         )
-    longest, size = backend.max_positions, backend.vocab_size
+    longest, size = backend.traits.max_positions, backend.traits.vocab_size
     if longest is not None and tokens.shape[1] > longest:
         raise ValueError(
             f"input_ids has {tokens.shape[1]:,} tokens per row, but the model supports {longest:,}. Truncate them."
@@ -564,7 +564,7 @@ class TransformersModelApi(ModuleApi):
         return sum(array.nbytes for array in self.arrays.values())
 
     def can_generate(self) -> bool:
-        return self.backend.head == "lm" and self.backend.causal
+        return self.backend.head == "lm" and self.backend.traits.causal
 
     def tie_weights(self) -> None:
         """Does nothing: tied weights are a single array."""
@@ -733,7 +733,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     @property
     def vocab_size(self) -> int:
-        return self.backend.vocab_size
+        return self.backend.traits.vocab_size
 
     @property
     def can_resize(self) -> bool:
@@ -747,7 +747,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
     @property
     def max_positions(self) -> int | None:
         """Length of the longest supported text in tokens; None if there is no limit."""
-        return self.backend.max_positions
+        return self.backend.traits.max_positions
 
     @property
     def peft_config(self) -> dict[str, AdapterConfig]:
@@ -787,13 +787,13 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         counted = {
             path: array
             for path, array in (self.params if only_trainable else self.arrays).items()
-            if not (exclude_embeddings and path.removesuffix(".codes") in self.backend.embeddings)
+            if not (exclude_embeddings and path.removesuffix(".codes") in self.backend.traits.embeddings)
             and path not in self.backend.buffers
         }
         masks = {path: mask for path, mask in self.trainable_masks.items() if path in counted} if only_trainable else {}
         sizes = (self.backend.size_of(path, array) for path, array in counted.items())
         kept = () if only_trainable else self.backend.originals.items()
-        copies = sum(size for path, size in kept if not (exclude_embeddings and path in self.backend.embeddings))
+        copies = sum(size for path, size in kept if not (exclude_embeddings and path in self.backend.traits.embeddings))
         return sum(sizes) - frozen_size(masks, counted) + copies
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:

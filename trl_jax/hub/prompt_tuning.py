@@ -56,7 +56,7 @@ def with_virtual(
     if folder is not None:
         return backend.load(folder, 0), backend, arrays
     embedded = partial(_embedded, base, arrays)
-    drawn = initial(backend.config, backend.prompt_encoder, generator, embedded, base.vocab_size)
+    drawn = initial(backend.config, backend.prompt_encoder, generator, embedded, base.traits.vocab_size)
     return {PREFIX + name: owned(array) for name, array in drawn.items()}, backend, arrays
 
 
@@ -69,8 +69,9 @@ def virtual_backend(base: NativeBackend, config: PromptLearningConfig, folder: P
     native = base.source.config
     if base.source.resized:
         raise ValueError(
-            f"{type(config).__name__}: the model's vocabulary was resized to {base.vocab_size} tokens, but the new "
-            "rows are not saved with virtual tokens. Save the resized model with save_pretrained and pass its folder."
+            f"{type(config).__name__}: the model's vocabulary was resized to {base.traits.vocab_size} tokens, but the "
+            "new rows are not saved with virtual tokens. Save the resized model with save_pretrained and pass its "
+            "folder."
         )
     if folder is None and config.inference_mode:
         raise ValueError(f"{type(config).__name__}: inference_mode=True would leave nothing to train. Leave it out.")
@@ -116,8 +117,12 @@ class VirtualBackend(AdaptedBackend):
         super().__init__(base, config, {path: jax.ShapeDtypeStruct(s, jnp.float32) for path, s in paths.items()})
         self.name, self.virtual = f"{base.name} (with virtual tokens)", virtual
         self.prompt_encoder, self.trains = prompt_encoder, trains
-        self.drops_out = base.drops_out or (isinstance(prompt_encoder, Lstm) and prompt_encoder.rate > 0)
-        self.max_positions = None if base.max_positions is None else base.max_positions - virtual.count
+        longest, drops_out = base.traits.max_positions, isinstance(prompt_encoder, Lstm) and prompt_encoder.rate > 0
+        self.traits = replace(
+            base.traits,
+            max_positions=None if longest is None else longest - virtual.count,
+            drops_out=base.traits.drops_out or drops_out,
+        )
         self.graph = virtual_graph(base.make, prompt_encoder, place)
         self.tensors = dict(zip(self.shapes, self.shapes, strict=True))
         self.dtypes = {VECTORS: "float32"}

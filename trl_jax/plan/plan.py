@@ -284,7 +284,7 @@ def _attention(platform: str, trainer: BaseTrainer, layout: str) -> str:
     args, backend, arch = trainer.args, trainer.model.backend, trace.arch_of(trainer)
     windowed = layout_choice.windowed(args, backend)
     if platform == "gpu":
-        flash = backend.causal and not windowed and arch.softcap is None and not arch.sinks
+        flash = backend.traits.causal and not windowed and arch.softcap is None and not arch.sinks
         flash = flash and cudnn.supports_head_dim(arch.head_dim, args.compute_dtype)
         return "cuDNN flash attention" if flash else f"{_BY_ROWS}, text by text"
     if layout == "padded":

@@ -842,7 +842,7 @@ class BaseTrainer(abc.ABC):
         with together("saving the model"):
             self.parts.checkpointer.write_model(folder, self.model)
         if not _internal_call:
-            tell_saved(folder, self._setup.task.head, causal=self.model.backend.causal)
+            tell_saved(folder, self._setup.task.head, causal=self.model.backend.traits.causal)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

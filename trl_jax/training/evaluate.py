@@ -251,7 +251,9 @@ class Evaluator:
     def chunks(self, batches: Any) -> EvalChunks:
         """Group the loader's batches into chunks for evaluation."""
         setup = self._setup
-        return EvalChunks(batches, sort=setup.model.backend.batch_invariant, whole=setup.router_aux_loss_coef != 0)
+        return EvalChunks(
+            batches, sort=setup.model.backend.traits.batch_invariant, whole=setup.router_aux_loss_coef != 0
+        )
 
     def outputs(self, params: dict, batch: Any, **options: Any) -> jax.Array:
         """The model's outputs `[X]` of one pass; `[shards, X]` if the run is sharded."""

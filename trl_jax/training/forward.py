@@ -164,7 +164,7 @@ def _of_reference(images: Images | PrecomputedFeatures) -> Images | PrecomputedF
 
 def _windows(backend: Backend, max_tokens: int | None) -> dict[str, int | None]:
     """The extra option for models with sliding-window attention: the maximum text length."""
-    return {} if backend.window is None else {"max_tokens": max_tokens}
+    return {} if backend.traits.window is None else {"max_tokens": max_tokens}
 
 
 # Detects whether the policy still equals its reference. If so, their divergence and its gradient are exactly 0. But two
@@ -240,7 +240,7 @@ def balance_experts(model: PreTrainedModel, coefficient: float | None, *, in_con
                 "that returns its router logits, so there is no auxiliary loss to weight. Leave it out."
             )
         return 0.0
-    if own and not model.backend.has_routers:
+    if own and not model.backend.traits.has_routers:
         raise ValueError(
             f"router_aux_loss_coef={own} of {name}: this model runs on the {model.backend.name} backend, which "
             "has no load-balancing loss. Pass router_aux_loss_coef=0.0 to train without it."
@@ -257,7 +257,7 @@ _NOISE, _ROUTERS = 1000, 1001  # folded into the key; dropout folds in smaller n
 
 def run_key(args: BaseConfig, backend: Backend) -> jax.Array | None:
     """A run's PRNG key; None if nothing is random. Each step folds in its number, so a resumed run draws the same."""
-    drawn = not args.disable_dropout or args.neftune_noise_alpha or backend.draws_experts
+    drawn = not args.disable_dropout or args.neftune_noise_alpha or backend.traits.draws_experts
     return jax.random.key(args.seed) if drawn else None
 
 
@@ -275,7 +275,7 @@ def random_options(
     if key is None:
         return {}
     options = {} if args.disable_dropout else {"dropout_key": key}
-    options |= {"router_key": jax.random.fold_in(key, _ROUTERS)} if backend.draws_experts else {}
+    options |= {"router_key": jax.random.fold_in(key, _ROUTERS)} if backend.traits.draws_experts else {}
     if not args.neftune_noise_alpha:
         return options
     multiple = multiple if isinstance(multiple, int) else 1
@@ -285,7 +285,7 @@ def random_options(
 
 def check_noise(args: BaseConfig, backend: Backend) -> None:
     """Raise ValueError if neftune_noise_alpha is set and the model's backend cannot add noise."""
-    if args.neftune_noise_alpha and not backend.takes_noise:
+    if args.neftune_noise_alpha and not backend.traits.takes_noise:
         raise ValueError(
             f"neftune_noise_alpha={args.neftune_noise_alpha}: this model runs on the {backend.name} backend, whose "
             "embedding is part of a program that noise cannot be put into. Leave neftune_noise_alpha out."

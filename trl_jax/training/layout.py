@@ -39,18 +39,18 @@ def exact_layout(
     asked = args.batch_layout
     if asked == "padded":
         return "padded", ""
-    if not backend.takes_packed:
+    if not backend.traits.takes_packed:
         return "padded", "this model does not support several texts in one row"
     if compares and backend.virtual.count:
         return "padded", "the reference model does not see the virtual tokens before each text"
-    if backend.drops_out and not args.disable_dropout:
+    if backend.traits.drops_out and not args.disable_dropout:
         return "padded", "packed attention does not support dropout, which the model or its adapter uses"
     if args.neftune_noise_alpha:
         return "padded", "with neftune_noise_alpha each text gets its own noise, even if two have the same beginning"
     if asked == "auto" and args.device.type == "cuda" and striped:
         reason = "there is no GPU kernel for packed rows split over devices; batch_layout='shared' uses XLA's"
         return "padded", reason
-    if not backend.causal:
+    if not backend.traits.causal:
         reason = "this model's attention is bidirectional, so a shared prompt depends on what follows it"
         return "packed", reason if asked == "shared" else ""
     by_text = by_rows(args, striped=striped, branches=branches)
@@ -59,7 +59,7 @@ def exact_layout(
             "packed",
             "the TPU kernel does not support windows with shared prompts; batch_layout='shared' shares them",
         )
-    if backend.draws_experts:
+    if backend.traits.draws_experts:
         reason = "this model's routers sample experts for each text, even if two have the same beginning"
         return "packed", reason if asked == "shared" else ""
     return ("shared" if asked == "auto" else asked), ""
@@ -68,9 +68,9 @@ def exact_layout(
 def windowed(args: BaseConfig, backend: Backend) -> bool:
     """Whether the model has an attention window that is shorter than the longest possible text."""
     longest = longest_text(args)
-    if backend.window is None or longest is None:
-        return backend.window is not None
-    return backend.window < longest + backend.virtual.count
+    if backend.traits.window is None or longest is None:
+        return backend.traits.window is not None
+    return backend.traits.window < longest + backend.virtual.count
 
 
 def longest_text(args: BaseConfig) -> int | None:

@@ -96,7 +96,7 @@ def _compute(setup: Setup, dataset: Dataset, cache: LogpsCache, batch_size: int,
         _placing(_compiled(setup), setup.sharding_plan),
         data.loader(setup, dataset, training=False, virtual=virtual),
     )
-    chunks = EvalChunks(loader.with_layout(batch_size=batch_size), sort=setup.model.backend.batch_invariant)
+    chunks = EvalChunks(loader.with_layout(batch_size=batch_size), sort=setup.model.backend.traits.batch_invariant)
     try:
         with setup.on_device():
             for chunk in chunks:
@@ -265,8 +265,8 @@ def _facts(
     return {
         "computed by": [_FORMAT, version("jax")],
         "rows": fingerprint(dataset, task.columns),
-        "batch size": None if reference.backend.batch_invariant else batch_size,
-        "max_length": None if reference.backend.window is None else args.max_length,
+        "batch size": None if reference.backend.traits.batch_invariant else batch_size,
+        "max_length": None if reference.backend.traits.window is None else args.max_length,
         "dtype": [args.compute_dtype, args.tf32, args.device.type, reference.dtype],
         "model": [reference.backend.name, _ADDRESS.sub("", repr(reference.backend.graph)), settings],
     }

@@ -237,14 +237,14 @@ def _check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, 
     if sharding_plan is None:
         return
     _check_sequence(sharding_plan.size(SEQUENCE), model, overridden)
-    check_heads(sharding_plan, model.backend.heads, model.name_or_path)
+    check_heads(sharding_plan, model.backend.traits.heads, model.name_or_path)
 
 
 def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str]) -> None:
     if size == 1:
         return
     ways = "Give these devices to data or fsdp instead."
-    if not model.backend.takes_stripes:
+    if not model.backend.traits.takes_stripes:
         raise ValueError(
             f"mesh: sequence {size} divides the tokens of a text over devices, which requires a native decoder with "
             f"attention in every layer; {model.name_or_path} is not one ({model.backend.name} backend). {ways}"
@@ -561,7 +561,7 @@ def check_offloading(args: BaseConfig, backend: Backend) -> None:
     no effect."""
     if not args.activation_offloading:
         return
-    if backend.heads is None:
+    if backend.traits.heads is None:
         raise ValueError(
             f"activation_offloading=True: this model runs on the {backend.name} backend, whose activations stay on the "
             "device. Leave it out."

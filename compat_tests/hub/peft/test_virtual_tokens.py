@@ -138,7 +138,9 @@ def test_dropout_between_the_layers_of_a_memory(checkpoint):
         {path.partition(".")[2]: array for path, array in model.params.items()},
     )
     still, dropped, other = (prompt_encoder(arrays, key) for key in (None, jax.random.key(1), jax.random.key(2)))
-    assert model.backend.drops_out and np.abs(dropped - other).max() > 1e-3 and np.abs(dropped - still).max() > 1e-3
+    assert (
+        model.backend.traits.drops_out and np.abs(dropped - other).max() > 1e-3 and np.abs(dropped - still).max() > 1e-3
+    )
 
 
 @usual("prefix")
