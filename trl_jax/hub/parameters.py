@@ -37,14 +37,14 @@ from trl_jax.mesh.mesh import is_divided
 class Extremes(NamedTuple):
     """The result of `max(dim)`, `min(dim)` and `sort`, as in torch."""
 
-    values: Snapshot
-    indices: Snapshot
+    values: ParameterArray
+    indices: ParameterArray
 
 
 def _along(name: str, **defaults: Any) -> Callable:
     """NumPy's method, which also takes torch's arguments."""
 
-    def method(values: Snapshot, dim: Any = None, keepdim: bool = False, **numpys: Any) -> Any:
+    def method(values: ParameterArray, dim: Any = None, keepdim: bool = False, **numpys: Any) -> Any:
         found = {"axis": dim} | ({"keepdims": True} if keepdim else {}) | defaults | numpys
         return vars(np.ndarray)[name](values, **found)
 
@@ -52,7 +52,7 @@ def _along(name: str, **defaults: Any) -> Callable:
 
 
 def _unbiased(name: str) -> Callable:
-    def method(values: Snapshot, dim: Any = None, unbiased: bool = True, **options: Any) -> Any:
+    def method(values: ParameterArray, dim: Any = None, unbiased: bool = True, **options: Any) -> Any:
         if isinstance(dim, bool):  # torch's std(unbiased)
             dim, unbiased = None, dim
         return _along(name)(values, dim, **{"ddof": options.pop("correction", int(unbiased))} | options)
@@ -61,7 +61,7 @@ def _unbiased(name: str) -> Callable:
 
 
 def _extreme(name: str) -> Callable:
-    def method(values: Snapshot, dim: int | None = None, keepdim: bool = False, **numpys: Any) -> Any:
+    def method(values: ParameterArray, dim: int | None = None, keepdim: bool = False, **numpys: Any) -> Any:
         found = _along(name)(values, dim, keepdim, **numpys)
         return found if dim is None else Extremes(found, _along(f"arg{name}")(values, dim, keepdim))
 
@@ -84,14 +84,14 @@ class _Size(int):
 
 
 def _in_place(name: str) -> Callable:
-    def method(values: Snapshot, other: Any) -> Snapshot:
+    def method(values: ParameterArray, other: Any) -> ParameterArray:
         values._check_writable()
         return vars(np.ndarray)[name](values, other)
 
     return method
 
 
-class Snapshot(np.ndarray):
+class ParameterArray(np.ndarray):
     """The values of a parameter when they were read, or a copy of them, in a script that does not import torch."""
 
     _name = ""  # of the parameter
@@ -103,10 +103,10 @@ class Snapshot(np.ndarray):
     max, min = map(_extreme, ("max", "min"))
 
     def __array_finalize__(self, of: Any) -> None:
-        self._name = of._name if isinstance(of, Snapshot) else ""
+        self._name = of._name if isinstance(of, ParameterArray) else ""
 
     @property
-    def data(self) -> Snapshot:
+    def data(self) -> ParameterArray:
         return self
 
     @property
@@ -127,40 +127,40 @@ class Snapshot(np.ndarray):
     def is_floating_point(self) -> bool:
         return np.issubdtype(self.dtype, np.floating) or self.dtype.name.startswith(("bfloat", "float"))
 
-    def clone(self) -> Snapshot:
+    def clone(self) -> ParameterArray:
         return self.copy()
 
-    def detach(self) -> Snapshot:
+    def detach(self) -> ParameterArray:
         return self
 
-    def cpu(self) -> Snapshot:
+    def cpu(self) -> ParameterArray:
         """A copy, into which a script may write."""
         return self.copy()
 
-    def to(self, *args: Any, **kwargs: Any) -> Snapshot:
+    def to(self, *args: Any, **kwargs: Any) -> ParameterArray:
         """A copy, into which a script may write, with another dtype if one is named. JAX chooses the device."""
         names = [name for name in map(given_dtype, (*args, *kwargs.values())) if name is not None]
         return self.astype(jnp.dtype(names[0])) if names else self.copy()
 
-    def float(self) -> Snapshot:
+    def float(self) -> ParameterArray:
         return self.astype(np.float32)
 
     def numpy(self) -> np.ndarray:
         return np.asarray(self)
 
-    def abs(self) -> Snapshot:
+    def abs(self) -> ParameterArray:
         return np.abs(self)
 
-    def pow(self, exponent: Any) -> Snapshot:
+    def pow(self, exponent: Any) -> ParameterArray:
         return self**exponent
 
-    def sqrt(self) -> Snapshot:
+    def sqrt(self) -> ParameterArray:
         return np.sqrt(self)
 
-    def isnan(self) -> Snapshot:
+    def isnan(self) -> ParameterArray:
         return np.isnan(self)
 
-    def isfinite(self) -> Snapshot:
+    def isfinite(self) -> ParameterArray:
         return np.isfinite(self)
 
     def norm(self, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
@@ -178,40 +178,40 @@ class Snapshot(np.ndarray):
     def argsort(self, dim: int = -1, descending: bool = False, **numpys: Any) -> Any:
         return np.ndarray.argsort(-self if descending else self, **{"axis": dim, "kind": "stable"} | numpys)
 
-    def nonzero(self) -> Snapshot:
+    def nonzero(self) -> ParameterArray:
         return np.argwhere(self)
 
-    def repeat(self, *sizes: Any, **numpys: Any) -> Snapshot:
+    def repeat(self, *sizes: Any, **numpys: Any) -> ParameterArray:
         if numpys:
             return np.ndarray.repeat(self, *sizes, **numpys)
         return np.tile(self, sizes[0] if isinstance(sizes[0], tuple | list) else sizes)
 
-    def view(self, *shape: Any, **numpys: Any) -> Snapshot:
+    def view(self, *shape: Any, **numpys: Any) -> ParameterArray:
         of_numpy = numpys or not shape or isinstance(shape[0], type | np.dtype | str)
         return np.ndarray.view(self, *shape, **numpys) if of_numpy else self.reshape(*shape)
 
-    def t(self) -> Snapshot:
+    def t(self) -> ParameterArray:
         return self.T
 
-    def transpose(self, *dims: Any) -> Snapshot:
+    def transpose(self, *dims: Any) -> ParameterArray:
         numpys = len(dims) != 2
         return np.ndarray.transpose(self, *dims) if numpys else self.swapaxes(*dims)
 
-    def permute(self, *dims: Any) -> Snapshot:
+    def permute(self, *dims: Any) -> ParameterArray:
         return np.ndarray.transpose(self, *dims)
 
-    def squeeze(self, dim: int | None = None, **numpys: Any) -> Snapshot:
+    def squeeze(self, dim: int | None = None, **numpys: Any) -> ParameterArray:
         if dim is None or self.shape[dim] == 1:
             return np.ndarray.squeeze(self, **{"axis": dim} | numpys)
         return self
 
-    def unsqueeze(self, dim: int) -> Snapshot:
+    def unsqueeze(self, dim: int) -> ParameterArray:
         return np.expand_dims(self, dim)
 
     def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """NumPy's functions call NumPy's methods."""
-        found = function(*replaced(args, Snapshot, np.asarray), **replaced(kwargs, Snapshot, np.asarray))
-        return found.view(Snapshot) if type(found) is np.ndarray else found
+        found = function(*replaced(args, ParameterArray, np.asarray), **replaced(kwargs, ParameterArray, np.asarray))
+        return found.view(ParameterArray) if type(found) is np.ndarray else found
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and _WRITES.search(name):
@@ -234,7 +234,7 @@ class Snapshot(np.ndarray):
 _WRITES = re.compile(r"[^_]_$")  # names of torch's methods that write into a tensor
 
 
-def for_scripts(values: Snapshot) -> Any:
+def for_scripts(values: ParameterArray) -> Any:
     """The values as scripts see them."""
     if "torch" not in sys.modules:
         return values
@@ -252,26 +252,27 @@ def _register_with_jax(kind: type) -> None:
     jax.tree_util.register_pytree_node(kind, lambda one: ((np.asarray(one),), None), lambda _, values: values[0])
 
 
-def _snapshot(values: np.ndarray, name: str) -> Snapshot:
+def _read_only(values: np.ndarray, name: str) -> ParameterArray:
     """A copy, into which scripts cannot write."""
-    found = np.array(values).view(Snapshot)
+    found = np.array(values).view(ParameterArray)
     found.flags.writeable, found._name = False, name
     return found
 
 
-class _LastRead(NamedTuple):
-    """The values of the parameter that was read last, so that a script that indexes it reads it from the device once.
+class _Reading(NamedTuple):
+    """The values of a parameter, with the arrays they were read from. While the model has the same arrays, a script
+    that indexes the parameter again does not read it from the device again.
 
     Attributes:
-        arrays: weak references to the model's arrays, which training replaces.
+        arrays: weak references to all arrays of the model, which training replaces.
     """
 
     arrays: list[weakref.ref]
-    values: Snapshot
+    values: ParameterArray
 
-    def is_of(self, name: str, arrays: dict[str, Any]) -> bool:
+    def is_current(self, name: str, arrays: dict[str, Any]) -> bool:
         pairs = zip(self.arrays, arrays.values(), strict=False)
-        same = len(self.arrays) == len(arrays) and all(kept() is array for kept, array in pairs)
+        same = len(self.arrays) == len(arrays) and all(reference() is array for reference, array in pairs)
         return same and self.values._name == name
 
 
@@ -305,7 +306,7 @@ class Weights:
         self.frozen_names: frozenset[str] | set[str] = frozenset()
         self.read: Callable[[jax.Array], Any] | None = None
         self.at_gradients, self.refusal = False, None
-        self.last_read: _LastRead | None = None
+        self.last_read: _Reading | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"last_read": None}
@@ -318,38 +319,38 @@ class Weights:
         """Arrays that NumPy can read; reading one is a collective operation if several processes hold it."""
         return arrays if self.read is None else {path: self.read(array) for path, array in arrays.items()}
 
-    def snapshots(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Snapshot]]:
+    def read_values(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, ParameterArray]]:
         """Yield the name and the values of each parameter and buffer, or of the `wanted` ones."""
         if self.refusal is not None:
             raise self.refusal.read()
         arrays = self.arrays
         references = [weakref.ref(array) for array in arrays.values()]
         for name, values in self.backend.named(self.readable(arrays), wanted):
-            snapshot = _snapshot(values, name)
-            self.last_read = _LastRead(references, snapshot)
-            yield name, snapshot
+            copied = _read_only(values, name)
+            self.last_read = _Reading(references, copied)
+            yield name, copied
 
     @property
     def reads_together(self) -> bool:
         """Whether all processes have to take part in reading values."""
         return self.read is not None and any(is_divided(array) for array in self.arrays.values())
 
-    def values_of(self, name: str, held: _LastRead | None = None) -> Snapshot:
-        """The current values, read from the device unless they were read last, or are `held`."""
-        for known in (held, self.last_read):
-            if self.refusal is None and known is not None and known.is_of(name, self.arrays):
+    def values_of(self, name: str, kept: _Reading | None = None) -> ParameterArray:
+        """The current values: `kept` or those read last, if still current; otherwise read from the device."""
+        for known in (kept, self.last_read):
+            if self.refusal is None and known is not None and known.is_current(name, self.arrays):
                 return known.values
-        return next(values for _, values in self.snapshots([name]))
+        return next(values for _, values in self.read_values([name]))
 
-    def taken(self, name: str, held: _LastRead | None) -> Snapshot:
-        """The values of a parameter for a script. Later reads do not share their memory: torch may write into it."""
-        values = self.values_of(name, held)
-        if held is not None and values is held.values:
-            return _snapshot(values, name)
-        self.forget()
+    def unshared(self, name: str, kept: _Reading | None) -> ParameterArray:
+        """Like `values_of`, in memory that no later call returns, since a script's torch code may write into it."""
+        values = self.values_of(name, kept)
+        if kept is not None and values is kept.values:
+            return _read_only(values, name)
+        self.forget_last_read()
         return values
 
-    def forget(self) -> None:
+    def forget_last_read(self) -> None:
         self.last_read = None
 
     def names(self) -> list[str]:
@@ -445,7 +446,7 @@ class _RelatedToTensors(type):
 
 class Parameter(metaclass=_RelatedToTensors):
     """A parameter of a model. It has the methods of its values: a torch tensor's if torch is imported, otherwise those
-    of `Snapshot`.
+    of `ParameterArray`.
 
     A model has one object per parameter, so that scripts can compare parameters by `id` or `is`, as in torch. It reads
     the model's current values when they are needed. `requires_grad` reads and sets whether `train()` updates it.
@@ -453,21 +454,22 @@ class Parameter(metaclass=_RelatedToTensors):
 
     def __init__(self, weights: Weights, name: str):
         self._weights, self._name = weights, name
-        self._held: _LastRead | None = None
+        self._kept: _Reading | None = None
         self._like: np.ndarray | None = None  # an array of its shape and dtype without memory
 
     def detach(self) -> Any:
         """The current values, read-only."""
-        return for_scripts(self._weights.taken(self._name, self._held))
+        return for_scripts(self._weights.unshared(self._name, self._kept))
 
     @property
     def _values(self) -> Any:
         """The current values for a single operation, without reading them from the device twice in a row."""
-        return for_scripts(self._weights.values_of(self._name, self._held))
+        return for_scripts(self._weights.values_of(self._name, self._kept))
 
-    def _keep(self, values: Snapshot, held: _LastRead | None) -> None:
-        self._like = np.broadcast_to(np.zeros((), values.dtype), values.shape).view(Snapshot)
-        self._held = held
+    def keep(self, values: ParameterArray, kept: _Reading | None) -> None:
+        """Remember the shape and dtype of `values`, and the reading that they are from, if it is worth its memory."""
+        self._like = np.broadcast_to(np.zeros((), values.dtype), values.shape).view(ParameterArray)
+        self._kept = kept
 
     @property
     def data(self) -> Any:

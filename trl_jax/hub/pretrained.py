@@ -320,10 +320,10 @@ class TransformersModelApi(ModuleApi):
         """Yield parameters and buffers: all, or the `wanted` ones. There is one object for each."""
         if self._known_parameters is None:
             self._known_parameters = {}
-        holds = self.weights.reads_together  # so that a single process can use what all have read
-        for name, values in self.weights.snapshots(wanted) if wanted is None or wanted else ():
+        keeps = self.weights.reads_together  # so that a single process can use what all have read
+        for name, values in self.weights.read_values(wanted) if wanted is None or wanted else ():
             parameter = self._known_parameters.setdefault(name, Parameter(self.weights, name))
-            parameter._keep(values, self.weights.last_read if holds else None)
+            parameter.keep(values, self.weights.last_read if keeps else None)
             yield name, parameter
 
     def _copied(self, copied: Callable[[Any], Any]) -> Any:
@@ -475,8 +475,8 @@ class TransformersModelApi(ModuleApi):
         if keep_vars:
             found = dict(self._named())
         else:
-            found = {name: for_scripts(values) for name, values in self.weights.snapshots()}
-            self.weights.forget()
+            found = {name: for_scripts(values) for name, values in self.weights.read_values()}
+            self.weights.forget_last_read()
         return found | {other: found[name] for other, name in self.backend.tied.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadedKeys:
@@ -521,7 +521,7 @@ class TransformersModelApi(ModuleApi):
         if errors:
             raise RuntimeError(f"Error(s) in loading state_dict for {module}:\n\t" + "\n\t".join(errors))
         fixed = {name for name in given if not self.backend.is_trained(name)}
-        for name, values in self.weights.snapshots(fixed) if fixed else ():
+        for name, values in self.weights.read_values(fixed) if fixed else ():
             value = given.pop(name)
             if not np.array_equal(value.astype(values.dtype), values):
                 raise ValueError(
@@ -919,7 +919,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         """Whether a script passes the model's own `state_dict()`, with the current values."""
         if not isinstance(state, dict) or state.keys() - self.backend.tied.keys() != {*self.names()}:
             return False
-        return all(np.array_equal(state[name], values) for name, values in self.weights.snapshots())
+        return all(np.array_equal(state[name], values) for name, values in self.weights.read_values())
 
     def push_to_hub(
         self,
