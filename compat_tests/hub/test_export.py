@@ -54,6 +54,26 @@ def test_an_untouched_classifier_is_byte_identical(family, dtype, shards, checkp
     assert changed <= {"use_cache"}
 
 
+def test_shards_have_the_size_that_is_asked_for(checkpoint, tmp_path):
+    import transformers
+
+    folder = checkpoint("llama")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "ours", max_shard_size="40KB")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    indices = [json.loads((tmp_path / side / INDEX).read_text()) for side in ("ours", "theirs")]
+    assert indices[0]["metadata"] == indices[1]["metadata"]
+    assert indices[0]["weight_map"].keys() == indices[1]["weight_map"].keys()
+    files = [load_file(path) for path in (tmp_path / "ours").glob("*.safetensors")]
+    assert len(files) > 2 and all(len(one) == 1 or sum(a.nbytes for a in one.values()) <= 40_000 for one in files)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours")
+    for name, values in theirs.state_dict().items():
+        assert torch.equal(values, loaded.state_dict()[name])
+    model.save_pretrained(tmp_path / "ours")
+    assert_same_bytes(folder, tmp_path / "ours")
+
+
 @pytest.mark.parametrize("name", ["attention_bias", "both_biases", "old_yarn"])
 def test_biases_and_an_older_config_too(name, tmp_path):
     folder = variants.build(tmp_path / "in", "llama", name)

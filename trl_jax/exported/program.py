@@ -271,11 +271,19 @@ class ExportedBackend(Backend):
     def tied(self) -> Mapping[str, str]:
         return {name: first for name, first in self._model.names().items() if name != first}
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+    def save(
+        self,
+        folder: Path,
+        params: dict[str, jax.Array],
+        config: Any,
+        *,
+        writes: bool = True,
+        max_shard_size: int | str | None = None,
+    ) -> None:
         del config  # transformers writes its own
         whole = {name: np.asarray(params[name]) for name in self.tensors}
         if writes:
-            self._model.save(folder, whole)
+            self._model.save(folder, whole, max_shard_size)
 
     def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:
         return _take_params(TorchModel(folder, dtype="auto", seed=seed, head=self.head))
@@ -362,7 +370,7 @@ class TorchModel:
             yield name, parameter.detach().float().numpy()
             torch_bridge.empty(parameter, "float32")
 
-    def save(self, folder: Path, params: dict[str, Any]) -> None:
+    def save(self, folder: Path, params: dict[str, Any], max_shard_size: int | str | None) -> None:
         """Save with transformers' save_pretrained, which knows names, fused tensors and shards."""
         parameters = dict(self._module.named_parameters())
         try:
@@ -371,7 +379,8 @@ class TorchModel:
             state = self._module.state_dict(keep_vars=True)
             whole = {name: torch_bridge.as_dtype(params[name], dtype) for name, dtype in self.dtypes.items()}
             state |= {name: whole[first] for name, first in self.names().items()}  # a tied parameter is written once
-            self._module.save_pretrained(folder, state_dict=state)
+            limit = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+            self._module.save_pretrained(folder, state_dict=state, **limit)
         finally:
             for parameter in parameters.values():
                 torch_bridge.empty(parameter, "float32")

@@ -128,8 +128,22 @@ class Backend(abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
-        """Write config.json and safetensors that transformers loads. With `writes=False`, only read the parameters."""
+    def save(
+        self,
+        folder: Path,
+        params: dict[str, jax.Array],
+        config: Any,
+        *,
+        writes: bool = True,
+        max_shard_size: int | str | None = None,
+    ) -> None:
+        """Write config.json and safetensors that transformers loads.
+
+        Args:
+            writes: False only reads the parameters.
+            max_shard_size: most bytes per file, as in transformers; None keeps the checkpoint's shards. An adapter is
+                always a single file.
+        """
 
     @abc.abstractmethod
     def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:

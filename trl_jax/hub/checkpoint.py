@@ -24,7 +24,7 @@ from trl_jax.core.text import brief, listed
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.config import NativeConfig, read_native_config
 from trl_jax.hub.families import Family
-from trl_jax.hub.formats import CheckpointFiles, PickledFiles, only_pickled, shard_plan, write_checkpoint
+from trl_jax.hub.formats import CheckpointFiles, PickledFiles, only_pickled, shard_plan, split_shards, write_checkpoint
 from trl_jax.hub.gguf import BLOCKS, LINK, GgufFiles, Mxfp4Files
 from trl_jax.hub.heads import ONE_LABEL, Draw, HeadName
 from trl_jax.hub.quantization import quantized
@@ -45,11 +45,16 @@ def save(
     *,
     changed: Mapping[str, Any],
     writes: bool = True,
+    max_shard_size: int | str | None = None,
 ) -> None:
     """Write config.json and the weights in transformers' format for this model_type and head.
 
     Names, shards and config keys are those of the source, except for the config keys in `changed`. Each tensor is saved
-    in the dtype it was loaded in. With `writes=False`, parameters are only read.
+    in the dtype it was loaded in.
+
+    Args:
+        writes: False only reads the parameters.
+        max_shard_size: most bytes per file, as in transformers; None keeps the source's shards.
     """
     entries = entries_of(params, source.tensor_map)
     known = {tensor for tensors in source.shards.values() for tensor in tensors}
@@ -62,6 +67,8 @@ def save(
         shape = entry.shape_on_disk(params[entry.path].shape)
         return Pieces(shape, dtype, lambda: [read_tensor(params, entries[tensor]).astype(dtype, copy=False)])
 
+    if max_shard_size is not None:
+        shards = split_shards(shards, pieces, max_shard_size)
     if not writes:
         write_checkpoint(folder, shards, pieces, writes=False)
         return

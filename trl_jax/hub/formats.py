@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 from trl_jax.core import files, text
@@ -272,6 +273,20 @@ def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def split_shards(
+    shards: dict[str, list[str]], tensor: Callable[[str], Pieces], max_shard_size: int | str
+) -> dict[str, list[str]]:
+    """The tensors of all shards in files of at most `max_shard_size` bytes; a larger tensor has its own file."""
+    pieces = {one: tensor(one) for tensors in shards.values() for one in tensors}
+    split = split_state_dict_into_shards_factory(
+        pieces,
+        get_storage_size=lambda one: one.dtype.itemsize * math.prod(one.shape),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    return split.filename_to_tensors
 
 
 # Diagnosis of files that safetensors refuses, since its errors seldom name the tensor

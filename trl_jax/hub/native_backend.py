@@ -195,11 +195,19 @@ class NativeBackend(Backend):
         floats = {bits.get(path, path): self.floats(path, array) for path, array in arrays.items()}
         return floats, NativeBackend(self.source, few)
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+    def save(
+        self,
+        folder: Path,
+        params: dict[str, jax.Array],
+        config: Any,
+        *,
+        writes: bool = True,
+        max_shard_size: int | str | None = None,
+    ) -> None:
         source = self.source.config
         changed = changes(config, source.raw, source.path, self.head) if writes else {}
         params = self.weights(params) if self.formats else params
-        save(folder, params, self.source, changed=changed, writes=writes)
+        save(folder, params, self.source, changed=changed, writes=writes, max_shard_size=max_shard_size)
 
     def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:
         config = read_native_config(folder, self.head)

@@ -176,9 +176,17 @@ class AdaptedBackend(Backend):
     def weight(self, arrays: dict[str, jax.Array], path: str) -> jax.Array:
         return self.base.weight(arrays, path)
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+    def save(
+        self,
+        folder: Path,
+        params: dict[str, jax.Array],
+        config: Any,
+        *,
+        writes: bool = True,
+        max_shard_size: int | str | None = None,
+    ) -> None:
         """Write adapter_model.safetensors and adapter_config.json, as PEFT does."""
-        del config  # the base model's config is not saved
+        del config, max_shard_size  # the base model's config is not saved
         tensors = dict(self.on_disk(params))
         if not writes:
             return

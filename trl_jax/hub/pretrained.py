@@ -642,10 +642,10 @@ class TransformersModelApi(ModuleApi):
 
 _PEFT_CLASSES = {"CAUSAL_LM": "PeftModelForCausalLM", "SEQ_CLS": "PeftModelForSequenceClassification"}
 
-# Arguments of transformers' save_pretrained that are accepted with these values. Shards always follow the checkpoint.
+# Arguments of transformers' save_pretrained that are accepted with these values.
 _WITHOUT_EFFECT = {
     "safe_serialization": (True,), "push_to_hub": (False,), "is_main_process": (True,), "state_dict": (None,),
-    "variant": (None,), "token": (None,), "save_peft_format": (True,), "max_shard_size": ("5GB", "50GB"),
+    "variant": (None,), "token": (None,), "save_peft_format": (True,),
 }  # fmt: skip
 
 
@@ -889,13 +889,16 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         model.accepts_loss_kwargs, model.processor = self.accepts_loss_kwargs, self.processor
         return model
 
-    def save_pretrained(self, save_directory: str | Path, **others: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | Path, *, max_shard_size: int | str | None = None, **others: Any
+    ) -> None:
         """Write config.json and safetensors that transformers can load.
 
         Names, shards and dtypes are those of the original checkpoint, and so are the config's keys, apart from changes
         made in `config`.
 
         Args:
+            max_shard_size: most bytes per file, such as "5GB"; None keeps the checkpoint's shards.
             others: arguments of transformers' method, accepted if their values match what is done anyway.
 
         Raises:
@@ -911,7 +914,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
                 "push_to_hub()."
             )
         folder = Path(save_directory)
-        self.backend.save(folder, self.readable, self.config, writes=self.writes)
+        self.backend.save(folder, self.readable, self.config, writes=self.writes, max_shard_size=max_shard_size)
         if self.writes and self.generation_config is not None and not isinstance(self.backend, AdaptedBackend):
             write_generation_config(self.generation_config, folder)
 
@@ -929,6 +932,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         private: bool | None = None,
         token: str | None = None,
         revision: str | None = None,
+        max_shard_size: int | str | None = None,
     ) -> Any:
         """Upload what `save_pretrained` writes to a repository, which is created if needed, and return the commit.
 
@@ -938,7 +942,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         publisher = Publisher(repo_id, token=token, private=private, revision=revision)
         publisher.open()  # before saving, so that an unreachable Hub fails fast
         with tempfile.TemporaryDirectory(prefix="trl-jax-") as folder:
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
             files = sorted(path.name for path in Path(folder).iterdir())
             return publisher.push([Upload(Path(folder), commit_message, files)])
 

@@ -134,9 +134,17 @@ class VirtualBackend(AdaptedBackend):
     def axes(self) -> Mapping[str, tuple[str, ...]]:
         return self.base.axes
 
-    def save(self, folder: Path, params: dict[str, jax.Array], config: Any, *, writes: bool = True) -> None:
+    def save(
+        self,
+        folder: Path,
+        params: dict[str, jax.Array],
+        config: Any,
+        *,
+        writes: bool = True,
+        max_shard_size: int | str | None = None,
+    ) -> None:
         """Write PEFT's files, and the weights of the network that computes the vectors, if there is one."""
-        super().save(folder, params, config, writes=writes)
+        super().save(folder, params, config, writes=writes, max_shard_size=max_shard_size)
         if isinstance(self.prompt_encoder, Table):
             return
         arrays = {path.removeprefix(PREFIX): np.asarray(params[path], np.float32) for path in self.shapes}
