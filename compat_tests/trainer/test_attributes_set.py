@@ -216,7 +216,7 @@ def unfreeze(trainer):
 
 LATER = {
     "clipping": ({"max_grad_norm": 0.0}, lambda trainer: vars(trainer.args).update(max_grad_norm=1.0),
-                 "max_grad_norm was changed from 0.0 to 1.0 while the run trains"),
+                 "max_grad_norm was changed while the run trains"),
     "passes": ({}, lambda trainer: vars(trainer.args).update(gradient_accumulation_steps=2),
                "gradient_accumulation_steps was changed from 1 to 2 while the run trains"),
     "unfrozen": ({}, unfreeze, r"layernorm.weight was unfrozen during training \(2 parameters in total\)"),

@@ -151,6 +151,22 @@ def test_torch_models_and_an_adapter(make, checkpoint):
     assert len(added) == 2 and all(np.any(array) for array in added.values())
 
 
+def test_tokens_are_counted_over_a_step_whatever_the_model_type(make, checkpoint):
+    """TRL's loss of distillation is a mean over the tokens of the step, also for model types whose loss transformers
+    averages over micro-batches."""
+    runs = []
+    for accepts in (None, False):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL))
+        model.accepts_loss_kwargs = accepts
+        config = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
+        trainer = make(model, config=config | {"max_completion_length": 64})
+        trainer.train()
+        runs.append(numbers(trainer, "loss", "grad_norm"))
+        log = trainer.state.log_history[0]
+        assert log["completions/min_length"] < log["completions/max_length"]  # else both means are equal
+    assert runs[0] == runs[1]
+
+
 def test_a_stream_of_prompts(make):
     def rows():
         yield from ROWS

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.parity.marks import assert_same_entry, timeless
-from compat_tests.parity.reference import tokenised
+from compat_tests.parity.reference import BASE, tokenised
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 
@@ -54,6 +54,27 @@ def test_an_evaluation_after_a_prediction_counts_its_own_pairs(trainer):
     before = own(trainer.evaluate(), "eval_a")
     trainer.predict(trainer.eval_dataset["b"])
     assert own(trainer.evaluate(), "eval_a")[2:] == before[2:]
+
+
+def test_an_overridden_evaluate_is_called_for_each_set_too(folder, sets, tmp_path):
+    trl, found = pytest.importorskip("trl"), []
+    for package in (trl_jax, trl):
+
+        class Own(package.RewardTrainer):
+            def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+                metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+                self.calls.append((eval_dataset if isinstance(eval_dataset, str) else None, metric_key_prefix))
+                return metrics | {f"{metric_key_prefix}_own": 1.0}
+
+        args = package.RewardConfig(str(tmp_path), **BASE)
+        trainer = Own(str(folder), args, train_dataset=table(8), eval_dataset=sets)
+        trainer.calls = []
+        found.append(({name for name in trainer.evaluate() if name.endswith("_own")}, trainer.calls))
+    assert (
+        found[0]
+        == found[1]
+        == ({"eval_a_own", "eval_b_own", "eval_own"}, [("a", "eval_a"), ("b", "eval_b"), (None, "eval")])
+    )
 
 
 def by_one_name(metrics, prefix):

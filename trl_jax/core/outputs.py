@@ -61,7 +61,7 @@ def reads_of_rows(places: Any, length: int) -> Any:
 class RouterSums(NamedTuple):
     """Sums over the tokens seen by the MoE routers, float32: `[L, E]` per layer and expert, or `[L]` per layer.
 
-    selected: `[L, E]`, the number of tokens routed to the expert.
+    selected: `[L, E]`, how many tokens have the expert among their `top_k` most probable ones.
     probabilities: `[L, E]`, the sum of the expert's router probabilities.
     tokens: `[L]`, the number of tokens.
     """

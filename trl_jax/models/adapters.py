@@ -12,7 +12,7 @@ from flax import nnx
 
 from trl_jax.models.arch import Run
 from trl_jax.models.decoder import Decoder
-from trl_jax.nn.linear import ExpertsLora, Lora
+from trl_jax.nn.linear import ExpertsLora, Lora, Stream, stream_keys
 from trl_jax.nn.virtual_tokens import Prefix, VectorMaker, VirtualRows
 
 # Frozen models with trainable adapters
@@ -114,8 +114,9 @@ class AdaptedGraph:
         for part in self.layers:
             whole = arrays[part.path]
             arrays[part.path] = whole.at[jnp.asarray(part.where)].set(params[part.name].astype(whole.dtype))
+        keys = stream_keys(key, Stream.ADAPTERS, len(self.adapters))
         for number, adapter in enumerate(self.adapters):
-            adapter_key = jax.random.fold_in(key, number) if drops else None
+            adapter_key = keys[number] if drops else None
             for path, part in adapter.parts:
                 leaves = _lora_arrays(
                     adapter, part, {kind: params[leaf(adapter.name, kind)] for kind in _kinds(adapter)}

@@ -21,7 +21,7 @@ from trl_jax.nn.attention.latent import LatentAttention
 from trl_jax.nn.attention.ranges import SAVED
 from trl_jax.nn.cache import Kept, NothingKept
 from trl_jax.nn.layers import MLP, LayerEmbeddings, LayerInput, Noise, Norm
-from trl_jax.nn.linear import Embedding, Linear, dropout_or_none
+from trl_jax.nn.linear import Embedding, Linear, Stream, dropout_or_none, stream_keys
 from trl_jax.nn.moe import MoE
 from trl_jax.nn.recurrent import GatedDeltaNet, GatedShortConvolution, Mamba2, ParallelMixers
 from trl_jax.nn.rope import Rope, rope_angles
@@ -141,9 +141,8 @@ class Decoder(nnx.Module):
         ahead = ahead if stripes is None or ahead is None else stripes.local(ahead)
         shared = AttentionInputs(self.arch.head_dim**-0.5, valid=valid, packed=packed, striped=stripes, ahead=ahead)
         longest = _longest(length, reads, lengths, packed)
-        keys, router_keys = (
-            None if key is None else jax.random.split(key, self.arch.num_layers) for key in (dropout_key, router_key)
-        )
+        keys = stream_keys(dropout_key, Stream.LAYERS, self.arch.num_layers)
+        router_keys = stream_keys(router_key, Stream.ROUTERS, self.arch.num_layers)
         h, shared, by_layer = self.begin(
             shared, tokens, positions, longest, max_tokens, dtype, dropout_key, noise, features
         )
@@ -242,7 +241,7 @@ class Decoder(nnx.Module):
             if arch.counts_visible and valid is not None:
                 positions = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)
             h = h + self.position_embed(positions + arch.position_offset, jnp.float32)
-        return apply(dropout_or_none(arch.embedding_dropout, dropout_key, EMBEDDING), h)
+        return apply(dropout_or_none(arch.embedding_dropout, dropout_key, Stream.EMBEDDING), h)
 
     def _with_virtual(self, embedded: jax.Array, tokens: jax.Array) -> jax.Array:
         return embedded if self.virtual is None else self.virtual(embedded, tokens)
@@ -282,7 +281,7 @@ def _longest(length: int, reads: jax.Array | None, lengths: jax.Array | None, pa
 
 # Blocks
 
-EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(4)  # dropout sites, each with its own key
+_ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(3)  # dropout sites within a layer
 
 
 class BlockOutputs(NamedTuple):

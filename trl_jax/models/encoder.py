@@ -14,7 +14,7 @@ from trl_jax.nn.attention.disentangled import DisentangledAttention
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
 from trl_jax.nn.attention.packed import seen_both_ways
 from trl_jax.nn.layers import ACTIVATIONS, MLP, Convolution, Noise, Norm
-from trl_jax.nn.linear import Embedding, Linear, dropout_or_none
+from trl_jax.nn.linear import Embedding, Linear, Stream, dropout_or_none, stream_keys
 
 # The encoder
 
@@ -83,7 +83,7 @@ class Encoder(nnx.Module):
             return block(h, x, shared.of_layer(inputs), key=key), None
 
         h = self._embedded(tokens, positions, dtype, dropout_key, noise, packed)
-        keys = None if dropout_key is None else jax.random.split(dropout_key, self.arch.num_layers)
+        keys = stream_keys(dropout_key, Stream.LAYERS, self.arch.num_layers)
         slices = state, self._attention_norms(), by_layer, keys
         if self.convolution is not None:  # parallel to the first layer only
             first, slices = (jax.tree.map(lambda leaf, at=at: leaf[at], slices) for at in (0, slice(1, None)))
@@ -103,7 +103,7 @@ class Encoder(nnx.Module):
             if arch.positions_skip_pads:
                 positions = self._positions_skipping_padding(tokens, packed)
             h = h + self.position_embed(positions, dtype)
-        h = apply(dropout_or_none(arch.embedding_dropout, dropout_key, EMBEDDING), self.embed_norm(h))
+        h = apply(dropout_or_none(arch.embedding_dropout, dropout_key, Stream.EMBEDDING), self.embed_norm(h))
         return apply(self.projection, h)
 
     def _positions_skipping_padding(self, tokens: jax.Array, packed: Packed | None) -> jax.Array:
@@ -148,13 +148,13 @@ class Encoder(nnx.Module):
     def _add_convolution(self, embedded, h, valid, dropout_key) -> jax.Array:
         facts = self.arch.convolution
         near = self.convolution(jnp.where(valid[..., None], embedded, 0))
-        near = apply(dropout_or_none(facts.dropout, dropout_key, CONVOLUTION), near)
+        near = apply(dropout_or_none(facts.dropout, dropout_key, Stream.CONVOLUTION), near)
         return self.convolution_norm(h + ACTIVATIONS[facts.activation](near))
 
 
 # Blocks
 
-EMBEDDING, _ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES, CONVOLUTION = range(7)  # dropout sites
+_ATTENTION, _ATTENTION_OUT, _MLP, _MLP_OUT, _DISTANCES = range(5)  # dropout sites within a layer
 
 
 def norm_of(arch: EncoderArch, size: int | None = None) -> Norm:

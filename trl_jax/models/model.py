@@ -18,7 +18,7 @@ from trl_jax.models.encoder import Encoder
 from trl_jax.models.vision import Vision
 from trl_jax.nn.head import HeadInputs, head_logits, token_outputs
 from trl_jax.nn.layers import ACTIVATIONS, Norm
-from trl_jax.nn.linear import Linear, Lora, Quantized, dropout_or_none, stored
+from trl_jax.nn.linear import Linear, Lora, Quantized, Stream, dropout_or_none, stored
 
 # Modules as a static graph and a flat dict of arrays, keyed by dotted path
 
@@ -128,8 +128,6 @@ class Model(nnx.Module):
 
 # Reward models
 
-_BEFORE, _AFTER = 100, 101  # dropout sites, distinct from those of the trunk
-
 
 class ScoreHead(Linear):
     """Hidden states `[N, D]` to scores `[N]`, in float32, so that scores are not rounded in bfloat16 training."""
@@ -158,9 +156,9 @@ class EncoderHead(nnx.Module):
 
     def __call__(self, pooled: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         facts = self.facts
-        pooled = apply(dropout_or_none(facts.dropout_before, dropout_key, _BEFORE), pooled)
+        pooled = apply(dropout_or_none(facts.dropout_before, dropout_key, Stream.BEFORE_HEAD), pooled)
         pooled = apply(self.norm, ACTIVATIONS[facts.activation](self.dense(pooled)))
-        return self.out(apply(dropout_or_none(facts.dropout_after, dropout_key, _AFTER), pooled))[:, 0]
+        return self.out(apply(dropout_or_none(facts.dropout_after, dropout_key, Stream.AFTER_HEAD), pooled))[:, 0]
 
 
 class Scorer(Model):

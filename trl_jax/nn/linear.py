@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -212,6 +214,18 @@ def adapted_dot(x: jax.Array, sizes: jax.Array, weight: jax.Array, *lora: jax.Ar
 # Dropout
 
 
+class Stream(IntEnum):
+    """The uses of a training step's PRNG key. Each folds its number into the key before it splits the key or folds in
+    anything else: `split(key, n)[i]` equals `fold_in(key, i)`, so two uses of one key would draw the same numbers."""
+
+    LAYERS, EMBEDDING, CONVOLUTION, ADAPTERS, BEFORE_HEAD, AFTER_HEAD, ROUTERS, NOISE = range(8)
+
+
+def stream_keys(key: jax.Array | None, stream: Stream, count: int) -> jax.Array | None:
+    """`count` keys of a stream; None without a key."""
+    return None if key is None else jax.random.split(jax.random.fold_in(key, stream), count)
+
+
 class Dropout(NamedTuple):
     """Dropout (Srivastava et al. 2014) of a fraction `rate` of the entries."""
 
@@ -297,10 +311,11 @@ def _backward(saved, gradient):
     def add(total, block):
         here, at, any_row = block
         x_block, g_block = (y.at[at].get(mode="fill", fill_value=0) for y in (x, gradient))
-        return jax.lax.cond(any_row, lambda t: t.at[here].add(g_block.T @ x_block), lambda t: t, total), None
+        product = partial(jnp.matmul, g_block.T, x_block, preferred_element_type=jnp.float32)
+        return jax.lax.cond(any_row, lambda t: t.at[here].add(product()), lambda t: t, total), None
 
-    to_weight, _ = jax.lax.scan(add, jnp.zeros_like(weight), (group, rows, used))
-    return _products(gradient, weight.swapaxes(1, 2), sizes), to_weight, None
+    d_weight, _ = jax.lax.scan(add, jnp.zeros(weight.shape, jnp.float32), (group, rows, used))
+    return _products(gradient, weight.swapaxes(1, 2), sizes), d_weight.astype(weight.dtype), None
 
 
 _blockwise.defvjp(_forward, _backward)

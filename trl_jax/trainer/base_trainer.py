@@ -539,8 +539,10 @@ class BaseTrainer(abc.ABC):
         if isinstance(dataset, dict):
             metrics = {}
             for name, part in dataset.items():
-                part = part if eval_dataset is None else self.prepare_dataset(part, f"eval_dataset[{name!r}]")
-                metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}")
+                part = name if eval_dataset is None else part
+                metrics |= self.evaluate(
+                    eval_dataset=part, ignore_keys=ignore_keys, metric_key_prefix=f"{metric_key_prefix}_{name}"
+                )
             return metrics
         if isinstance(dataset, str):
             return self._evaluate_one(dataset, metric_key_prefix)

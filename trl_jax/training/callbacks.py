@@ -116,13 +116,17 @@ class JsonLines(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        numbers = {
-            name: value if not isinstance(value, float) or isfinite(value) else None for name, value in logs.items()
-        }
-        line = json.dumps({"step": state.global_step, "time": time.time()} | numbers, default=float)
+        values = {name: _as_json(value) for name, value in logs.items()}
+        line = json.dumps({"step": state.global_step, "time": time.time()} | values, allow_nan=False)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def _as_json(value: Any) -> Any:
+    if value is None or isinstance(value, str | bool | int | list | dict):
+        return value
+    return float(value) if isfinite(value) else None  # also NumPy's and JAX's scalars
 
 
 def progress_callback() -> type[TrainerCallback]:

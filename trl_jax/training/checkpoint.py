@@ -701,7 +701,8 @@ def _copy(leaf: jax.Array) -> np.ndarray:
 def is_new_best(metrics: dict[str, float], args: Any, state: TrainerState) -> bool:
     """Whether `metric_for_best_model` beats every earlier value; if so, record it in `state`.
 
-    NaN never does, nor does None (nothing was measured).
+    NaN never does, nor does None (nothing was measured). As in transformers, after the first evaluation the best value
+    is at least infinite, so that EarlyStoppingCallback counts evaluations that are NaN.
 
     Raises:
         KeyError: the evaluation did not report that metric; the message lists those it did.
@@ -717,6 +718,7 @@ def is_new_best(metrics: dict[str, float], args: Any, state: TrainerState) -> bo
         )
     worst = float("-inf") if args.greater_is_better else float("inf")
     value, best = metrics[name], worst if state.best_metric is None else state.best_metric
+    state.best_metric = best
     if value is None or not (value > best if args.greater_is_better else value < best):
         return False
     state.best_metric = value

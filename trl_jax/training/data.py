@@ -325,7 +325,7 @@ def _weighting(setup: Setup, training: bool) -> Weighting:
     task, args = setup.task, setup.args
     if task.head == "score" or not task.per_token:
         return "examples"
-    if training and setup.rollout_steps is None and averages_micro_batches(setup.model):
+    if training and not task.online and averages_micro_batches(setup.model):
         return "micro_batches"
     return "tokens" if args.average_tokens_across_devices else "shards"
 

@@ -17,6 +17,7 @@ from trl_jax.losses.supervised import load_balancing_loss, real_examples, summed
 from trl_jax.models.model import merge
 from trl_jax.nn.head import Distributions
 from trl_jax.nn.layers import Noise
+from trl_jax.nn.linear import Stream
 from trl_jax.training.reference import PREFIX, ReferenceModel
 from trl_jax.training.state import Setup
 
@@ -252,8 +253,6 @@ def balance_experts(model: PreTrainedModel, coefficient: float | None, *, in_con
 
 # The random numbers of a training step: dropout, routers that sample experts, and noise on the embeddings.
 
-_NOISE, _ROUTERS = 1000, 1001  # folded into the key; dropout folds in smaller numbers
-
 
 def run_key(args: BaseConfig, backend: Backend) -> jax.Array | None:
     """A run's PRNG key; None if nothing is random. Each step folds in its number, so a resumed run draws the same."""
@@ -275,12 +274,12 @@ def random_options(
     if key is None:
         return {}
     options = {} if args.disable_dropout else {"dropout_key": key}
-    options |= {"router_key": jax.random.fold_in(key, _ROUTERS)} if backend.traits.draws_experts else {}
+    options |= {"router_key": key} if backend.traits.draws_experts else {}
     if not args.neftune_noise_alpha:
         return options
     multiple = multiple if isinstance(multiple, int) else 1
     longest = -(-(jnp.max(lengths) - backend.virtual.count) // multiple) * multiple
-    return options | {"noise": Noise(args.neftune_noise_alpha, jax.random.fold_in(key, _NOISE), longest)}
+    return options | {"noise": Noise(args.neftune_noise_alpha, jax.random.fold_in(key, Stream.NOISE), longest)}
 
 
 def check_noise(args: BaseConfig, backend: Backend) -> None:

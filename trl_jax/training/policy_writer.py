@@ -167,7 +167,7 @@ class PolicyWriter:
                 with raised_by("rollout_func", prompts):
                     return written_by(self._rollout_func, prompts, setup.vocab_size)
             finally:
-                self._turns = None
+                self._further = self._turns = None
 
         made = in_rounds(self._complete_round, run) if self._alone and self._server is not None else run(None)
         if made.sampling_logps is None and "sampling_logps" in setup.task.logps:

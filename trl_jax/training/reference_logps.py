@@ -74,7 +74,7 @@ def precomputed(
     batch_size *= setup.shards
     folder = None
     if datasets.is_caching_enabled():
-        facts |= _facts(setup.args, setup.task, setup.reference, dataset, batch_size)
+        facts = facts | _facts(setup.args, setup.task, setup.reference, dataset, batch_size)
         folder = folder_of(dataset, facts, setup.reference.split(setup.arrays)[1])
     cache = LogpsCache(folder, len(columns), len(dataset))
     if not cache.known.all():

@@ -160,8 +160,8 @@ class RecompileCheck:
         state = jax.eval_shape(tx.init, setup.model.params)
         if jax.tree.structure(state) != jax.tree.structure(setup.progress.optimizer_state):
             raise ValueError(
-                f"max_grad_norm was changed from {before.max_grad_norm} to {found.max_grad_norm} while the run trains, "
-                "which would change the optimizer's state. Use a very large max_grad_norm instead of None or 0."
+                f"{what} was changed while the run trains, which changes the structure of the optimizer's state. "
+                "Change it between calls of train(); for max_grad_norm, a very large number also turns clipping off."
             )
         return tx
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 
+import jax
 import numpy as np
 import pytest
+from datasets import Dataset
 
 import trl_jax
 from compat_tests.effort import only_thorough
@@ -19,6 +21,7 @@ from trl_jax.hub.auto import find_checkpoint
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.pretrained import compiled_scores
 from trl_jax.hub.quantization import BitsAndBytesConfig, formats, quantized
+from trl_jax.models.model import merge
 from trl_jax.nn.linear import DYNAMIC, TABLES, Format, dequantized
 from trl_jax.training.failures import check_weights
 
@@ -73,6 +76,28 @@ def test_dropout_in_front_of_the_adapter(checkpoint, tmp_path):
         runs[name] = make(trl_jax, checkpoint("llama", **FACTS), tmp_path, peft_config=lora, config=config)
         runs[name].train()
     assert losses(runs["none"]) == losses(runs["disabled"]) != losses(runs["on"])
+
+
+def test_no_two_uses_of_dropout_draw_the_same_numbers(tmp_path, monkeypatch):
+    rates = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2, "num_hidden_layers": 3}
+    folder = tiny_model(tmp_path / "gpt2", "gpt2", head="causal", **rates)
+    lora = LoraConfig(r=2, target_modules=["c_attn", "c_proj"], lora_dropout=0.2, task_type="CAUSAL_LM")
+    args = trl_jax.SFTConfig(str(tmp_path), report_to="none", disable_tqdm=True)
+    rows = Dataset.from_list([{"text": "one two three"}])
+    model = trl_jax.SFTTrainer(str(folder), args, train_dataset=rows, peft_config=lora).model
+    drawn, bernoulli = [], jax.random.bernoulli
+
+    def recorded(key, *given):
+        jax.debug.callback(lambda data: drawn.append(tuple(data.tolist())), jax.random.key_data(key))
+        return bernoulli(key, *given)
+
+    monkeypatch.setattr("jax.random.bernoulli", recorded)
+    key, positions = jax.random.key(0), np.arange(IDS.shape[1])[None]
+    merge(model.backend.graph, model.arrays, key)(IDS, positions, np.arange(IDS.size), dropout_key=key)
+    jax.effects_barrier()
+    uses = 1 + 3 * (3 + 3)  # the embedding; in each layer three of the model's and three adapters
+    assert len(set(drawn)) == uses
+    assert len(drawn) == uses + 3 * 2  # queries, keys and values share c_attn's adapter, and thus its input
 
 
 def test_streams_give_what_padded_rows_do(checkpoint, tmp_path):
