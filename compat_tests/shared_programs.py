@@ -58,7 +58,7 @@ HOST_OF_TASK = frozenset(
 # Fields of a setup that are not traced, or that the key contains in another form.
 HOST_OF_RUN = frozenset(
     """
-    editable batch_size reference rollout_steps sharding_plan events progress vocab_size script_loss
+    editable batch_size reference sharding_plan events progress vocab_size script_loss
 """.split()
 )
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")

@@ -16,6 +16,7 @@ from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.hub.families import read_arch
 from trl_jax.losses.supervised import load_balancing_loss
 from trl_jax.models.model import merge
+from trl_jax.nn.linear import Stream, stream_keys
 
 torch = pytest.importorskip("torch")
 
@@ -56,7 +57,7 @@ def test_values_and_gradients_in_training(remat, folder, monkeypatch, tmp_path):
     (_, (logps, aux)), gradients = jax.jit(run, compiler_options=QUICKLY)(model.params)
 
     draws, arch = TorchDraws(monkeypatch), model.source.config.arch
-    for key in jax.random.split(KEY, arch.num_layers):
+    for key in stream_keys(KEY, Stream.ROUTERS, arch.num_layers):
         draws.of_jittered_input(key, (*ids.shape, arch.hidden_size), INPUT_JITTER)
         draws.of_sparse_mixer(key, (ids.size, arch.experts.count))
     out = reference(input_ids=torch.tensor(ids), use_cache=False, output_router_logits=True)

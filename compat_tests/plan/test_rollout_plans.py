@@ -82,7 +82,7 @@ def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monk
     calls = {name: Calls(vars(generator)[name]) for name in ("prefill", "next_tokens")}
     for name, call in calls.items():
         monkeypatch.setattr(generator, name, call)
-    source, parts = begun(real.parts.setup.rollout_steps), real.parts
+    source, parts = begun(real.parts.rollout_steps), real.parts
     batch = parts.train_step.placed(next(iter(source))).arrays
     assert {len(row.completion) for row in source.generation.rows} == {40}
     tx = parts.training.made_optimizer()
@@ -318,7 +318,7 @@ def test_the_largest_step_has_the_images_of_its_rows(kind, tmp_path):
     assert largest.images.patches.shape[-2] >= 2 * tokens
     assert (largest.images.at >= 0).sum() % tokens == 0 and (largest.images.at >= 0).sum() >= 2 * tokens
     if kind == "GRPO":
-        assert trainer.parts.setup.rollout_steps.rollout.writer.longest > tokens
+        assert trainer.parts.rollout_steps.rollout.writer.longest > tokens
     found = plan(
         Run(find_checkpoint(str(folder), head="lm", dtype="float32"), trace.Rows(rows)),
         args,

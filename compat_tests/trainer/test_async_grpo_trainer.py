@@ -256,12 +256,12 @@ def test_weights_are_updated_every_few_steps_and_requests_are_limited(make, stub
 def test_a_step_without_whole_groups_and_what_is_not_generated_ahead(make):
     """A generation of 4 completions is used for two steps of 2, during which the weights are updated once."""
     half = make(per_device_train_batch_size=2, max_staleness=3)
-    assert half._setup.rollout_steps.ahead and half.args.generation_batch_size == 4
+    assert half.parts.rollout_steps.ahead and half.args.generation_batch_size == 4
     assert half._setup.task.cycle.parts == 2 and half._setup.length.max_steps == 10
-    assert not make(per_device_train_batch_size=2, max_staleness=2)._setup.rollout_steps.ahead
-    assert not make(max_staleness=0)._setup.rollout_steps.ahead
-    assert not make(queue_maxsize=7)._setup.rollout_steps.ahead
-    assert make(queue_maxsize=0)._setup.rollout_steps.ahead
+    assert not make(per_device_train_batch_size=2, max_staleness=2).parts.rollout_steps.ahead
+    assert not make(max_staleness=0).parts.rollout_steps.ahead
+    assert not make(queue_maxsize=7).parts.rollout_steps.ahead
+    assert make(queue_maxsize=0).parts.rollout_steps.ahead
 
 
 def test_slow_servers_end_the_run_with_the_argument_that_allows_more(stub, folder):

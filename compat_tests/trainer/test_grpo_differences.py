@@ -42,7 +42,7 @@ def make(checkpoint, tmp_path):
 
 def rows_of(trainer):
     """The completions of the last generation."""
-    return trainer.parts.setup.rollout_steps.generation.rows
+    return trainer.parts.rollout_steps.generation.rows
 
 
 @only_thorough

@@ -54,7 +54,7 @@ def test_a_step_and_its_completions_have_that_head(make):
     exact, coarse = make(True), make(False)
     by_model = [np.ones(len(ANSWER), bool)]
     asked = ("policy", Written([PROMPT], [ANSWER], by_model), by_model)
-    [found], [other] = (one.parts.setup.rollout_steps.rollout.judge.logps(*asked) for one in (exact, coarse))
+    [found], [other] = (one.parts.rollout_steps.rollout.judge.logps(*asked) for one in (exact, coarse))
     assert 1e-4 < np.abs(found - other).max() < 0.1
     kinds, run = [], generate.run
 
@@ -65,7 +65,7 @@ def test_a_step_and_its_completions_have_that_head(make):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "run", spied)
         for one in (exact, coarse):
-            one.parts.setup.rollout_steps.rollout.writer.complete([PROMPT.tolist()] * 4, 4)
+            one.parts.rollout_steps.rollout.writer.complete([PROMPT.tolist()] * 4, 4)
     assert kinds == ["float32", None]
 
 

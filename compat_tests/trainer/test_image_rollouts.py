@@ -442,7 +442,7 @@ def test_a_rollout_func_sees_images(llava, tmp_path):
 
 def test_image_tokens_are_never_sampled(llava, tmp_path):
     made = trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY)
-    assert made._setup.rollout_steps.rollout.writer._sampling.options["suppress_tokens"] == [
+    assert made.parts.rollout_steps.rollout.writer._sampling.options["suppress_tokens"] == [
         made._setup.encoder.image_token_id
     ]
 

@@ -212,7 +212,7 @@ def test_an_adapter_is_merged_because_tools_may_return_images(as_tokenizer, qwen
         rows, processing_class=processor.tokenizer if as_tokenizer else processor, tools=[draw],
         peft_config=trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     )  # fmt: skip
-    assert made._setup.rollout_steps.rollout.writer._server._servers.engine.takes_adapters == as_tokenizer
+    assert made.parts.rollout_steps.rollout.writer._server._servers.engine.takes_adapters == as_tokenizer
     assert ("get the adapter merged into the model, because tools may return images" in caplog.text) == (
         not as_tokenizer
     )

@@ -47,7 +47,7 @@ def queues(monkeypatch):
 
 
 def completions(trainer):
-    source = begun(trainer.parts.setup.rollout_steps)
+    source = begun(trainer.parts.rollout_steps)
     next(iter(source))
     return [row.completion.tolist() for row in source.generation.rows], source.streams[0].words(3).tolist()
 

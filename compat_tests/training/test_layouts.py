@@ -17,20 +17,25 @@ from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, stream, table
-from trl_jax.core.outputs import VirtualTokens
+from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
+from trl_jax.hub.backend import Traits
 from trl_jax.nn.attention.packed import attend_by_text
 from trl_jax.training import layout as layout_choice
 
 COLUMNS = ("chosen_ids", "rejected_ids")
-FACTS_OF = {"takes_packed": True, "drops_out": False, "draws_experts": False, "causal": True, "window": None}
-FACTS_OF |= {"virtual": VirtualTokens()}
-CAUSAL, DROPS = SimpleNamespace(**FACTS_OF), SimpleNamespace(**FACTS_OF | {"drops_out": True})
-ENCODER = SimpleNamespace(**FACTS_OF | {"causal": False})
-WHOLE = SimpleNamespace(**FACTS_OF | {"takes_packed": False, "causal": False})
-WINDOWED = SimpleNamespace(**FACTS_OF | {"window": 512})
-BEHIND_SIX = SimpleNamespace(**FACTS_OF | {"window": 512, "virtual": VirtualTokens(99, 6)})
+
+
+def backend(virtual=NO_VIRTUAL_TOKENS, **traits):
+    facts = {"takes_packed": True, "causal": True} | traits
+    return SimpleNamespace(
+        traits=Traits(vocab_size=9, max_positions=None, embeddings=frozenset(), **facts), virtual=virtual
+    )
+
+
+CAUSAL, DROPS, DRAWS = backend(), backend(drops_out=True), backend(draws_experts=True)
+ENCODER, WHOLE = backend(causal=False), backend(takes_packed=False, causal=False)
+WINDOWED, BEHIND_SIX = backend(window=512), backend(VirtualTokens(99, 6), window=512)
 WINDOWS = SMALL | {"model_type": "mistral", "sliding_window": 8}
-DRAWS = SimpleNamespace(**FACTS_OF | {"draws_experts": True})
 
 
 def asked(layout="auto", device="cpu", **more):

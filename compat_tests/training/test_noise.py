@@ -13,6 +13,7 @@ import trl_jax
 from compat_tests.effort import only_thorough, thorough
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.core.outputs import VirtualTokens
+from trl_jax.nn.linear import Stream, stream_keys
 from trl_jax.training.forward import check_noise, random_options, run_key
 from trl_jax.training.script_model import BoundModel
 
@@ -68,7 +69,9 @@ def asked(**how):
     return SimpleNamespace(**({"disable_dropout": True, "neftune_noise_alpha": None, "seed": 1} | how))
 
 
-CALM, DRAWS = (SimpleNamespace(draws_experts=draws, virtual=VirtualTokens()) for draws in (False, True))
+CALM, DRAWS = (
+    SimpleNamespace(traits=SimpleNamespace(draws_experts=draws), virtual=VirtualTokens()) for draws in (False, True)
+)
 
 
 def options(backend, key, multiple=None, **how):
@@ -94,12 +97,16 @@ def test_routers_draw_without_dropout_too():
     assert list(options(DRAWS, key)) == ["router_key"]
     every = options(DRAWS, key, disable_dropout=False, neftune_noise_alpha=5.0)
     assert list(every) == ["dropout_key", "router_key", "noise"]
-    keys = {tuple(jax.random.key_data(one).tolist()) for one in (key, every["router_key"], every["noise"].key)}
+    [dropout], [router] = (
+        stream_keys(every[name], stream, 1)
+        for name, stream in (("dropout_key", Stream.LAYERS), ("router_key", Stream.ROUTERS))
+    )
+    keys = {tuple(jax.random.key_data(one).tolist()) for one in (dropout, router, every["noise"].key)}
     assert len(keys) == 3
 
 
 def test_an_exported_program_takes_none():
-    backend = SimpleNamespace(takes_noise=False, name="exported")
+    backend = SimpleNamespace(traits=SimpleNamespace(takes_noise=False), name="exported")
     check_noise(asked(), backend)
     with pytest.raises(ValueError, match="neftune_noise_alpha=5.0: this model runs on the exported backend, whose"):
         check_noise(asked(neftune_noise_alpha=5.0), backend)

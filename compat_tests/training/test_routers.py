@@ -20,7 +20,7 @@ CONFIG = {"max_length": 64, "gradient_accumulation_steps": 2, "router_aux_loss_c
 
 def model_of(config, *, has_routers):
     config.architectures = ["SomeForCausalLM"]
-    backend = SimpleNamespace(has_routers=has_routers, name="exported")
+    backend = SimpleNamespace(traits=SimpleNamespace(has_routers=has_routers), name="exported")
     return SimpleNamespace(config=config, backend=backend)
 
 

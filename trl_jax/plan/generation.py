@@ -49,6 +49,7 @@ from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online import RolloutTrainer
+from trl_jax.training.setup import RunParts
 from trl_jax.training.state import Setup
 
 TOKEN = 0  # the token id of synthetic completions
@@ -126,7 +127,7 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
         The rollout's new writer.
     """
     run = trainer.parts.setup
-    source, args = run.rollout_steps, run.args
+    source, args = trainer.parts.rollout_steps, run.args
     policy = source.rollout.writer
     encoded = partial(_longest_ids, args.max_prompt_length) if made_up else policy.encoded
     writer = LongestWriter(policy, encoded, most_new_tokens(args))
@@ -223,9 +224,10 @@ def longest_steps(trainer: BaseTrainer) -> LongestSteps | None:
     return found
 
 
-def sizes(run: Setup, *, evaluates: bool) -> list[Size]:
+def sizes(parts: RunParts, *, evaluates: bool) -> list[Size]:
     """The sizes of a training generation and, if the run evaluates, of an evaluation batch's generation."""
-    task, prompt_length = run.task, run.virtual.count + run.rollout_steps.rollout.writer.longest
+    run, task = parts.setup, parts.setup.task
+    prompt_length = run.virtual.count + parts.rollout_steps.rollout.writer.longest
     groups = [(task.cycle.prompts, task.num_generations)]
     if evaluates:
         group = task.num_generations_eval

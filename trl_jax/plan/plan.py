@@ -228,8 +228,8 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     sizes = [] if run.generation is None else [run.generation]
     if generation.by_servers(trainer):
         further["servers_generate"] = True
-    elif trainer.parts.setup.rollout_steps is not None:
-        sizes = generation.sizes(trainer.parts.setup, evaluates=trace.evaluates(args))
+    elif trainer.parts.setup.online:
+        sizes = generation.sizes(trainer.parts, evaluates=trace.evaluates(args))
     elif online_steps is not None:
         sizes += online_steps.sizes(trainer.parts.setup)
     if sizes:
@@ -290,7 +290,7 @@ def _attention(platform: str, trainer: BaseTrainer, layout: str) -> str:
     if layout == "padded":
         return _BY_ROWS
     # Completions are attended text by text, also in windowed layers.
-    by_text = trainer.parts.setup.rollout_steps is not None
+    by_text = trainer.parts.setup.online
     splash_runs = platform == "tpu" and (by_text or not (windowed and layout == "shared"))
     return _ALONG_PACKED.format(*(("splash attention", splash.BLOCK) if splash_runs else ("plain XLA", BLOCK)))
 
@@ -326,7 +326,7 @@ def _generation(
         weights = abstract_weights(model.graph, arrays, dtype, head_dtype, topology)
     evaluates, size = max(enumerate(sizes), key=lambda one: one[1].tokens)
     at_once = size
-    if run.rollout_steps is not None:
+    if run.online:
         # Traced on this machine's device: the cache has the same shapes on every platform.
         limit = _limit(trainer.args, topology, on_device((placed, step.state)) + scorer)
         at_once = size.at_once(weights, limit.after_copies(weights, arrays))

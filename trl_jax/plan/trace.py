@@ -236,8 +236,8 @@ def batches(trainer: BaseTrainer, online_steps: generation.LongestSteps | None =
 def _steps(trainer: BaseTrainer) -> tuple[Iterable[StepBatch], str]:
     """The first steps of the first epoch, and their layout."""
     run = trainer.parts.setup
-    if run.rollout_steps is not None:
-        steps = islice(begun(run.rollout_steps), MAX_OF_PROMPTS)
+    if run.online:
+        steps = islice(begun(trainer.parts.rollout_steps), MAX_OF_PROMPTS)
         return steps, data.step_layout(run, training=True).layout
     loader = trainer.loader(trainer.train_dataset, training=True)
     return islice(loader, MAX_SURVEYED), loader.step_layout.layout

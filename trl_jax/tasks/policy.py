@@ -100,6 +100,7 @@ class RolloutTask(TokenTask):
 
     head: ClassVar[Literal["lm"]] = "lm"
     online: ClassVar[bool] = True
+    entropy_bonus: ClassVar[bool] = False
     num_tokens_after: ClassVar[str | None] = None  # num_tokens is one of the metrics of a generation
     columns: ClassVar[Columns] = Columns((), prompts="prompt")
 

@@ -229,7 +229,7 @@ class BaseTrainer(abc.ABC):
             self._data_collator = self._collator()
         self.parts = setup.assemble(
             self._setup, hooks, self._publisher,
-            lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model,
+            lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model, spec.rollout,
         )  # fmt: skip
         self._originals = originals(self._other_models(), torch_model)
 
@@ -386,10 +386,10 @@ class BaseTrainer(abc.ABC):
         self._follow_torch_models(trains=True)
         self._settle_task()
         self._set_signature_columns_if_needed()
-        if self._setup.rollout_steps is not None:
+        if self._setup.online:
             check_changes(self._setup.task, self.make_task())
         warn_of_changes(self, self._read_once)
-        if self._setup.rollout_steps is None and self.compute_metrics is not self._tried_metrics:
+        if not self._setup.online and self.compute_metrics is not self._tried_metrics:
             self.parts.evaluator.try_metrics(self._metric_hooks())
             self._tried_metrics = self.compute_metrics
         return self.parts.training.train(resume_from_checkpoint)
@@ -428,7 +428,7 @@ class BaseTrainer(abc.ABC):
                 "The trainer cannot train, evaluate or predict in `with model.disable_adapter():`. Evaluate the base "
                 "model in a trainer of its own, without peft_config."
             )
-        online = self._setup.rollout_steps is not None
+        online = self._setup.online
         then = self._editable.task
         task = then.following(self.make_task) if online else self.make_task()
         if task == then:
@@ -695,7 +695,7 @@ class BaseTrainer(abc.ABC):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Append `logs` with the epoch and step to `state.log_history`, and pass them to the callbacks. With
         `include_num_input_tokens_seen`, the throughput since `start_time` (of `time.time()`, in seconds) is added."""
-        tokens_before, online = self._setup.progress.input_tokens_before, self._setup.rollout_steps is not None
+        tokens_before, online = self._setup.progress.input_tokens_before, self._setup.online
         if "_script_metrics" in vars(self):
             mode, before = ("train", "") if self.model.training else ("eval", "eval_")
             logs |= self._script_metrics[mode].taken(logs, before)
@@ -705,7 +705,7 @@ class BaseTrainer(abc.ABC):
     def _log(self, logs: dict[str, float], measured: dict[str, float], *given: Any, before: str = "") -> None:
         """Call `log` with `logs` and the task's metrics, prefixed with `before`. As in TRL, a user-defined `log` finds
         the latter in `self._metrics`, and `super().log` adds them."""
-        if self._setup.rollout_steps is not None or not ("log" in names_of_script(type(self)) or "log" in vars(self)):
+        if self._setup.online or not ("log" in names_of_script(type(self)) or "log" in vars(self)):
             logs |= {f"{before}{name}": value for name, value in measured.items()}
             self.log(logs, *given)
             return

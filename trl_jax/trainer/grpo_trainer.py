@@ -152,12 +152,12 @@ class GRPOTrainer(OnlineTrainer):
     def entropy_coef(self) -> float:
         """The current coefficient of the entropy bonus: `args.entropy_coef`, or its adapted value with
         `use_adaptive_entropy`."""
-        bonus = self._setup.rollout_steps.bonus
+        bonus = self.parts.rollout_steps.bonus
         return self.args.entropy_coef if bonus is None else bonus.now
 
     @property
     def _entropy_bonus_enabled(self) -> bool:
-        return self._setup.rollout_steps.bonus is not None
+        return self.parts.rollout_steps.bonus is not None
 
     def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> Any:
         """The unmasked tokens whose entropy is at least the `threshold` quantile of all unmasked tokens: bool `[B, C]`.

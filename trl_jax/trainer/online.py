@@ -226,10 +226,10 @@ class RolloutTrainer(BaseTrainer):
         Inside a user-defined loss, they are arrays of the current step."""
         if self._own_pass is not None:
             return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
-        return {mode: log.values for mode, log in self._setup.rollout_steps.rollout.metrics.items()}
+        return {mode: log.values for mode, log in self.parts.rollout_steps.rollout.metrics.items()}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        metrics = self._setup.rollout_steps.rollout.metrics["train" if self.model.training else "eval"]
+        metrics = self.parts.rollout_steps.rollout.metrics["train" if self.model.training else "eval"]
         logs |= {f"{metrics.prefix}{name}": value for name, value in metrics.means().items()}
         try:
             super().log(logs, start_time)
@@ -237,7 +237,7 @@ class RolloutTrainer(BaseTrainer):
             metrics.values.clear()
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
-        metrics = self._setup.rollout_steps.rollout.metrics["eval"]
+        metrics = self.parts.rollout_steps.rollout.metrics["eval"]
         before, metrics.prefix = metrics.prefix, f"{prefix}_"
         try:
             return super()._evaluate_one(dataset, prefix)
@@ -252,7 +252,7 @@ class RolloutTrainer(BaseTrainer):
         Raises:
             AttributeError: there is no table.
         """
-        table = self._setup.rollout_steps.rollout.table
+        table = self.parts.rollout_steps.rollout.table
         if table is None:
             raise AttributeError(
                 "_logs has the columns of the completions table, which this trainer does not keep. Set "
@@ -476,7 +476,7 @@ class RolloutTrainer(BaseTrainer):
                 "vllm_mode='server', or train in one process."
             )
         with self._setup.on_device():
-            completions, logps = self._setup.rollout_steps.rollout.writer.complete_once(prompt_ids, group)
+            completions, logps = self.parts.rollout_steps.rollout.writer.complete_once(prompt_ids, group)
         return [own.tolist() for own in completions], None if logps is None else [own.tolist() for own in logps]
 
     def _rollout_options(self) -> dict[str, Any]:
@@ -696,7 +696,7 @@ class OnlineTrainer(RolloutTrainer):
                 raise RuntimeError(
                     "_tokenize_prompts gives the ids of texts, and this run has images. Call trainer.processing_class."
                 )
-            return self._setup.rollout_steps.rollout.writer.prompt_ids(prompts), None, {}
+            return self.parts.rollout_steps.rollout.writer.prompt_ids(prompts), None, {}
         return self._own_method("_tokenize_prompts").default_tokenize(prompts)
 
     def _own_method(self, name: str) -> OwnMethods:

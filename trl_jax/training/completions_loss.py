@@ -196,7 +196,7 @@ def check_bonus(setup: Setup, *, asked: bool) -> None:
     Args:
         asked: whether the script called `super()`.
     """
-    if setup.rollout_steps.bonus is not None and not asked:
+    if setup.task.entropy_bonus and not asked:
         raise TypeError(
             "entropy_coef and use_adaptive_entropy are part of super()._compute_loss(model, inputs), which the "
             "trainer's own loss does not call. Leave them out, and subtract the entropy in the loss itself."

@@ -85,7 +85,7 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
     _check_run(setup, checkpointer, point, saved, finished=finished)
     params = weights_of(setup.model, folder, args.seed, setup.sharding_plan)
     if saved is None:
-        optimizer_state, progress = _without_progress(setup, point, params, tx)
+        optimizer_state, progress = _without_progress(setup, checkpointer.rollout_steps, point, params, tx)
         if point.model_only:
             checkpointer.lr_scheduler.begin_at(step)
     else:
@@ -102,7 +102,7 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
     if stopped and not progress.stop_training and progress.micro_batches < length.micro_batches_per_epoch:
         progress.epoch_over = False  # the epoch was cut short
     if args.restarts_epoch and not progress.stop_training:
-        _restart_epoch(progress, length, setup.rollout_steps)
+        _restart_epoch(progress, length, checkpointer.rollout_steps)
     restore_callbacks = args.restore_callback_states_from_checkpoint
     _restore_state(setup.events, point, setup.train_batch_size, wholly=restore_callbacks)
     logger.warning("Resuming from %s: step %d of %d.", folder, step, length.max_steps)
@@ -124,7 +124,7 @@ def _check_run(
     if saved is None:
         return
     _check_facts(saved)
-    counts_rows = setup.rollout_steps is None and not args.restarts_epoch
+    counts_rows = not (setup.online or args.restarts_epoch)
     _check_place(saved, setup.train_rows, point.state.global_step, counts_rows=counts_rows)
     _check_frozen(saved, checkpointer.frozen_digests())
     if not (finished or args.restarts_epoch):
@@ -156,7 +156,9 @@ def _restart_epoch(progress: LoopProgress, length: RunLength, rollout: RolloutSt
         rollout.begin_epoch_again(progress.epoch)
 
 
-def _without_progress(setup: Setup, point: ResumePoint, params: dict, tx: Any) -> tuple[Any, LoopProgress]:
+def _without_progress(
+    setup: Setup, rollout_steps: RolloutSteps | None, point: ResumePoint, params: dict, tx: Any
+) -> tuple[Any, LoopProgress]:
     """The optimizer state and the progress for a checkpoint that has no `SavedProgress`: one of transformers' Trainer,
     or one with only the model. The optimizer has AdamW's moments from the former, and begins again with the latter."""
     optimizer_state = tx.init(params)
@@ -176,13 +178,13 @@ def _without_progress(setup: Setup, point: ResumePoint, params: dict, tx: Any) -
     if setup.sharding_plan is not None:
         optimizer_state = setup.sharding_plan.placed_state(optimizer_state, params)
     setup.progress.tokens_seen = tokens_seen(point.state)
-    if setup.rollout_steps is None:
+    if rollout_steps is None:
         steps = len(loader(setup, setup.train_rows, training=True)) if isinstance(setup.train_rows, Dataset) else None
         return optimizer_state, _progress_at(point.state, steps, setup.step_examples)
-    progress = _rollout_progress_at(point.state, setup.rollout_steps, setup.step_examples)
+    progress = _rollout_progress_at(point.state, rollout_steps, setup.step_examples)
     if not point.model_only:
-        _restore_streams(point.folder, setup.rollout_steps.streams)
-    _restore_entropy_bonus(point.folder, setup.rollout_steps)
+        _restore_streams(point.folder, rollout_steps.streams)
+    _restore_entropy_bonus(point.folder, rollout_steps)
     return optimizer_state, progress
 
 
@@ -203,13 +205,13 @@ def _with_progress(
     if saved.names("params"):
         params = saved.tree("params", params, None if plan is None else plan.params(params))
     optimizer_state = saved.tree("optimizer", like, places)
-    if setup.rollout_steps is not None:
+    if (rollout_steps := checkpointer.rollout_steps) is not None:
         arrays = {name: saved.tensors.get_tensor(f"rollout/{name}") for name in saved.names("rollout")}
-        moved = setup.rollout_steps.restore(arrays, saved.facts["rollout"], saved.progress.unreported)
+        moved = rollout_steps.restore(arrays, saved.facts["rollout"], saved.progress.unreported)
         if moved:
-            saved.progress.examples = setup.rollout_steps.micro_batches_done * setup.micro_batch_examples
+            saved.progress.examples = rollout_steps.micro_batches_done * setup.micro_batch_examples
         if moved or saved.facts["step_examples"] != setup.step_examples:
-            _check_steps_left(saved, setup.args, setup.rollout_steps, setup.train_dataset, step, length)
+            _check_steps_left(saved, setup.args, rollout_steps, setup.train_dataset, step, length)
     if setup.reference is not None:
         _resume_reference(setup.reference, setup.sharding_plan, saved)
     setup.progress.fill_last, setup.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
@@ -380,12 +382,13 @@ class Checkpointer:
     lock: of output_dir, during train().
     """
 
-    def __init__(self, setup: Setup, arguments: str, hooks: Hooks):
+    def __init__(self, setup: Setup, arguments: str, hooks: Hooks, rollout_steps: RolloutSteps | None):
         """
         Args:
             arguments: the text of training_args.json.
+            rollout_steps: the source of steps in online training; None if the rows come from a dataset.
         """
-        self._setup, self.arguments, self._hooks = setup, arguments, hooks
+        self._setup, self.arguments, self._hooks, self.rollout_steps = setup, arguments, hooks, rollout_steps
         self.lock: RunLock | None = None
         self.saver = AsyncSaver()
         self.lr_scheduler: LearningRate | None = None
@@ -452,8 +455,8 @@ class Checkpointer:
             trees |= {"optimizer": setup.progress.optimizer_state, "reference": setup.moving_reference}
         trees = host_copy(trees) if background else trees
         rollout = None
-        if setup.rollout_steps is not None:
-            trees["rollout"], rollout = setup.rollout_steps.state()
+        if self.rollout_steps is not None:
+            trees["rollout"], rollout = self.rollout_steps.state()
         facts = {
             "tokens_seen": setup.progress.tokens_seen,
             "schedule": self.lr_scheduler.state_dict(),

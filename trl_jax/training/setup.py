@@ -41,6 +41,7 @@ from trl_jax.hub.vision.processor import (
 )
 from trl_jax.mesh.mesh import SEQUENCE, Fetched, ShardingPlan
 from trl_jax.mesh.processes import check_alike, is_first, several
+from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.training import layout, model
 from trl_jax.training.callbacks import begin_state, events_of
@@ -396,7 +397,7 @@ def build(
     pad_to_multiple_of: int | str | None,
     progress: Progress,
 ) -> Setup:
-    """Assemble a run, in this order: tokenizer, rows, model, mesh, reference, events, rollout.
+    """Assemble a run, in this order: tokenizer, rows, model, mesh, reference, events.
 
     Args:
         pad_to_multiple_of: from the arguments, or from the collator that was passed.
@@ -446,7 +447,6 @@ def build(
         sharding_plan=sharding_plan,
         reference=reference,
         router_aux_loss_coef=balance,
-        rollout_steps=None,
         encoder=tokenization.encoder,
         reader=tokenization.reader,
         features=FeatureStore(args) if takes_images and sharding_plan is None and not several() else None,
@@ -454,16 +454,11 @@ def build(
     )
     begin_state(events, setup.train_batch_size)
 
-    # The rollout's parts read the setup, but never `setup.rollout_steps`.
-    rollout_parts = None if spec.rollout is None else spec.rollout(setup)
     check_batch_methods(batch_methods, task, policy)
     set_log_level(args.get_process_log_level(), asked=args.log_level != "passive")
     warn_of_idle_devices(args)
     os.makedirs(args.output_dir, exist_ok=True)
-    if rollout_parts is None:
-        return setup
-    sharded = _sharded_step(sharding_plan, policy, setup.frozen)
-    return replace(setup, rollout_steps=rollout_steps(setup, rollout_parts, Forward(setup), sharded))
+    return setup
 
 
 def _reference(
@@ -575,6 +570,7 @@ class RunParts(NamedTuple):
 
     setup: Setup
     forward: Forward
+    rollout_steps: RolloutSteps | None
     evaluator: Evaluator | CompletionEvaluator
     train_step: TrainStep
     checkpointer: Checkpointer
@@ -583,31 +579,39 @@ class RunParts(NamedTuple):
 
 
 def assemble(
-    setup: Setup, hooks: Hooks, publisher: HubPublisher, choose: Callable[[], OptimizerChoice], torch_model: Any
+    setup: Setup,
+    hooks: Hooks,
+    publisher: HubPublisher,
+    choose: Callable[[], OptimizerChoice],
+    torch_model: Any,
+    rollout: Callable[[Setup], RolloutParts] | None,
 ) -> RunParts:
     """Create the parts of a run.
 
     Args:
         choose: chooses an optimizer from the current arguments and those of the constructor.
         torch_model: the torch model that was passed and receives the trained weights; None without one.
+        rollout: `TrainerSpec.rollout`.
 
     Raises:
         ValueError: the run has no end, or an argument does not fit the model.
     """
-    args, policy = setup.args, setup.model
-    checkpointer, forward = Checkpointer(setup, arguments_text(args), hooks), Forward(setup)
+    args, policy, forward = setup.args, setup.model, Forward(setup)
     sharded_step = _sharded_step(setup.sharding_plan, policy, setup.frozen)
+    source = None if rollout is None else rollout_steps(setup, rollout(setup), forward, sharded_step)
+    checkpointer = Checkpointer(setup, arguments_text(args), hooks, source)
     user_loss = None
     if setup.loss_overrides:
         hooked = hooks.compute_loss, hooks.script_values, hooks.own_step, hooks.loss_is_function, hooks.loss_functions
         user_loss = UserLoss(setup, forward, *hooked)
-    if setup.rollout_steps is None:
+    if source is None:
         evaluator = Evaluator(setup, forward, sharded_step, user_loss, hooks.prediction_step)
     else:
-        evaluator = CompletionEvaluator(setup, forward, sharded_step, setup.rollout_steps)
+        evaluator = CompletionEvaluator(setup, forward, sharded_step, source)
     trained_by_script = user_loss if "compute_loss" in setup.overridden else None
-    train_step = TrainStep(setup, forward, hooks.loss, sharded_step, trained_by_script)
-    training = Training(setup, hooks, train_step, checkpointer, publisher, choose, torch_model)
+    after_step = None if source is None else source.stepped
+    train_step = TrainStep(setup, forward, hooks.loss, sharded_step, trained_by_script, after_step)
+    training = Training(setup, hooks, train_step, checkpointer, publisher, choose, torch_model, source)
     _ = setup.length  # raises ValueError for a run without an end
     if several():
         check_alike(checkpointer.digests())
@@ -615,4 +619,4 @@ def assemble(
     check_noise(args, policy.backend)
     layout.check_layout(args, policy.backend, compares=setup.compares)
     check_offloading(args, policy.backend)
-    return RunParts(setup, forward, evaluator, train_step, checkpointer, publisher, training)
+    return RunParts(setup, forward, source, evaluator, train_step, checkpointer, publisher, training)

@@ -13,13 +13,11 @@ from transformers.trainer_callback import TrainerState
 
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.outputs import VirtualTokens
-from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.data.image_rows import Encoder
 from trl_jax.data.loader import RunLength, run_length
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import ShardingPlan
-from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.training.devices import on_device
 from trl_jax.training.events import Events, Interrupts
@@ -143,7 +141,6 @@ class Setup:
     sharding_plan: how arrays are divided over several devices; None on a single device.
     reference: the reference model; None if the task has none, or if its log-probabilities were precomputed.
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 disables it.
-    rollout_steps: the source of steps in online training; None if the rows come from a dataset.
     encoder: makes examples from rows with images; None for text-only rows.
     features: cached image features of a frozen vision tower; None for text-only rows or on several devices.
     reader: as in `training.data.Tokenization`.
@@ -160,7 +157,6 @@ class Setup:
     sharding_plan: ShardingPlan | None
     reference: ReferenceModel | None
     router_aux_loss_coef: float
-    rollout_steps: RolloutSteps | None
     encoder: Encoder | None
     features: FeatureStore | None
     reader: type[ProcessorTokenizer] | None
@@ -185,9 +181,9 @@ class Setup:
         return {} if self.reference is None or self.reference.sync is None else self.reference.arrays
 
     @property
-    def random_streams(self) -> list[TorchGenerator]:
-        """The random streams of online training."""
-        return [] if self.rollout_steps is None else self.rollout_steps.random_streams
+    def online(self) -> bool:
+        """Whether steps are made of rollouts, instead of the rows of a dataset."""
+        return self.task.online
 
     @property
     def frozen(self) -> dict[str, Any]:

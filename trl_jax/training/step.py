@@ -176,14 +176,16 @@ class TrainStep:
         trainer_loss: Callable[[], Callable | None],
         sharded_step: ShardedStep | None,
         user_loss: UserLoss | None,
+        after_step: Callable[[dict[str, jax.Array]], None] | None,
     ):
         """
         Args:
             trainer_loss: returns a user-defined `loss` that replaces `Forward.loss`; None if there is none.
             sharded_step: divides the step over several devices; None on a single device.
             user_loss: a user-defined compute_loss; the step then runs one micro-batch at a time.
+            after_step: gets the metrics of each step; None without rollouts.
         """
-        self._setup, self._forward, self._trainer_loss = setup, forward, trainer_loss
+        self._setup, self._forward, self._trainer_loss, self._after_step = setup, forward, trainer_loss, after_step
         self.sharded_step, self.user_loss = sharded_step, user_loss
 
     @property
@@ -270,8 +272,8 @@ class TrainStep:
                 # A schedule-free optimizer takes gradients at other points than its averages (the model's params).
                 now = self._tx.point(setup.model.params, setup.progress.optimizer_state)
                 setup.reference.follow(setup.model.frozen | now)
-            if setup.rollout_steps is not None:
-                setup.rollout_steps.stepped(metrics)
+            if self._after_step is not None:
+                self._after_step(metrics)
             setup.progress.tokens_seen += batch.num_primary_tokens
             setup.state.num_input_tokens_seen += self._input_tokens(batch)
             setup.state.total_flos += flops_a_token * batch.num_padded_tokens
@@ -311,7 +313,7 @@ class TrainStep:
 
     def _input_tokens(self, batch: Any) -> int:
         """The step's tokens for `include_num_input_tokens_seen`; 0 online, where the rollout has counted them."""
-        if self._setup.rollout_steps is not None:
+        if self._setup.online:
             return 0
         counted = {"all": batch.num_padded_tokens, "non_padding": batch.num_primary_tokens, "no": 0}
         return counted[self._setup.args.include_num_input_tokens_seen]

@@ -24,6 +24,7 @@ from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.torch_objects import TorchOriginal, copy_back_to_torch, is_adapted, refreshed
 from trl_jax.mesh.processes import barrier, is_first, reached, several, together
+from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.training.callbacks import begin_state
 from trl_jax.training.checkpoint import (
     LoopProgress,
@@ -75,12 +76,15 @@ class Training:
         publisher: HubPublisher,
         choose: Callable[[], OptimizerChoice],
         torch_model: Any,
+        rollout_steps: RolloutSteps | None,
     ):
         """
         Args:
             choose: chooses an optimizer from the current arguments and those of the constructor.
             torch_model: the torch model that was passed and receives the trained weights; None without one.
+            rollout_steps: the source of steps in online training; None if the rows come from a dataset.
         """
+        self._rollout_steps = rollout_steps
         self._setup, self._hooks, self._train_step = setup, hooks, train_step
         self._checkpointer, self._publisher, self._torch_model = checkpointer, publisher, torch_model
         self._choose, self.choice = choose, choose()
@@ -198,11 +202,11 @@ class Training:
         self._show(tx)
         self._checkpointer.forget_dataset()
         begin_state(setup.events, setup.train_batch_size)
-        if setup.rollout_steps is not None:
-            setup.rollout_steps.begin(self._begin_step, self._train_step.at_iterates)
+        if self._rollout_steps is not None:
+            self._rollout_steps.begin(self._begin_step, self._train_step.at_iterates)
         random_before, progress = None, LoopProgress()
         if found is not None:
-            random_before = None if found.model_only else RandomState(setup.random_streams)
+            random_before = None if found.model_only else RandomState(self._random_streams)
             progress = resume(setup, self._checkpointer, found, length, tx)
             if own_batches is not None:
                 own_batches.steps.fill_last = setup.progress.fill_last
@@ -214,8 +218,8 @@ class Training:
         with self._saved_on_signal(loop):
             with setup.progress.interrupts.waiting():
                 self._publisher.finish(args, setup.events)
-                if setup.rollout_steps is not None:
-                    setup.rollout_steps.finish()
+                if self._rollout_steps is not None:
+                    self._rollout_steps.finish()
             # As in TRL, whose last log therefore leaves out what was collected in training.
             setup.model.train(not loop.progress.evaluated_last)
             metrics = self._closing_metrics(train_loss, unreported, start, length.max_steps, first)
@@ -233,7 +237,7 @@ class Training:
         `train_dataset`, decide the length of the run."""
         setup, name = self._setup, "get_train_dataloader"
         setup.progress.loaded_dataset = None
-        if setup.rollout_steps is not None or not (name in setup.overridden or name in self._hooks.set_by_script()):
+        if setup.online or not (name in setup.overridden or name in self._hooks.set_by_script()):
             return None
         batches = self._hooks.get_train_dataloader()
         setup.progress.loaded_dataset = steps_of(batches, name).dataset
@@ -242,13 +246,17 @@ class Training:
     @contextlib.contextmanager
     def _saved_on_signal(self, loop: Loop) -> Iterator[None]:
         """If a signal interrupts the block, undo its changes and exit with a checkpoint of the last step."""
-        before = Snapshot(self._setup.events, self._setup.random_streams)
+        before = Snapshot(self._setup.events, self._random_streams)
         try:
             yield
         except Interrupted:
             before.restore()
             with self._checkpointer.saver.settled():
                 loop.leave_if_asked()
+
+    @property
+    def _random_streams(self) -> list[TorchGenerator]:
+        return [] if self._rollout_steps is None else self._rollout_steps.random_streams
 
     def _run_loop(
         self, tx: Any, length: Any, progress: LoopProgress, random_before: RandomState | None, own_batches: Any
@@ -258,9 +266,9 @@ class Training:
         tell_model(printed, args, setup.model, setup.sharding_plan)
         batches = own_batches
         if batches is None:
-            batches = self._hooks.get_train_dataloader() if setup.rollout_steps is None else setup.rollout_steps
+            batches = self._rollout_steps if setup.online else self._hooks.get_train_dataloader()
         setup.events.handler.train_dataloader = batches
-        steps = batches if setup.rollout_steps is not None else steps_of(batches, "get_train_dataloader")
+        steps = batches if setup.online else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
         tell_layout(printed, laid_out, reason_of_layout(setup), own_loss=bool(setup.loss_overrides))
         step, hooks = train_step.build(tx), self._hooks
@@ -286,7 +294,7 @@ class Training:
             # If batch sizes differ from those before the resume, max_steps may only be reached in a later epoch.
             num_epochs=length.num_epochs + (progress.epoch if args.max_steps > 0 else 0),
             micro_batches_per_epoch=length.micro_batches_per_epoch,
-            begin_step=self._begin_step if setup.rollout_steps is None else lambda: None,
+            begin_step=(lambda: None) if setup.online else self._begin_step,
             advance=advance,
             learning_rate=checkpointer.lr_scheduler,
             report=lambda logs, since: self._report(logs, since, began),
@@ -295,9 +303,9 @@ class Training:
             save=self._hooks.save_checkpoint,
             nonfinite_guard=NonFiniteGuard(setup.state.global_step + 1, self._explained, patience),
             interrupts=setup.progress.interrupts,
-            recoverable=() if setup.rollout_steps is None else setup.rollout_steps.recoverable,
+            recoverable=() if self._rollout_steps is None else self._rollout_steps.recoverable,
             progress=progress,
-            random_streams=setup.random_streams,
+            random_streams=self._random_streams,
             random_before=random_before,
         )
         setup.progress.in_train = True
@@ -324,7 +332,7 @@ class Training:
 
     def _begin_step(self) -> None:
         self._setup.events.fire("on_step_begin")
-        if self._setup.rollout_steps is not None:
+        if self._setup.online:
             self._hooks.settle_task()  # what callbacks set also applies to a generation of this step
         self._setup.model.train()  # an evaluation leaves it in evaluation mode, as in TRL
 
@@ -350,8 +358,8 @@ class Training:
         if not steps:
             return {}
         setup = self._setup
-        if setup.rollout_steps is not None:  # its trainer adds them in `log`
-            setup.rollout_steps.rollout.show("train", setup.state.global_step)
+        if self._rollout_steps is not None:  # its trainer adds them in `log`
+            self._rollout_steps.rollout.show("train", setup.state.global_step)
             return {}
         return task_metrics(setup.task, setup.objective, steps, "train", tokens_seen=setup.progress.tokens_seen)
 
