@@ -535,7 +535,7 @@ def test_an_evaluation_without_a_reward_or_a_row(make):
     trainer = make(of_training, eval_dataset=table(2), config=config)
     trainer.train()
     evaluations = [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log]
-    assert evaluations == [None, None] and trainer.state.best_metric is None
+    assert evaluations == [None, None] and trainer.state.best_metric == float("-inf")  # as at the start
     with pytest.raises(ValueError, match="^The evaluation set has no rows"):
         trainer.evaluate(table(2).to_iterable_dataset().take(0))
 
