@@ -117,7 +117,7 @@ def _trainer(run: Run, model: Path, out: Path):
     import trl_jax
 
     rows = preference_rows(43, **run.rows)
-    trainer = (_own_loss() if run.kind == "own loss" else trl_jax.RewardTrainer)(
+    trainer = (_user_loss() if run.kind == "own loss" else trl_jax.RewardTrainer)(
         model=str(model),
         args=trl_jax.RewardConfig(str(out), **(BASE | run.config)),
         train_dataset=(
@@ -131,7 +131,7 @@ def _trainer(run: Run, model: Path, out: Path):
     return trainer
 
 
-def _own_loss() -> type:
+def _user_loss() -> type:
     import jax
 
     import trl_jax

@@ -35,7 +35,7 @@ def row(folder: Path, mesh: str) -> dict[str, float]:
     trainer = _trainer(folder, mesh)
     [batch, *_] = trainer.get_train_dataloader().steps
     params, arrays = trainer.model.params, trainer.parts.train_step.placed(batch).arrays
-    tx = trainer.parts.training.made_optimizer()
+    tx = trainer.parts.training.build_optimizer()
     state = trainer.parts.train_step.new_optimizer_state(tx)
     step = trainer.parts.train_step.compiled(tx, remat=True).lower(params, state, arrays, np.float32(0), None).compile()
     told = step.memory_analysis()

@@ -152,7 +152,7 @@ def test_it_answers_to_compute_metrics(make):
     assert found["eval_rows"] == 7 and found["eval_highest"] == pytest.approx(scores.max(), abs=1e-6)
 
 
-class OwnLoss(PointwiseTrainer):
+class UserCompletionsLoss(PointwiseTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         loss = jnp.mean((outputs.logits[:, 0] - inputs["rating"]) ** 2)
@@ -164,7 +164,7 @@ class TasksLoss(PointwiseTrainer):
         return super().compute_loss(model, inputs, return_outputs)
 
 
-@pytest.mark.parametrize("kind", [OwnLoss, thorough(TasksLoss)])
+@pytest.mark.parametrize("kind", [UserCompletionsLoss, thorough(TasksLoss)])
 def test_it_answers_to_a_scripts_own_loss(make, kind):
     ours, theirs = (
         trained(make(k.__name__, kind=k, eval_dataset=table(7), config={"eval_strategy": "epoch"}))

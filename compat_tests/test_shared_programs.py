@@ -24,7 +24,7 @@ def programs(checkpoint, tmp_path):
     def of(package=trl_jax, facts=None, **config):
         config = {"center_rewards_coefficient": 0.01} | config
         trainer = make(package, checkpoint(**FACTS | (facts or {})), tmp_path, config=config)
-        step = trainer.parts.train_step.compiled(trainer.parts.training.made_optimizer(), remat=False)
+        step = trainer.parts.train_step.compiled(trainer.parts.training.build_optimizer(), remat=False)
         return step, trainer.parts.evaluator._outputs
 
     return of
@@ -82,7 +82,7 @@ def test_an_optimizer_of_the_script_is_its_own(checkpoint, tmp_path):
 
     def step():
         trainer = make(trl_jax, checkpoint(**FACTS), tmp_path, train=table(16), optimizers=(optax.sgd(1e-3), None))
-        return trainer.parts.train_step.compiled(trainer.parts.training.made_optimizer(), remat=False)
+        return trainer.parts.train_step.compiled(trainer.parts.training.build_optimizer(), remat=False)
 
     assert step() is not step()
 
@@ -92,7 +92,7 @@ def test_policies_share_programs_of_their_completions_too(checkpoint, tmp_path):
         args = trl_jax.GRPOConfig(str(tmp_path), **BASE | {"num_generations": 4} | config)
         trainer = trl_jax.GRPOTrainer(str(checkpoint(**SMALL)), length_reward, args, Dataset.from_list(prompt_rows(8)))
         parts = trainer.parts
-        step = parts.train_step.compiled(parts.training.made_optimizer(), remat=False)
+        step = parts.train_step.compiled(parts.training.build_optimizer(), remat=False)
         return step, parts.evaluator.sums
 
     one, same, another = programs(), programs(max_steps=3, num_iterations=2, top_k=5), programs(epsilon=0.1)

@@ -70,7 +70,7 @@ def test_every_use_gets_its_finding():
         assert found[what][0] == kind and text in found[what][1], (what, found[what])
 
 
-OWN_METHODS = """
+USER_METHODS = """
 import jax.numpy as jnp
 import torch
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
@@ -135,7 +135,7 @@ trainer._calculate_rewards = None
 
 
 def test_methods_that_a_subclass_may_override_are_known():
-    found = {one.what: one.kind for one in findings(read(OWN_METHODS)) if not one.what.startswith("trl.")}
+    found = {one.what: one.kind for one in findings(read(USER_METHODS)) if not one.what.startswith("trl.")}
     assert found == {
         "Surrogate._compute_loss": WORKS, "Surrogate._calculate_rewards": WORKS, "Pairs._compute_loss": WORKS,
         "Surrogate.prediction_step": REFUSED, "Old.compute_loss": REFUSED,

@@ -29,7 +29,7 @@ def step(made, layout="shared", **options):
     return StepLayout(SIZE, layout=layout, **known | options).step(groups, 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"by_micro_batch": True}, {"shards": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"whole_micro_batches": True}, {"shards": 2}], ids=str)
 def test_a_context_lies_once(options):
     made = examples()
     arrays = step(made, **options).arrays

@@ -41,7 +41,7 @@ def laid_out(layout: str, examples=EXAMPLES, **options):
 
 in_every_layout = pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 on_devices = pytest.mark.parametrize(
-    "options", [{}, {"shards": 2}, {"by_micro_batch": True}, {"shards": 2, "by_micro_batch": True}], ids=str
+    "options", [{}, {"shards": 2}, {"whole_micro_batches": True}, {"shards": 2, "whole_micro_batches": True}], ids=str
 )
 
 

@@ -84,7 +84,7 @@ def test_every_example_once_with_its_texts_and_its_weight(layout, texts, accumul
 @pytest.mark.parametrize("views", [None, ViewBuckets()])
 def test_a_pass_has_one_micro_batch_where_the_loss_wants_it_whole(shards, views):
     """13 examples in micro-batches of 8: first eight, then the other five, on the same devices as TRL's ranks."""
-    options = {"layout": "shared", "accumulation": 3, "by_micro_batch": True, "views": views, "fill_last": False}
+    options = {"layout": "shared", "accumulation": 3, "whole_micro_batches": True, "views": views, "fill_last": False}
     [step] = loader(table(13), shards=shards, **options)
     member = step.arrays.micro_batch.reshape(3 * shards, 3, 8 // shards)
     kept = step.arrays.weight.reshape(3 * shards, 1, 8 // shards) > 0

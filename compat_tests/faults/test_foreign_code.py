@@ -26,7 +26,7 @@ from trl_jax.hub.config_reader import read_config
 from trl_jax.hub.torch_state import write_adamw_moments
 from trl_jax.trainer import base_trainer
 from trl_jax.training import devices, model
-from trl_jax.training.devices import own_folder
+from trl_jax.training.devices import private_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,10 +154,10 @@ import logging, os, sys
 os.umask(0)
 logging.basicConfig()
 import jax
-from trl_jax.training.devices import keep_compilations
+from trl_jax.training.devices import enable_compilation_cache
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-keep_compilations()
-keep_compilations()
+enable_compilation_cache()
+enable_compilation_cache()
 jax.jit(lambda x: x * 3)(1.0)
 """
 
@@ -198,7 +198,7 @@ def test_a_trainer_and_scoring_look_before_they_compile(checkpoint, tmp_path, mo
         return plain(*given, **how)
 
     for module in (base_trainer, devices):
-        monkeypatch.setattr(module, "keep_compilations", lambda: seen.append("looked"))
+        monkeypatch.setattr(module, "enable_compilation_cache", lambda: seen.append("looked"))
     for module in (model, auto):
         monkeypatch.setattr(module, "find_checkpoint", found)
     make(trl_jax, checkpoint(**FACTS), tmp_path / "out")
@@ -211,10 +211,10 @@ def test_above_the_folder_the_sticky_bit_is_enough(mode, safe, tmp_path):
     (tmp_path / "above").mkdir()
     (tmp_path / "above").chmod(mode)
     if safe:
-        assert own_folder(tmp_path / "above/mine") == tmp_path / "above/mine"
+        assert private_folder(tmp_path / "above/mine") == tmp_path / "above/mine"
         return
     with pytest.raises(PermissionError, match=f"{tmp_path}/above has mode {mode:04o}, so others can write to it"):
-        own_folder(tmp_path / "above/mine")
+        private_folder(tmp_path / "above/mine")
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o702, 0o720])
@@ -222,7 +222,7 @@ def test_the_folder_itself_is_written_by_nobody_else(mode, tmp_path, monkeypatch
     monkeypatch.setattr("trl_jax.training.devices._is_own_group", lambda group: False)
     tmp_path.chmod(mode)
     with pytest.raises(PermissionError, match=f"has mode {mode:04o}"):
-        own_folder(tmp_path)
+        private_folder(tmp_path)
 
 
 def test_a_link_counts_as_what_it_leads_to(tmp_path):
@@ -232,9 +232,9 @@ def test_a_link_counts_as_what_it_leads_to(tmp_path):
     (tmp_path / "to_open").symlink_to("open")
     (tmp_path / "open" / "to_mine").symlink_to(tmp_path / "mine")
     with pytest.raises(PermissionError, match="open has mode 0777"):
-        own_folder(tmp_path / "to_open")
+        private_folder(tmp_path / "to_open")
     # The resolved path, which nobody can redirect later.
-    assert own_folder(tmp_path / "open" / "to_mine") == tmp_path / "mine"
+    assert private_folder(tmp_path / "open" / "to_mine") == tmp_path / "mine"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -244,7 +244,7 @@ def test_what_belongs_to_another_user_is_not_taken(whose, tmp_path):
     (tmp_path / "folder" / "planted-cache").write_bytes(b"code")
     os.chown(tmp_path / whose, 12345, -1)
     with pytest.raises(PermissionError, match="belongs to user 12345 and not to 0"):
-        own_folder(tmp_path / "folder")
+        private_folder(tmp_path / "folder")
 
 
 def test_a_folder_that_cannot_be_made_costs_the_cache_alone(tmp_path):
@@ -254,11 +254,11 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_alone(tmp_path):
 
 
 def test_a_buckets_address_is_left_to_jax(monkeypatch):
-    monkeypatch.setattr(devices, "own_folder", lambda path: pytest.fail("looked at"))
+    monkeypatch.setattr(devices, "private_folder", lambda path: pytest.fail("looked at"))
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", "gs://bucket/compiled")
     try:
-        devices.keep_compilations()
+        devices.enable_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == "gs://bucket/compiled"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

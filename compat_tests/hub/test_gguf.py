@@ -91,7 +91,7 @@ def write_gguf(folder, path, *, quantize=False, **extra):
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def layer_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "assets"))
 
 

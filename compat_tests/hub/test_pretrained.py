@@ -609,7 +609,7 @@ def test_several_processes_read_and_set_current_values(divided, folders, monkeyp
     )
     reads = []
     ours.read = lambda array: reads.append(array) or Fetched(array)
-    monkeypatch.setattr(parameters, "is_divided", lambda array: divided)
+    monkeypatch.setattr(parameters, "spans_hosts", lambda array: divided)
     held, before = dict(ours.named_parameters()), len(reads)
     norms = [parameter.norm() for parameter in held.values()]
     assert (len(reads) == before) == divided  # values that all processes have read are there for a single one

@@ -173,11 +173,11 @@ def test_a_micro_batch_may_be_divided_over_passes(loss_type):
         inputs = (given.logps, given.advantages, MASK, given.old_logps, given.ref_logps, given.entropies)
         logps, advantages, mask, *others = (jnp.asarray(values[rows]) for values in inputs)
         others = dict(zip(("old_logps", "ref_logps", "entropies"), others, strict=True))
-        loss, of_pass = compiled(logps, advantages, mask, **others,
+        loss, token_stats = compiled(logps, advantages, mask, **others,
                                  token_weight=weight[rows], completion_weight=share[rows],
                                   micro_batch=MICRO_BATCH[:, rows], settings=settings)  # fmt: skip
         losses.append(float(loss))
-        sums.append({name: np.asarray(part) for name, part in of_pass.items()})
+        sums.append({name: np.asarray(part) for name, part in token_stats.items()})
     joined = {name: np.stack([part[name] for part in sums]) for name in sums[0]}
     assert sum(losses) == pytest.approx(whole.loss, abs=1e-6)
     for name, values in grpo_metrics(settings, [joined]).items():

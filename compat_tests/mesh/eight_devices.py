@@ -25,7 +25,7 @@ from compat_tests.plan.planned import LORA, alike
 from trl_jax.core.outputs import BLOCK
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
-from trl_jax.mesh.mesh import ShardingPlan, make_mesh, undivided
+from trl_jax.mesh.mesh import ShardingPlan, make_mesh, on_each_device
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 from trl_jax.training import (
@@ -135,7 +135,7 @@ def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
     built = trainer(checkpoint, tmp_path, fsdp="full_shard")
     with caplog.at_level(logging.INFO, "trl_jax"):
         built.parts.train_step.advancer(
-            None, built.parts.training.made_optimizer(), lambda: None, print, lambda: None, lambda: 0.0
+            None, built.parts.training.build_optimizer(), lambda: None, print, lambda: None, lambda: 0.0
         )
     [line] = [record.message for record in caplog.records if record.message.startswith("Mesh")]
     assert re.fullmatch(
@@ -195,7 +195,7 @@ COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-a
 def compiled(built):
     """A trainer's compiled step, and its collectives as (kind, largest array)."""
     [batch, *_] = built.get_train_dataloader().steps
-    of_run, tx = built.parts.train_step, built.parts.training.made_optimizer()
+    of_run, tx = built.parts.train_step, built.parts.training.build_optimizer()
     step, state = of_run.compiled(tx, remat=True), of_run.new_optimizer_state(tx)
     done = step.lower(built.model.params, state, of_run.placed(batch).arrays, np.float32(0), None).compile()
     found = []
@@ -409,7 +409,7 @@ def test_a_kernel_gets_its_heads_and_no_compiler_divides_it():
     with jax.set_mesh(jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
         rows = jax.P("fsdp")
         run = jax.shard_map(
-            lambda *given: undivided(attend, (heads, heads, heads, jax.P()), heads)(*given),
+            lambda *given: on_each_device(attend, (heads, heads, heads, jax.P()), heads)(*given),
             in_specs=(rows,) * 4, out_specs=rows, axis_names={"fsdp"}, check_vma=False,
         )  # fmt: skip
         np.testing.assert_array_equal(jax.jit(run)(q, k, v, lengths), wanted)

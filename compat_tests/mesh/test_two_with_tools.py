@@ -69,10 +69,10 @@ def test_a_process_resets_the_environments_of_its_own_rows(own, others, monkeypa
         return [do(), talks] if own.start == 0 else [talks, do()]
 
     talks, Counter.made = [[{"role": "user", "content": text}] for text in others], 0
-    monkeypatch.setattr(rollout_processes, "own_part", lambda rows: own)
+    monkeypatch.setattr(rollout_processes, "local_part", lambda rows: own)
     monkeypatch.setattr(rollout_processes, "of_each_process", of_each_process)
     rows = [{"prompt": [{"role": "user", "content": text}], "number": place} for place, text in enumerate("abc")]
-    found = rollout_processes.begin_own(Environments(Counter), rows)
+    found = rollout_processes.begin_local_part(Environments(Counter), rows)
     assert [row["prompt"][0]["content"] for row in found] == ["a", "b 1", "c 2"]
     assert [row["environments"].number for row in found[own]] == list(range(3))[own]
     assert sum("environments" in row for row in found) == Counter.made == len(rows[own])

@@ -54,7 +54,7 @@ def alike(
     )  # fmt: skip
     real = _real(kind, row, weights, args, devices, adapter, quantization)
     tx, batch = (
-        real.parts.training.made_optimizer(),
+        real.parts.training.build_optimizer(),
         real.parts.train_step.placed(next(iter(real.loader(real.train_dataset, training=True)))).arrays,
     )
     state, rate = real.parts.train_step.new_optimizer_state(tx), np.float32(1e-4)
@@ -109,7 +109,7 @@ def _real(
 def _traced(run: Run, args: trace.PlannedConfig) -> Any:
     model = outlined(run.checkpoint, args, run.adapter, run.quantization)
     trainer = trace.trainer_of(run.trainer, model, args, run.rows)
-    tx, found = trainer.parts.training.made_optimizer(), trace.batches(trainer)
+    tx, found = trainer.parts.training.build_optimizer(), trace.batches(trainer)
     texts = len(trainer.make_task().columns.texts)
     assert found.tokens == texts * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.parts.setup.shards
     return trace.traced(trainer, tx, trace.step_arguments(trainer, tx, found.largest), remat=True)

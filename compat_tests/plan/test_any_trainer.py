@@ -80,7 +80,7 @@ def test_arguments_of_another_trainer_are_refused(run, tmp_path):
         plan(run, config(tmp_path, RewardConfig), topology("h100:1"))
 
 
-class OwnLoss(RewardTrainer):
+class UserCompletionsLoss(RewardTrainer):
     weights = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -90,11 +90,11 @@ class OwnLoss(RewardTrainer):
         return -jax.nn.log_sigmoid(chosen - rejected).mean() + wide.mean()
 
 
-class WideLoss(OwnLoss):
+class WideLoss(UserCompletionsLoss):
     weights = 1_000_000
 
 
-class TorchLoss(OwnLoss):
+class TorchLoss(UserCompletionsLoss):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         import torch
 
@@ -108,7 +108,7 @@ def test_a_loss_of_a_scripts_own_is_planned(run, tmp_path):
     given["remat_policy"] = "nothing_saveable"
     theirs, own, wide = (
         plan(replace(run, trainer=kind), config(tmp_path, RewardConfig, **given), place)
-        for kind in (None, OwnLoss, WideLoss)
+        for kind in (None, UserCompletionsLoss, WideLoss)
     )
     assert own.one == theirs.one and own.tokens == theirs.tokens == 2 * 2 * 4 * 96
     assert own.compiled.cost.flops == pytest.approx(theirs.compiled.cost.flops, rel=0.05)

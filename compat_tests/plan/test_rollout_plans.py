@@ -85,7 +85,7 @@ def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monk
     source, parts = begun(real.parts.rollout_steps), real.parts
     batch = parts.train_step.placed(next(iter(source))).arrays
     assert {len(row.completion) for row in source.generation.rows} == {40}
-    tx = parts.training.made_optimizer()
+    tx = parts.training.build_optimizer()
     state = parts.train_step.new_optimizer_state(tx)
     with parts.setup.on_device():
         step = parts.train_step.compiled(tx, remat=True).trace(
@@ -226,7 +226,7 @@ def test_completions_that_are_written_before_a_step(checkpoint, bare, tmp_path, 
         real._mixture = real._mixed()
     parts, steps = real.parts, real.batches(real.train_dataset, training=True).steps
     batch = parts.train_step.placed(next(iter(steps))).arrays
-    tx = parts.training.made_optimizer()
+    tx = parts.training.build_optimizer()
     with parts.setup.on_device():
         step = parts.train_step.compiled(tx, remat=True).trace(
             real.model.params, parts.train_step.new_optimizer_state(tx), batch, np.float32(1e-4),

@@ -31,7 +31,7 @@ def batch(weight=WEIGHT, micro_batch=None):
 
 
 def test_the_sums_of_each_text():
-    sums = SftTask().of_pass(OUTPUTS, batch())
+    sums = SftTask().token_stats(OUTPUTS, batch())
     assert np.allclose(sums["loss"], [np.log(8), np.log(100), 0])
     assert sums["entropy"].tolist() == [3, 12, 0] and sums["correct"].tolist() == [1, 1, 0]
     assert sums["targets"].tolist() == [2, 3, 0]
@@ -43,12 +43,12 @@ def test_the_sums_of_each_text():
     (SftTask("dft", 0.1), 0.5 * np.log(2) + 0.25 * np.log(4), 0.5 * np.log(2) + 0.1 * np.log(10) + 0.2 * np.log(5)),
 ])  # fmt: skip
 def test_other_losses(task, first, second):
-    assert np.allclose(task.of_pass(OUTPUTS, batch())["loss"], [first, second, 0], rtol=1e-6)
+    assert np.allclose(task.token_stats(OUTPUTS, batch())["loss"], [first, second, 0], rtol=1e-6)
 
 
 def test_the_loss_is_a_mean_over_targets_where_weights_are_their_shares():
     task, micro_batch = SftTask(), np.array([[True, False, True], [False, True, False]])
-    loss, sums = task.loss(task.of_pass(OUTPUTS, batch()), batch(micro_batch=micro_batch))
+    loss, sums = task.loss(task.token_stats(OUTPUTS, batch()), batch(micro_batch=micro_batch))
     assert np.isclose(loss, np.log(800) / 5)
     found = {name: values.tolist() for name, values in sums.items()}
     assert found == {"targets": [2, 3], "entropy": [3, 12], "correct": [1, 1], "examples": [1, 1]}
@@ -56,7 +56,7 @@ def test_the_loss_is_a_mean_over_targets_where_weights_are_their_shares():
 
 def test_entropy_is_only_a_metric():
     def loss(entropy):
-        sums = SftTask().of_pass(OUTPUTS._replace(entropy=entropy), batch())
+        sums = SftTask().token_stats(OUTPUTS._replace(entropy=entropy), batch())
         return sums["entropy"].sum()
 
     assert not np.any(jax.grad(loss)(OUTPUTS.entropy))
@@ -81,7 +81,7 @@ def test_metrics_of_an_evaluation_are_means_over_targets():
 
 def test_the_loss_of_an_evaluated_batch():
     task, weight = SftTask(), np.array([0.2, 0.2, 0.0], np.float32)
-    loss, sums = task.loss(task.of_pass(OUTPUTS, batch()), LossBatch(weight, Extras(), 2))
+    loss, sums = task.loss(task.token_stats(OUTPUTS, batch()), LossBatch(weight, Extras(), 2))
     assert np.isclose(loss, np.log(800) / 5) and sums["targets"] == 5
 
 

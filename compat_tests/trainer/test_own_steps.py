@@ -289,7 +289,7 @@ def test_torchs_random_sampler_is_seeded_as_by_accelerate(checkpoint, tmp_path):
         trainer = Own(str(checkpoint(**FACTS)), args, train_dataset=table(8))
         batches = trainer.get_train_dataloader().steps
         for epoch in range(2):
-            assert batches.own_order(epoch).tolist() == batches.order(epoch).tolist()
+            assert batches.sampler_order(epoch).tolist() == batches.order(epoch).tolist()
         assert batches.order(0).tolist() != batches.order(1).tolist()
 
 

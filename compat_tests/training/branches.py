@@ -39,7 +39,7 @@ class BranchesTask(TokenTask):
     compared: ClassVar[tuple[str, ...]] = ("logps",)
     temperature: ClassVar[float] = TEMPERATURE
     per_token: ClassVar[bool] = False
-    by_micro_batch: ClassVar[bool] = True
+    whole_micro_batches: ClassVar[bool] = True
     num_tokens_after: ClassVar[str] = "kl"
     columns: ClassVar[Columns] = Columns(
         ("input_ids",), ("weight", "advantage", "old_logps", "group", "prompt"), ("labels",)
@@ -53,7 +53,7 @@ class BranchesTask(TokenTask):
         context = Context(row["group"], row["prompt"])
         return Example((row["input_ids"],), extras, (row["labels"],), weight=row["weight"], context=context)
 
-    def of_pass(self, outputs, batch) -> dict[str, jax.Array]:
+    def token_stats(self, outputs, batch) -> dict[str, jax.Array]:
         return {"logps": outputs.logps, "entropy": outputs.entropy}
 
     def loss(self, outputs: dict[str, jax.Array], batch) -> tuple[jax.Array, dict[str, jax.Array]]:

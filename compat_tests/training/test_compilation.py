@@ -17,9 +17,9 @@ from trl_jax.training.devices import Programs, compile_ahead, compiler_options
 
 SCRIPT = """
 import jax
-from trl_jax.training.devices import keep_compilations
+from trl_jax.training.devices import enable_compilation_cache
 jax.jit(lambda x: x + 1)(1.0)  # before: JAX has looked for a cache already
-keep_compilations()
+enable_compilation_cache()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.jit(lambda x: x * 3)(1.0)
 """

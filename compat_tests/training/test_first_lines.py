@@ -82,7 +82,7 @@ def test_rows_that_a_run_writes_have_their_layout_told_with_its_reason(monkeypat
     said = []
     monkeypatch.setattr(first_lines, "tell", lambda told, kind, text: said.append(text))
     for layout, reason in (("padded", "packed attention does not support dropout"), ("shared", "")):
-        first_lines.tell_layout(set(), layout, reason, own_loss=False)
+        first_lines.tell_layout(set(), layout, reason, user_loss=False)
     assert said == [
         "Layout padded: packed attention does not support dropout.",
         "Layout shared: texts end to end, without padding; a prompt that several texts share is computed once.",

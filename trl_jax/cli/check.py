@@ -23,6 +23,7 @@ from trl_jax.cli.findings import (
     Finding,
     attributes_of,
     config_of,
+    defined_names,
     follow_trainers,
     has_name,
     is_installed,
@@ -33,7 +34,6 @@ from trl_jax.cli.findings import (
     of_argument,
     of_config,
     of_quantization,
-    own_names,
     package_of,
     prefixes,
     public,
@@ -311,13 +311,13 @@ class _Script:
         signature = inspect.signature(trainer.__init__).parameters
         known, old = [one for one in signature if one != "self"], trainer._old_arguments
         of_config = {field.name for field in fields(names.load_config())}
-        own_init = isinstance(meaning, Defined) and "__init__" in methods(meaning)
-        given, others = arguments_of(call.node, call.scope, [] if own_init else known)
+        defines_init = isinstance(meaning, Defined) and "__init__" in methods(meaning)
+        given, others = arguments_of(call.node, call.scope, [] if defines_init else known)
         line = call.node.lineno
         if others:
             yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
         if _edits_template(call.scope.module, line) and not (
-            others or own_init or {"processing_class", "tokenizer"} & given.keys()
+            others or defines_init or {"processing_class", "tokenizer"} & given.keys()
         ):
             yield Finding(line, f"{name}(...)", "not known", _NO_TOKENIZER)
         for argument, value in given.items():
@@ -326,7 +326,7 @@ class _Script:
                 yield Finding(line, what, "changed", f"An old name: {old[argument]}")
             elif argument in known:
                 yield from of_argument(line, what, trainer, argument, value) or [Finding(line, what, "works")]
-            elif own_init:
+            elif defines_init:
                 continue
             elif argument == "tokenizer":
                 yield Finding(line, what, "changed", "An old name: pass it as processing_class.")
@@ -413,7 +413,7 @@ def _of_set(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
 def _of_read(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
     """The finding on an attribute of a trainer that the script reads, or a method that it calls."""
     name, line = used.node.attr, used.node.lineno
-    own = own_names(owner) if isinstance(owner, Defined) else set()
+    own = defined_names(owner) if isinstance(owner, Defined) else set()
     if name == "_logs" and name not in own and name in attributes_of(trainer):
         return Finding(line, f"{short(owner)}._logs", "changed", "Copies, with log_completions=True alone.")
     if name in own or name in attributes_of(trainer) or name.startswith("__"):

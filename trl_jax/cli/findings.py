@@ -42,7 +42,7 @@ from trl_jax.config.devices import without_launcher
 from trl_jax.config.renamed import RENAMED, way_out
 from trl_jax.config.rules import show
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, TrainerNames
-from trl_jax.trainer.overrides import NEAR, OWN_COLLATOR
+from trl_jax.trainer.overrides import NEAR, NO_COLLATOR
 
 # Findings
 
@@ -173,7 +173,7 @@ def methods(made: Defined) -> dict[str, ast.FunctionDef]:
     return {one.name: one for one in made.node.body if isinstance(one, ast.FunctionDef)}
 
 
-def own_names(made: Defined) -> set[str]:
+def defined_names(made: Defined) -> set[str]:
     """The names that a class of the script and its bases in the script define, and "*" if another base may define
     more."""
     kinds = [made, *(one for one in bases(made) if isinstance(one, Defined))]
@@ -318,7 +318,7 @@ def _source(module: str) -> ast.Module | None:
     return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 
-_OWN_MODEL = (
+_FOR_MODELS = (
     "A model class of the script's own is not supported. Use one of transformers' classes, and put the difference into "
     "compute_loss."
 )
@@ -365,12 +365,12 @@ def _of_collator(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
     if made == Constant(None):
         return "works", None
     if isinstance(made, Defined):
-        return "refused", OWN_COLLATOR
+        return "refused", NO_COLLATOR
     homes = {"transformers"} if isinstance(made, Imported) and short(made) == "DataCollatorForSeq2Seq" else PACKAGES
     if isinstance(made, Imported) and package_of(made.path) in homes and short(made) in own:
         return "works", None
     if isinstance(made, Imported):
-        return "refused", f"{made.path} is not one of {', '.join(sorted(own)) or 'its collators'}. {OWN_COLLATOR}"
+        return "refused", f"{made.path} is not one of {', '.join(sorted(own)) or 'its collators'}. {NO_COLLATOR}"
     return "not known", "A collate function is not called; one of TRL's collators is accepted."
 
 
@@ -395,7 +395,7 @@ def _of_model(meaning: Meaning, trainer: type) -> str | None:
     if isinstance(made, Defined) and isinstance(made.node, ast.ClassDef):
         roots = [one.path for one in bases(made) if isinstance(one, Imported)]
         if any(package_of(root) in ("torch", "transformers", "peft") for root in roots):
-            return _OWN_MODEL
+            return _FOR_MODELS
     classifier = isinstance(made, Imported) and "ForSequenceClassification.from_pretrained" in made.path
     if classifier and trainer.__name__ == "RewardTrainer":
         labels = arguments_of(meaning.call, meaning.scope, [])[0].get("num_labels")
@@ -462,10 +462,10 @@ def _without_devices(config: type, *, sized: bool) -> type:
         sized: whether all sizes that the script passes are known; if not, they are not compared.
     """
 
-    def settle_sizes(self: Any) -> None:
+    def resolve_sizes(self: Any) -> None:
         given = dict(vars(self))
         try:
-            config.settle_sizes(self)
+            config.resolve_sizes(self)
         except ValueError as error:
             if not sized:
                 vars(self).update(given)
@@ -475,14 +475,14 @@ def _without_devices(config: type, *, sized: bool) -> type:
             devices = self.num_generations
             vars(self).update(given, _devices=devices)
             with contextlib.suppress(ValueError):
-                config.settle_sizes(self)
+                config.resolve_sizes(self)
                 warnings.warn(f"{_ON_ONE_DEVICE} {error} It fits {devices} devices.", stacklevel=2)
                 return
             raise
 
     own = {
         "join_processes": lambda self: None,
-        "settle_sizes": settle_sizes,
+        "resolve_sizes": resolve_sizes,
         "_devices": 1,
         "data_parallel_size": property(lambda self: self._devices),
     }
@@ -491,7 +491,7 @@ def _without_devices(config: type, *, sized: bool) -> type:
 
 def of_config(call: Call, meaning: Meaning, config: type) -> Iterator[Finding]:
     """Construct the config once per argument whose value the script spells out, then with all of them together."""
-    own = own_names(meaning) if isinstance(meaning, Defined) else set()
+    own = defined_names(meaning) if isinstance(meaning, Defined) else set()
     positional = [field.name for field in fields(config)]
     arguments, others = arguments_of(call.node, call.scope, [] if own else positional)
     line, name = call.node.lineno, short(meaning)

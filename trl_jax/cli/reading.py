@@ -578,14 +578,14 @@ def returned(function: Defined, depth: int = 0) -> list[Meaning]:
     inside = function.scope.module.scopes[function.node]
     found = [
         meaning
-        for one in own_nodes(function.node)
+        for one in direct_nodes(function.node)
         if isinstance(one, ast.Return) and one.value is not None
         for meaning in meanings(one.value, inside, depth + 1)
     ]
     return found or [_UNKNOWN]
 
 
-def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+def direct_nodes(function: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a function, without the bodies of nested functions and classes."""
     pending = list(ast.iter_child_nodes(function))
     while pending:

@@ -505,7 +505,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
                 value = as_bool(name, value)
         super().__setattr__(name, value)
 
-    def settle_sizes(self) -> None:
+    def resolve_sizes(self) -> None:
         """Set the sizes that depend on the number of devices. Most configs have none."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ _NOTHING = object()
 _INSTEAD = {
     "num_return_sequences": "TRL fails in the first step. Leave it out; GRPO and RLOO have num_generations.",
 }
-_OWN_ENGINE = "completions come from trl_jax's own generator"
+_NATIVE_GENERATOR = "completions come from trl_jax's own generator"
 _ORDER_OF_PROMPTS = "shuffle_dataset and seed determine the order of prompts."
 
 
@@ -74,12 +74,12 @@ def uses_server(values: Mapping[str, Any]) -> bool:
     return bool(values.get("use_vllm")) and values.get("vllm_mode") == "server"
 
 
-def _own_generator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+def _note_native_generator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if not value or uses_server(values):
         return None
     return (
-        f"{name}={value!r}: {_OWN_ENGINE}, in this process. No vLLM server is contacted, and vLLM's options have no "
-        "effect. For completions by a server, set vllm_mode='server'."
+        f"{name}={value!r}: {_NATIVE_GENERATOR}, in this process. No vLLM server is contacted, and vLLM's options have "
+        "no effect. For completions by a server, set vllm_mode='server'."
     )
 
 
@@ -226,16 +226,19 @@ class OnlineArguments(LanguageModelArguments):
         rule=above(0, rules.MOST_FLOAT32, optional=True),
     )
     cache_implementation: str | None = arg(
-        None, help="Accepted without effect.", how="warned", why=f"{_OWN_ENGINE}, which has one kind of cache."
+        None, help="Accepted without effect.", how="warned", why=f"{_NATIVE_GENERATOR}, which has one kind of cache."
     )
     ds3_gather_for_generation: bool = arg(
-        True, help="Accepted without effect.", how="warned", why=f"{_OWN_ENGINE}, which gathers one layer at a time."
+        True,
+        help="Accepted without effect.",
+        how="warned",
+        why=f"{_NATIVE_GENERATOR}, which gathers one layer at a time.",
     )
     use_vllm: bool = arg(
         False,
         help="With vllm_mode='server', completions come from vLLM or SGLang servers; otherwise from trl_jax's own "
         "generator.",
-        note=_own_generator,
+        note=_note_native_generator,
     )
     vllm_mode: str = arg(
         "colocate",
@@ -243,8 +246,10 @@ class OnlineArguments(LanguageModelArguments):
         "vllm_server_port. 'colocate': from trl_jax's own generator.",
         rule=rules.one_of("server", "colocate"),
     )
-    vllm_model_impl: str = arg("vllm", help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
-    vllm_enable_sleep_mode: bool = arg(False, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_model_impl: str = arg("vllm", help="A vLLM option, without effect.", how="silent", why=_NATIVE_GENERATOR)
+    vllm_enable_sleep_mode: bool = arg(
+        False, help="A vLLM option, without effect.", how="silent", why=_NATIVE_GENERATOR
+    )
     vllm_structured_outputs_regex: str | None = arg(
         None, help="Pattern that completions must match, with vllm_mode='server'.", rule=_regex
     )
@@ -279,10 +284,14 @@ class OnlineArguments(LanguageModelArguments):
         rule=_at_once,
         kw_only=True,
     )
-    vllm_group_port: int = arg(51216, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
-    vllm_gpu_memory_utilization: float = arg(0.3, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
-    vllm_max_model_length: int | None = arg(None, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
-    vllm_tensor_parallel_size: int = arg(1, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE)
+    vllm_group_port: int = arg(51216, help="A vLLM option, without effect.", how="silent", why=_NATIVE_GENERATOR)
+    vllm_gpu_memory_utilization: float = arg(
+        0.3, help="A vLLM option, without effect.", how="silent", why=_NATIVE_GENERATOR
+    )
+    vllm_max_model_length: int | None = arg(
+        None, help="A vLLM option, without effect.", how="silent", why=_NATIVE_GENERATOR
+    )
+    vllm_tensor_parallel_size: int = arg(1, help="A vLLM option, without effect.", how="silent", why=_NATIVE_GENERATOR)
 
     # Logging of completions
     max_tool_calling_iterations: int | None = arg(
@@ -358,13 +367,13 @@ class RewardedArguments(OnlineArguments):
         False,
         help="Accepted, but completions always come from trl_jax's own generator.",
         how="mapped",
-        why=f"{_OWN_ENGINE}.",
+        why=f"{_NATIVE_GENERATOR}.",
     )
     transformers_continuous_batching_config: dict | str | None = arg(
-        None, help="Accepted without effect.", how="silent", why=_OWN_ENGINE, rule=rules.a_dict
+        None, help="Accepted without effect.", how="silent", why=_NATIVE_GENERATOR, rule=rules.a_dict
     )
     use_transformers_paged: bool = arg(
-        False, help="Deprecated: use use_transformers_continuous_batching.", how="silent", why=_OWN_ENGINE
+        False, help="Deprecated: use use_transformers_continuous_batching.", how="silent", why=_NATIVE_GENERATOR
     )
 
 
@@ -474,7 +483,7 @@ def warn_about_deprecated(args: GenerationArguments, stacklevel: int) -> None:
         args.use_transformers_continuous_batching = True
 
 
-def settle_sizes(algorithm: str, args: GenerationArguments) -> None:
+def resolve_sizes(algorithm: str, args: GenerationArguments) -> None:
     """Set whichever of generation_batch_size and steps_per_generation is unset. Starts JAX, to count devices.
 
     Raises:

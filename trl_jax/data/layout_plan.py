@@ -153,7 +153,7 @@ def plan_layout(
     accumulation: int,
     bucket_cost: int,
     run_steps: int,
-    by_micro_batch: bool = False,
+    whole_micro_batches: bool = False,
     by_rows: bool = False,
     at_once: int | None = None,
     documents: str | None = None,
@@ -166,7 +166,7 @@ def plan_layout(
         order_of: maps an epoch to the order of its examples.
         bucket_cost: cost of a compilation, in tokens of a packed row.
         run_steps: number of steps in the run, over which compilations are amortized.
-        by_micro_batch: whether each micro-batch has its own packed row.
+        whole_micro_batches: whether each micro-batch has its own packed row.
         by_rows: whether the texts of packed rows are also viewed as rows.
         at_once: number of programs compiled concurrently in the background; None if steps wait for compilation.
         documents, virtual: see `survey`.
@@ -177,7 +177,7 @@ def plan_layout(
     steps = []
     for epoch in range(max(1, min(_EPOCHS, SURVEYED // len(first)))):
         examples = surveyed if epoch == 0 else surveyed.visited(index_of[order_of(epoch)])
-        steps += examples.steps(batch_size, accumulation, layout, by_micro_batch=by_micro_batch)
+        steps += examples.steps(batch_size, accumulation, layout, whole_micro_batches=whole_micro_batches)
     sizes = StepSize(*(np.asarray(column) for column in zip(*steps, strict=True)))
     cost = int(bucket_cost * len(steps) / max(1, run_steps))
     buckets, views = rounded(without_late(fitted(sizes.packed, cost), sizes.packed), sizes.packed, cost), None
@@ -229,11 +229,13 @@ class Survey:
     def visited(self, order: np.ndarray) -> Survey:
         return Survey(self.texts[order], self.shared[order])
 
-    def steps(self, batch_size: int, accumulation: int, layout: str, *, by_micro_batch: bool = False) -> list[StepSize]:
+    def steps(
+        self, batch_size: int, accumulation: int, layout: str, *, whole_micro_batches: bool = False
+    ) -> list[StepSize]:
         """The sizes of each step.
 
         Args:
-            by_micro_batch: whether each micro-batch has its own packed row.
+            whole_micro_batches: whether each micro-batch has its own packed row.
         """
         tokens, longest = self.texts.sum(axis=1), self.texts.max(axis=1)
         packed = tokens - self.shared if layout == "shared" else tokens
@@ -241,7 +243,7 @@ class Survey:
         for start in range(0, len(tokens), size):
             step = slice(start, start + size)
             costs = packed[step].tolist()
-            into = np.arange(len(costs)) // batch_size if by_micro_batch else greedy_bins(costs, accumulation)
+            into = np.arange(len(costs)) // batch_size if whole_micro_batches else greedy_bins(costs, accumulation)
             longest_of = np.split(longest[step], range(batch_size, len(costs), batch_size))  # by micro-batch
             steps.append(
                 StepSize(

@@ -216,7 +216,7 @@ class ExampleLoader:
     lengths: np.ndarray | None = None  # lengths of the rows, to group rows of similar length
     where: str = ""  # name of the dataset in errors of `example`; "" if rows were checked beforehand
     image_rows: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None  # `Task.image_rows`
-    own_order: Callable[[int], np.ndarray] | None = None  # user-defined order of the rows in an epoch
+    sampler_order: Callable[[int], np.ndarray] | None = None  # user-defined order of the rows in an epoch
     epoch: int = 0
     skipped: int = 0
     skipped_digest: int | None = None
@@ -274,7 +274,7 @@ class ExampleLoader:
                 ]
             return
         columns = self.dataset.select_columns([name for name in self.columns.all if name in self.dataset.column_names])
-        order = self.order(self.epoch) if self.own_order is None else self.own_order(self.epoch)
+        order = self.order(self.epoch) if self.sampler_order is None else self.sampler_order(self.epoch)
         if self._filling:
             order = filled(order, self.batch_size)
         for indices in micro_batches(order[self.skipped :], self.batch_size, drop_last=self.drop_last):
@@ -548,8 +548,8 @@ class StepLayout:
 
     A micro-batch has `batch_size` examples and a step `accumulation` micro-batches. In the padded layout each
     micro-batch is a pass. In the packed and shared layouts the examples of a step are distributed over `accumulation`
-    packed rows regardless of their micro-batch, unless `by_micro_batch`. On several devices each micro-batch is divided
-    over `shards`, and arrays have a shard axis after the pass axis.
+    packed rows regardless of their micro-batch, unless `whole_micro_batches`. On several devices each micro-batch is
+    divided over `shards`, and arrays have a shard axis after the pass axis.
 
     The loss of a step is a weighted sum over its examples. Depending on `weighting`, it is TRL's mean over
     micro-batches of the mean over their examples ("examples"), the mean over all targets ("tokens"), or the mean over
@@ -573,7 +573,7 @@ class StepLayout:
     weighting: Weighting = "examples"
     views: ViewBuckets | None = None
     accumulation: int = 1
-    by_micro_batch: bool = False
+    whole_micro_batches: bool = False
     shards: int = 1
     divided: bool = True
     trains: bool = True
@@ -592,7 +592,7 @@ class StepLayout:
             arrays, pass_of = self._padded(runs, weights)
         else:
             arrays, pass_of = self._packed(runs, weights, number)
-        if self.by_micro_batch:
+        if self.whole_micro_batches:
             arrays = arrays._replace(pass_weight=pass_weights(arrays.weight > 0))
         rows = [indexed.index for batch in group for indexed in batch]
         primary = [
@@ -669,15 +669,15 @@ class StepLayout:
         placed = place(runs, examples=examples, share_prefix=share_prefix, weights=weights)
         longest_texts = longest_in_batch(placed, examples)
         max_examples = self._max_examples()
-        if self.by_micro_batch:
+        if self.whole_micro_batches:
             row_of = [one.slot // examples for one in placed]
         else:
             row_of = bins_of(placed, self._num_runs, max_examples)
-        if shards == 1 and not self.by_micro_batch:
+        if shards == 1 and not self.whole_micro_batches:
             micro_batch = step_slots(self._num_runs, self.accumulation, examples)
         else:
             sizes = {"rows": self._num_runs, "count": self.accumulation, "examples": examples * shards}
-            slots = examples if self.by_micro_batch else room(examples, self.accumulation)
+            slots = examples if self.whole_micro_batches else room(examples, self.accumulation)
             placed, micro_batch = row_slots(placed, row_of, slots=slots, **sizes)
         tokens, view = fullest_row(placed, row_of), None
         if self.views is None:
@@ -691,7 +691,7 @@ class StepLayout:
 
     def _max_examples(self) -> int | None:
         """Maximum number of examples in a packed row; None: no limit."""
-        if self.by_micro_batch:
+        if self.whole_micro_batches:
             return self._run_examples
         if self.views is not None:
             return self._run_examples if self._num_runs == 1 else 2 * self._run_examples

@@ -26,7 +26,7 @@ from trl_jax.hub.torch_bridge import (
     values_class,
     without_memory,
 )
-from trl_jax.mesh.mesh import is_divided
+from trl_jax.mesh.mesh import spans_hosts
 
 # Values that were read
 #
@@ -333,7 +333,7 @@ class Weights:
     @property
     def reads_together(self) -> bool:
         """Whether all processes have to take part in reading values."""
-        return self.read is not None and any(is_divided(array) for array in self.arrays.values())
+        return self.read is not None and any(spans_hosts(array) for array in self.arrays.values())
 
     def values_of(self, name: str, kept: _Reading | None = None) -> ParameterArray:
         """The current values: `kept` or those read last, if still current; otherwise read from the device."""

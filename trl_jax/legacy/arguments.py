@@ -92,7 +92,7 @@ def _value(words: list[str]) -> Any:
 
 
 class OldArguments(Protocol):
-    """The arguments that `warn` and `settle_steps` use."""
+    """The arguments that `warn` and `resolve_steps` use."""
 
     missing_eos_penalty: float | None
     total_episodes: int | None
@@ -124,7 +124,7 @@ def warn(args: OldArguments, stacklevel: int) -> None:
         warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
 
 
-def settle_steps(args: OldArguments) -> None:
+def resolve_steps(args: OldArguments) -> None:
     """Set max_steps from total_episodes. A generation takes steps_per_generation * num_iterations micro-batches."""
     generations = -(-args.total_episodes // args.generation_batch_size)
     micro_batches = generations * args.steps_per_generation * args.num_iterations

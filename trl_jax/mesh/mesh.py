@@ -317,14 +317,14 @@ class Fetched:
         return np.array(fetched(self._array), dtype, copy=copy)
 
 
-def is_divided(array: jax.Array) -> bool:
+def spans_hosts(array: jax.Array) -> bool:
     """Whether hosts hold different shards of an array."""
     return isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated)
 
 
 def fetched(array: jax.Array) -> np.ndarray:
     """The whole array, on every host. If hosts hold different shards, all of them must call this."""
-    if not is_divided(array):
+    if not spans_hosts(array):
         return np.asarray(array)
     return np.asarray(_gathered(array, NamedSharding(array.sharding.mesh, PartitionSpec())))
 
@@ -359,7 +359,7 @@ def platform() -> str:
     return jax.default_backend() if default is None else default.platform
 
 
-def undivided(call: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def on_each_device(call: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """Run `call` per device over the mesh axes that are left to the compiler. The compiler cannot partition a kernel,
     and JAX's own partitioning rules for one do not work inside a shard_map over other axes."""
     axes = set(jax.sharding.get_abstract_mesh().auto_axes)

@@ -82,8 +82,8 @@ def _run_layer(
     slices: Any,
 ) -> tuple[jax.Array, Kept | None]:
     """Run one layer and return what it keeps. `earlier`: the keys, values and cache of the layer it reuses, if any."""
-    state, inputs, own_cache = slices
-    reused, cache = earlier or (None, own_cache)
+    state, inputs, layer_cache = slices
+    reused, cache = earlier or (None, layer_cache)
     own = shared.of_layer(inputs)._replace(reused=reused, cache=cache)
     out = nnx.merge(graph, whole_layer(state, stack))(h, own, dtype=dtype)
     h = out.h if inputs.number is None else features.added(out.h, inputs.number)

@@ -212,11 +212,11 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         trainer = trace.trainer_of(kind, model, planned, run.rows, teacher)
         online_steps = generation.longest_steps(trainer)
         survey = trace.batches(trainer, online_steps)
-    why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.made_optimizer()
+    why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.build_optimizer()
     arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
     evaluation = _evaluation(trainer, arguments, topology, compiles) if trace.evaluates(args) else None
-    own_loss = trainer.parts.train_step.user_loss is not None  # it remats layers if the arguments allow it
-    for remat in args.remats[-1:] if own_loss else args.remats:
+    user_loss = trainer.parts.train_step.user_loss is not None  # it remats layers if the arguments allow it
+    for remat in args.remats[-1:] if user_loss else args.remats:
         planned_run = _planned(run.checkpoint.name, topology, trainer, survey, arguments, remat, compiles)
         if planned_run.phases[0].fits is not False:
             break
@@ -256,7 +256,7 @@ def _planned(
     remat: bool | str,
     compiles: bool,
 ) -> Plan:
-    args, tx = trainer.args, trainer.parts.training.made_optimizer()
+    args, tx = trainer.args, trainer.parts.training.build_optimizer()
     result = compiled(trace.traced(trainer, tx, arguments, remat=remat), topology) if compiles else None
     return Plan(
         model=model,

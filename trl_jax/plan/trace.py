@@ -103,7 +103,7 @@ def planned(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedCon
         setattr(args, name, value)
     if settled and "generation_batch_size" in vars(args):
         args.generation_batch_size = None  # it was computed for this machine's devices; steps_per_generation stays
-    args.settle_sizes()
+    args.resolve_sizes()
     return args
 
 

@@ -62,7 +62,7 @@ class Writer(Protocol):
 
 
 class Overrides(Protocol):
-    """A script's methods that are called in place of a rollout's, with the rollout; see `own_methods.OwnMethods`."""
+    """A script's methods that are called in place of a rollout's, with the rollout; see `user_methods.UserMethods`."""
 
     def scored(self, rollout: Rollout, rows: Sequence[Row], group: int, mode: str) -> Experience: ...
 

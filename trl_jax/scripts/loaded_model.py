@@ -142,10 +142,10 @@ class LoadedModel:
         from trl_jax.data.chat import load_tokenizer
         from trl_jax.hub.auto import find_checkpoint, sharding_plan
         from trl_jax.hub.vision.processor import has_processor
-        from trl_jax.training.devices import keep_compilations
+        from trl_jax.training.devices import enable_compilation_cache
         from trl_jax.training.model import tokenizer_folder
 
-        keep_compilations()
+        enable_compilation_cache()
         plan = sharding_plan(mesh_shape)
         checkpoint = find_checkpoint(name, head=head, dtype=dtype, trust_remote_code=trust_remote_code)
         checkpoint = checkpoint.with_images() if images else checkpoint

@@ -38,10 +38,10 @@ class DistillationTask(RolloutTask):
     axis: ClassVar[Literal["text"]] = "text"
     compared: ClassVar[tuple[str, ...]] = ()
     per_token: ClassVar[bool] = True
-    by_micro_batch: ClassVar[bool] = False
+    whole_micro_batches: ClassVar[bool] = False
     compares_distributions: ClassVar[bool] = True
 
-    def of_pass(self, outputs: Distributions, batch: Batch) -> dict[str, jax.Array]:
+    def token_stats(self, outputs: Distributions, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the unmasked tokens of each completion, `[X]`: divergence, the student's entropy, and their
         number."""
         found = divergences(*outputs, beta=self.beta, temperature=self.temperature)
@@ -80,9 +80,9 @@ class ScriptedDistillationTask(DistillationTask):
     """The same for a user-defined loss, which reads both distributions of each token; each micro-batch is one pass."""
 
     axis: ClassVar[Literal["read"]] = "read"
-    by_micro_batch: ClassVar[bool] = True
+    whole_micro_batches: ClassVar[bool] = True
 
-    def of_pass(self, outputs: Distributions, batch: Batch) -> dict[str, Any]:
+    def token_stats(self, outputs: Distributions, batch: Batch) -> dict[str, Any]:
         return {"distributions": outputs}
 
     def of_tokens(self, found: Distributions, beta: float) -> TokenDivergences:
@@ -98,7 +98,7 @@ class ScriptedDistillationTask(DistillationTask):
         return TokenDivergences(compared.divergence, compared.entropy, *logps)
 
     def loss(self, outputs: dict[str, Any], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return super().loss(super().of_pass(outputs["distributions"], batch), batch)
+        return super().loss(super().token_stats(outputs["distributions"], batch), batch)
 
 
 # GKD
@@ -133,7 +133,7 @@ class GkdTask(TokenTask):
         del max_length  # rows to predict are truncated like the others
         return prepare_chatml(dataset, tokenizer, max_length=self.max_length, num_proc=num_proc, name=name)
 
-    def of_pass(self, outputs: Distributions, batch: Batch) -> dict[str, jax.Array]:
+    def token_stats(self, outputs: Distributions, batch: Batch) -> dict[str, jax.Array]:
         """The sum of the divergences over the targets of each text, `[X]`."""
         found = divergences(*outputs, beta=self.beta).divergence
         return {"divergence": of_texts(found, batch.text, len(batch.weight))}

@@ -38,7 +38,7 @@ class DpoTask(PairTask):
     num_tokens_after: ClassVar[str] = "entropy"
 
     @property
-    def by_micro_batch(self) -> bool:
+    def whole_micro_batches(self) -> bool:
         """Whether the objective includes a loss that depends on several pairs together."""
         return not WHOLE_BATCH.keys().isdisjoint(self.objective.names)
 
@@ -61,7 +61,7 @@ class DpoTask(PairTask):
         numbers = {**example.extras.example, **at_start}
         return example._replace(extras=example.extras._replace(example=numbers))
 
-    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+    def token_stats(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`. `logps` is weighted by `ld_alpha`, `logps_sum` is not."""
         texts = 2 * len(batch.weight)
         ones = jnp.ones(len(batch.text))
@@ -85,7 +85,7 @@ class DpoTask(PairTask):
         """The weighted sum of the losses of pairs, and sums over the micro-batches.
 
         Args:
-            outputs: of `of_pass`; `ref_logps` of the reference are in it or, if precomputed, in the batch.
+            outputs: of `token_stats`; `ref_logps` of the reference are in it or, if precomputed, in the batch.
         """
         chosen, rejected = ({name: part[i] for name, part in _halves(outputs).items()} for i in range(2))
         if "ref_logps" not in outputs:

@@ -55,7 +55,7 @@ class KtoTask(TokenTask):
     num_tokens_after: ClassVar[str] = "entropy"
 
     @property
-    def by_micro_batch(self) -> bool:
+    def whole_micro_batches(self) -> bool:
         return self.objective.estimates_kl
 
     @property
@@ -121,7 +121,7 @@ class KtoTask(TokenTask):
             f"There are {desirable:,} desirable and {undesirable:,} undesirable rows."
         )
 
-    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+    def token_stats(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`."""
         texts, fixed = len(self.columns.texts) * len(batch.weight), jax.lax.stop_gradient(outputs)
         values = {
@@ -136,7 +136,7 @@ class KtoTask(TokenTask):
         """The loss of a micro-batch, and sums over it.
 
         Args:
-            outputs: of `of_pass`; `ref_logps` of the reference are in it or, if precomputed, in the batch.
+            outputs: of `token_stats`; `ref_logps` of the reference are in it or, if precomputed, in the batch.
         """
         own, *others = self._texts(outputs)
         if "ref_logps" not in outputs:

@@ -86,7 +86,7 @@ class PairTask(TokenTask):
         limits |= {"max_prompt_length": self.max_prompt_length}
         return preference.prepare_dpo(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
 
-    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+    def token_stats(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """`logps` and `tokens` of each completion, `[2E]`: the chosen completions, then the rejected ones."""
         values = {"logps": outputs.logps, "tokens": jnp.ones(len(batch.text))}
         return {name: of_texts(value, batch.text, 2 * len(batch.weight)) for name, value in values.items()}
@@ -130,7 +130,7 @@ class TextTask(TokenTask):
         """Add `input_ids` and `labels`."""
         return sft.prepare(dataset, tokenizer, name=name, **limits)
 
-    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+    def token_stats(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the targets of each text, `[X]`: of their losses and entropies, and the numbers of correct
         predictions and of targets."""
         values = {

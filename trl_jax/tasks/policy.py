@@ -211,7 +211,7 @@ class PolicyTask(RolloutTask):
     axis: ClassVar[Literal["read"]] = "read"
     compared: ClassVar[tuple[str, ...]] = ()  # the reference runs when completions are sampled, not in the step
     per_token: ClassVar[bool] = False
-    by_micro_batch: ClassVar[bool] = True
+    whole_micro_batches: ClassVar[bool] = True
     divergence_in_reward: ClassVar[bool] = False  # whether the divergence from the reference is part of the reward
     metrics_by_group: ClassVar[bool] = False  # whether rewards are logged as in TRL's AsyncGRPO
 
@@ -253,7 +253,7 @@ class PolicyTask(RolloutTask):
         """The loss whose `sampler_correction` is applied; None for no correction."""
         return None
 
-    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> Sums:
+    def token_stats(self, outputs: TokenOutputs, batch: Batch) -> Sums:
         """The log-probability and the entropy of each read, `[N]`."""
         return {"logps": outputs.logps, "entropy": outputs.entropy}
 

@@ -47,7 +47,7 @@ class ReferenceFreeTask(TokenTask):
     compared: ClassVar[tuple[str, ...]] = ()
     temperature: ClassVar[float] = 1.0
     per_token: ClassVar[bool] = False
-    by_micro_batch: ClassVar[bool] = True  # the negative log-likelihood is a mean over its tokens
+    whole_micro_batches: ClassVar[bool] = True  # the negative log-likelihood is a mean over its tokens
     num_tokens_after: ClassVar[str] = "nll_loss"
     columns: ClassVar[Columns] = Columns(preference.TEXTS, labels=preference.LABELS)
 
@@ -82,7 +82,7 @@ class ReferenceFreeTask(TokenTask):
         limits = {"max_length": self.max_length, "max_prompt_length": self.max_prompt_length}
         return preference.prepare_reference_free(dataset, tokenizer, num_proc=num_proc, name=name, **limits)
 
-    def of_pass(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
+    def token_stats(self, outputs: TokenOutputs, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the reads of each text, `[X]`: of its completion, and for `nll` of all its targets."""
         ones = jnp.ones(len(batch.text))
         in_answer = batch.extras.read.get("in_answer", ones)

@@ -47,7 +47,7 @@ def joined(
     return {name: values[real] for name, values in sums.items()}
 
 
-def by_micro_batch(objective: Any, sums: Mapping[str, np.ndarray], split: str) -> dict[str, list[float]]:
+def metrics_by_micro_batch(objective: Any, sums: Mapping[str, np.ndarray], split: str) -> dict[str, list[float]]:
     """The metrics of each micro-batch of a step, or of a batch of an evaluation; NaN if there is nothing to average.
 
     Args:
@@ -195,8 +195,8 @@ class Task(Protocol):
 
         Args:
             outputs: with a score head, its outputs `[X]`, float32: the first texts of all examples, then the second
-                ones. With a language model head, the result of `of_pass`; if the run has a reference, its results for
-                the names in `compared` are added as `ref_<name>`.
+                ones. With a language model head, the result of `token_stats`; if the run has a reference, its results
+                for the names in `compared` are added as `ref_<name>`.
             batch: `weight` `[E]`, `extras` and `micro_batch`, as in `Batch`. The loss is a sum weighted by `weight`.
         """
 
@@ -234,9 +234,9 @@ class ScoreTask(Task, Protocol):
 
 
 class TokenTask(Task, Protocol):
-    """A task with a language model head, whose outputs `of_pass` reduces to numbers per text or per read.
+    """A task with a language model head, whose outputs `token_stats` reduces to numbers per text or per read.
 
-    axis: what the numbers of `of_pass` refer to. "text": `[X]` each. An evaluation may then compute the texts of a
+    axis: what the numbers of `token_stats` refer to. "text": `[X]` each. An evaluation may then compute the texts of a
         batch in different passes, and `loss` gets a `LossBatch`, with numbers of examples and texts only. "read": any
         that the loss needs, `[N]`, `[X]` or scalars; `loss` gets the whole `Batch`, and an evaluation computes a batch
         in one pass.
@@ -244,11 +244,11 @@ class TokenTask(Task, Protocol):
     temperature: divides the logits of the policy and of the reference.
     per_token: whether the weights passed to `loss` are `1 / targets` of the step, so that all targets have equal
         weight; otherwise all examples have equal weight.
-    by_micro_batch: whether the loss needs all examples of a micro-batch in one pass (with several devices, of each
+    whole_micro_batches: whether the loss needs all examples of a micro-batch in one pass (with several devices, of each
         device's part). Otherwise a pass may have examples of any micro-batches of the step.
     num_tokens_after: the metric after which `num_tokens` is logged, as in TRL; None logs it first.
     predicts_first: whether the first token of a text is also a target if virtual tokens precede it.
-    compares_distributions: whether `of_pass` gets the distributions of the model and of the reference over the
+    compares_distributions: whether `token_stats` gets the distributions of the model and of the reference over the
         vocabulary. The run then must have a reference.
     """
 
@@ -257,7 +257,7 @@ class TokenTask(Task, Protocol):
     compared: tuple[str, ...] = ()
     temperature: float = 1.0
     per_token: bool = False
-    by_micro_batch: bool = False
+    whole_micro_batches: bool = False
     num_tokens_after: str | None = None
     predicts_first: bool = False
     compares_distributions: bool = False
@@ -267,7 +267,7 @@ class TokenTask(Task, Protocol):
         return mean_metrics(sums, split)
 
     @abc.abstractmethod
-    def of_pass(self, outputs: TokenOutputs | Distributions, batch: Batch) -> dict[str, jax.Array]:
+    def token_stats(self, outputs: TokenOutputs | Distributions, batch: Batch) -> dict[str, jax.Array]:
         """The numbers of a pass that `loss` needs, by name, float32 `[X]` or `[N]` according to `axis`.
 
         Args:

@@ -23,12 +23,12 @@ from trl_jax.trainer.online import OnlineTrainer, argument, clip_range
 from trl_jax.trainer.online_config import OnlineConfig
 from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, accepting_old_keywords, as_config, refuse
 
-_OWN_LOSS = (
+_FOR_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
     "AsyncGRPO: override _compute_loss of GRPOTrainer, which takes use_vllm=True, vllm_mode='server' and "
     "generate_ahead=True."
 )
-_OWN_WEIGHTS = "Weights reach the servers through a folder: set vllm_weights_dir."
+_FOR_WEIGHTS = "Weights reach the servers through a folder: set vllm_weights_dir."
 _KNOWN = {field.name for field in fields(AsyncGRPOConfig)}
 
 
@@ -78,8 +78,8 @@ class AsyncGRPOTrainer(OnlineTrainer):
     _never_called = NEVER_CALLED_WITH_REWARDS | {
         name: instead
         for names, instead in (
-            ("compute_loss _compute_loss", _OWN_LOSS),
-            ("_sync_weight _streaming_iter", _OWN_WEIGHTS),
+            ("compute_loss _compute_loss", _FOR_LOSS),
+            ("_sync_weight _streaming_iter", _FOR_WEIGHTS),
         )
         for name in names.split()
     }

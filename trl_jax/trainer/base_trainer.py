@@ -59,17 +59,17 @@ from trl_jax.training import metrics as run_metrics
 from trl_jax.training import model as model_loading
 from trl_jax.training.checkpoint import STATE_FILE, LoopProgress, state_text
 from trl_jax.training.data import Batches
-from trl_jax.training.devices import keep_compilations
+from trl_jax.training.devices import enable_compilation_cache
 from trl_jax.training.evaluate import MetricHooks, check_compute_metrics
 from trl_jax.training.logging import tell_saved
 from trl_jax.training.metrics import ScriptMetrics
 from trl_jax.training.optimizer_choice import choose
-from trl_jax.training.own_step import OwnStep
 from trl_jax.training.push import HubPublisher, pushes_checkpoints
 from trl_jax.training.script_loss import script_values
 from trl_jax.training.script_model import BoundModel, read_by_model
 from trl_jax.training.state import STEP_METHODS, Editable, Hooks, Progress, Setup
 from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
+from trl_jax.training.user_step import UserStep
 
 
 def _settable(name: str, doc: str, check: Callable[[Any], None] = lambda value: None) -> property:
@@ -196,7 +196,7 @@ class BaseTrainer(abc.ABC):
         if isinstance(data_collator, VisionCollator):
             processing_class = one_processor(data_collator.processor, processing_class)
         args = self._config(args, model)
-        keep_compilations()  # before anything is compiled
+        enable_compilation_cache()  # before anything is compiled
         adapter = None if peft_config is None else as_adapter_config(peft_config)
         model, torch_model = model_loading.split_model(model)
         train_dataset, eval_dataset = self._read(train_dataset, eval_dataset)
@@ -289,17 +289,17 @@ class BaseTrainer(abc.ABC):
 
     def _hooks(self) -> Hooks:
         """The methods that a script may override, looked up when they are called."""
-        own, own_step = names_of_script(type(self)), None
+        own, user_step = names_of_script(type(self)), None
         if steps := own & STEP_METHODS:
             found = [vars(cls)[name] for cls in classes_of_script(type(self)) for name in steps & vars(cls).keys()]
             tensors = any(map(takes_tensors, found))
-            own_step = OwnStep(
-                lambda: self._setup, self._own_step, lambda inputs: self._prepare_inputs(inputs), tensors
+            user_step = UserStep(
+                lambda: self._setup, self._user_step, lambda inputs: self._prepare_inputs(inputs), tensors
             )
             own |= {"compute_loss"}  # the step runs micro-batch by micro-batch, as with a user-defined loss
         return Hooks(
-            compute_loss=self._own_loss,
-            create_optimizer=self._own_optimizer,
+            compute_loss=self._user_loss,
+            create_optimizer=self._user_optimizer,
             evaluate=lambda: self.evaluate(),
             get_train_dataloader=lambda: self.get_train_dataloader(),
             log=lambda *given: self._log(*given),
@@ -313,11 +313,11 @@ class BaseTrainer(abc.ABC):
             save_model=lambda *given, **options: self.save_model(*given, **options),
             script_values=lambda: script_values(self),
             set_by_script=lambda: vars(self).keys(),
-            settle_task=lambda: self._settle_task(),
-            own_step=own_step,
+            refresh_task=lambda: self._refresh_task(),
+            user_step=user_step,
         )
 
-    def _own_loss(self, model: Any, *given: Any, **options: Any) -> Any:
+    def _user_loss(self, model: Any, *given: Any, **options: Any) -> Any:
         """Call the user-defined `compute_loss`, whose `self._metrics` are those of its batch."""
         self._loss_metrics = model.metrics
         try:
@@ -325,7 +325,7 @@ class BaseTrainer(abc.ABC):
         finally:
             self._loss_metrics = None
 
-    def _own_step(self, compute: Callable[[Any], Any], inputs: Any, num_items: Any, last: bool) -> Any:
+    def _user_step(self, compute: Callable[[Any], Any], inputs: Any, num_items: Any, last: bool) -> Any:
         """Call the user-defined `training_step` on a micro-batch; `last` for the last one of a step."""
         self._compute_step, self.accelerator.sync_gradients = compute, last
         try:
@@ -384,7 +384,7 @@ class BaseTrainer(abc.ABC):
         """
         refuse(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         self._follow_torch_models(trains=True)
-        self._settle_task()
+        self._refresh_task()
         self._set_signature_columns_if_needed()
         if self._setup.online:
             check_changes(self._setup.task, self.make_task())
@@ -415,7 +415,7 @@ class BaseTrainer(abc.ABC):
             check_lengths(collator, self.args)
         self._data_collator, self._editable.pad_to_multiple_of = collator, collator.pad_to_multiple_of
 
-    def _settle_task(self) -> None:
+    def _refresh_task(self) -> None:
         """Update the run's task from the current arguments and attributes.
 
         Raises:
@@ -505,7 +505,7 @@ class BaseTrainer(abc.ABC):
             return default_optimizer(*options)
         return optimizer_with_decay(*options, self.model.params, self.get_decay_parameter_names(self.model))
 
-    def _own_optimizer(self) -> Any:
+    def _user_optimizer(self) -> Any:
         """Call `create_optimizer`.
 
         Raises:
@@ -534,7 +534,7 @@ class BaseTrainer(abc.ABC):
         constructor's datasets.
         """
         refuse(ignore_keys=ignore_keys)
-        self._settle_task()
+        self._refresh_task()
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, dict):
             metrics = {}
@@ -579,7 +579,7 @@ class BaseTrainer(abc.ABC):
         """
         refuse(ignore_keys=ignore_keys)
         self._follow_torch_models()
-        self._settle_task()
+        self._refresh_task()
         prepared = self.prepare_dataset(test_dataset, "test", bounded=False)
         loader = self.get_test_dataloader(prepared)
         self.model.eval()
@@ -802,7 +802,7 @@ class BaseTrainer(abc.ABC):
         if training and "_get_train_sampler" in self._setup.overridden and isinstance(dataset, Dataset):
             self._ordered = made
             sampler = self._get_train_sampler(dataset)
-            made.own_order = data.SampledOrder(sampler, made, f"{type(self).__name__}._get_train_sampler")
+            made.sampler_order = data.SampledOrder(sampler, made, f"{type(self).__name__}._get_train_sampler")
         return made
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:

@@ -31,18 +31,18 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.gkd_config import GKDConfig
 from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, MirroredArg, accepting_old_keywords, as_config
 from trl_jax.training import model
-from trl_jax.training.data import Batches, Completer, WrittenSteps
+from trl_jax.training.data import Batches, Completer, GeneratedSteps
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel, given
 from trl_jax.training.setup import Policy, TrainerSpec
 
 logger = logging.getLogger(__name__)
 
-_OWN_LOSS = (
+_FOR_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for GKD: "
     "choose beta, lmbda and seq_kd."
 )
-_OWN_SAMPLING = "Set temperature and max_new_tokens in GKDConfig, other options in the model's generation_config."
+_FOR_SAMPLING = "Set temperature and max_new_tokens in GKDConfig, other options in the model's generation_config."
 _TO_LATER = (
     "This GKD configuration (`lmbda=1.0`, `temperature=1.0`) is fully covered by `DistillationTrainer`, which also "
     "takes tools and vLLM servers. Consider migrating: replace `GKDConfig`/`GKDTrainer` with `DistillationConfig`/"
@@ -90,8 +90,8 @@ class GKDTrainer(BaseTrainer):
         "Apply it to the dataset, or leave it out."
     }
     _never_called = NEVER_CALLED | dict.fromkeys(
-        ("training_step", "compute_loss", "prediction_step", "generalized_jsd_loss"), _OWN_LOSS
-    ) | {"generate_on_policy_outputs": _OWN_SAMPLING}  # fmt: skip
+        ("training_step", "compute_loss", "prediction_step", "generalized_jsd_loss"), _FOR_LOSS
+    ) | {"generate_on_policy_outputs": _FOR_SAMPLING}  # fmt: skip
     lmbda, beta, seq_kd = map(MirroredArg, ("lmbda", "beta", "seq_kd"))
     temperature = InitOnlyArg(lambda trainer: trainer.args.temperature, "Set temperature in GKDConfig.")
     generalized_jsd_loss = staticmethod(also_of_tensors(generalized_jsd_loss))
@@ -201,7 +201,7 @@ class GKDTrainer(BaseTrainer):
 
 
 @dataclass
-class RewrittenSteps(WrittenSteps):
+class RewrittenSteps(GeneratedSteps):
     """The steps of a loader, with each micro-batch replaced by what `rewrite` returns.
 
     The loss of a step is divided by the number of targets in the dataset's rows even if their completions were

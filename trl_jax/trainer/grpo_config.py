@@ -316,7 +316,7 @@ class GRPOConfig(BaseConfig):
             self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
         super().__post_init__()
         if self.counts_devices:
-            self.settle_sizes()
+            self.resolve_sizes()
 
-    def settle_sizes(self) -> None:
-        generation.settle_sizes("GRPO", self)
+    def resolve_sizes(self) -> None:
+        generation.resolve_sizes("GRPO", self)

@@ -28,7 +28,6 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import batch_tensor, batch_tensors, knows_torch
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
-from trl_jax.rollout.own_methods import OWN_METHODS, OwnMethods
 from trl_jax.rollout.rewards import (
     HELPERS,
     RewardFunctions,
@@ -39,6 +38,7 @@ from trl_jax.rollout.rewards import (
 )
 from trl_jax.rollout.server import Limits, Requirements, SamplingOptions, is_local, server_urls
 from trl_jax.rollout.tools import Environments, Tools, methods_of
+from trl_jax.rollout.user_methods import USER_METHODS, UserMethods
 from trl_jax.tasks.policy import Cycle, EntropyBonus
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -131,7 +131,7 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
 # Arguments that TRL's online trainers also have as attributes, for scripts that read them there.
 
 
-_OWN_SAMPLING = "generation_config of {}: its arguments control sampling. Set generation_kwargs in its config."
+_FOR_SAMPLING = "generation_config of {}: its arguments control sampling. Set generation_kwargs in its config."
 
 
 def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
@@ -169,7 +169,7 @@ class RolloutTrainer(BaseTrainer):
     tools: Sequence[Callable] = ()
     rollout_func: Callable[[list, Any], Mapping[str, Any]] | None = None
     _environments: Environments | None = None
-    _own_methods: OwnMethods | None = None
+    _user_methods: UserMethods | None = None
     _takes_transforms = True
     _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as in TRL, also when saved
     _writes_completions: ClassVar[bool] = True
@@ -190,11 +190,11 @@ class RolloutTrainer(BaseTrainer):
     @property
     def generation_config(self) -> Any:
         """Raises AttributeError: sampling is controlled by the arguments."""
-        raise AttributeError(_OWN_SAMPLING.format(type(self).__name__))
+        raise AttributeError(_FOR_SAMPLING.format(type(self).__name__))
 
     @generation_config.setter
     def generation_config(self, value: Any) -> None:
-        raise AttributeError(_OWN_SAMPLING.format(type(self).__name__))
+        raise AttributeError(_FOR_SAMPLING.format(type(self).__name__))
 
     def __init__(self, model: Any, **arguments: Any):
         """`arguments` are passed to `BaseTrainer`."""
@@ -224,8 +224,8 @@ class RolloutTrainer(BaseTrainer):
     def _metrics(self) -> dict[str, dict[str, list[float]]]:
         """The numbers since the last log, as lists by mode ("train" or "eval") and name; a script may append to them.
         Inside a user-defined loss, they are arrays of the current step."""
-        if self._own_pass is not None:
-            return dict.fromkeys(("train", "eval"), self._own_pass.metrics)
+        if self._completions_pass is not None:
+            return dict.fromkeys(("train", "eval"), self._completions_pass.metrics)
         return {mode: log.values for mode, log in self.parts.rollout_steps.rollout.metrics.items()}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -262,7 +262,7 @@ class RolloutTrainer(BaseTrainer):
         return next((found for mode in modes if (found := table.columns(mode))["prompt"]), table.columns(modes[0]))
 
     @property
-    def _own_pass(self) -> Any:
+    def _completions_pass(self) -> Any:
         """The pass whose loss a user-defined method is computing; None outside of it."""
         script_loss = self._setup.script_loss if "_setup" in vars(self) else None
         return None if script_loss is None else script_loss.current
@@ -271,15 +271,19 @@ class RolloutTrainer(BaseTrainer):
     def current_gradient_accumulation_steps(self) -> Any:
         """Micro-batches per step. Inside a user-defined loss it is an array, because the last step of an epoch may have
         fewer."""
-        return self.args.gradient_accumulation_steps if self._own_pass is None else self._own_pass.micro_batches
+        return (
+            self.args.gradient_accumulation_steps
+            if self._completions_pass is None
+            else self._completions_pass.micro_batches
+        )
 
     def _hooks(self) -> Hooks:
         hooks = super()._hooks()
         if not hooks.overridden & {"compute_loss", "_compute_loss"}:
             return hooks
-        from trl_jax.training.completions_loss import OwnLoss
+        from trl_jax.training.completions_loss import UserCompletionsLoss
 
-        def own_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
+        def user_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
             world = self.accelerator.num_processes
             # For the script, a shard of the batch is what a process is in TRL.
             self.accelerator.num_processes = self._setup.shards
@@ -289,13 +293,13 @@ class RolloutTrainer(BaseTrainer):
                 self.accelerator.num_processes = world
 
         options = {"averaged": self._averages_losses, "functions": hooks.loss_functions}
-        loss = OwnLoss(own_loss, lambda: self._setup, hooks.script_values, **options)
+        loss = UserCompletionsLoss(user_loss, lambda: self._setup, hooks.script_values, **options)
         return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, script_loss=loss)
 
     def _current_pass(self, name: str) -> Any:
-        if self._own_pass is None:
+        if self._completions_pass is None:
             raise RuntimeError(f"{name} of {type(self).__name__} can be called within its own _compute_loss only.")
-        return self._own_pass
+        return self._completions_pass
 
     @abc.abstractmethod
     def _reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
@@ -342,18 +346,18 @@ class RolloutTrainer(BaseTrainer):
         if not self._uses_server and rollout_func is None:
             check_completes(model, options)
         of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # a user's subclass may read _logs
-        self._own_methods = self._overrides(run)
+        self._user_methods = self._overrides(run)
         sampling = Sampling(
-            template_options, args.max_prompt_length, options, own_ends=eos_token_ids(tokenizer, model),
+            template_options, args.max_prompt_length, options, extra_ends=eos_token_ids(tokenizer, model),
             parses_messages=self._parses_messages, tools=tools,
         )  # fmt: skip
         return RolloutParts(
             sampling, rewards, drops_truncated=args.mask_truncated_completions, shuffle=args.shuffle_dataset,
             bonus=self._bonus(), table=self._table(rewards) if args.log_completions or of_script else None,
-            rollout_func=rollout_func, server=server, own=self._own_methods,
+            rollout_func=rollout_func, server=server, own=self._user_methods,
         )  # fmt: skip
 
-    def _overrides(self, run: setup.Setup) -> OwnMethods | None:
+    def _overrides(self, run: setup.Setup) -> UserMethods | None:
         """The user-defined methods that generate or score completions; None if there are none."""
         return None
 
@@ -576,7 +580,7 @@ class OnlineTrainer(RolloutTrainer):
     mask_truncated_completions, log_multimodal = map(argument, ("mask_truncated_completions", "log_multimodal"))
     beta = MirroredArg("beta")
 
-    _compiled_methods = RolloutTrainer._compiled_methods | {"_calculate_rewards", *OWN_METHODS}
+    _compiled_methods = RolloutTrainer._compiled_methods | {"_calculate_rewards", *USER_METHODS}
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -629,8 +633,8 @@ class OnlineTrainer(RolloutTrainer):
         current = self._current_pass("_get_per_token_logps_and_entropies")
         return current.logps(model, input_ids, logits_to_keep, entropy=compute_entropy, aux_loss=compute_aux_loss)
 
-    def _overrides(self, run: setup.Setup) -> OwnMethods | None:
-        own = [name for name in OWN_METHODS if name in run.overridden]
+    def _overrides(self, run: setup.Setup) -> UserMethods | None:
+        own = [name for name in USER_METHODS if name in run.overridden]
         if not own:
             return None
         if several():
@@ -638,7 +642,7 @@ class OnlineTrainer(RolloutTrainer):
                 f"{type(self).__name__} overrides {', '.join(own)}, which is not in this release of trl_jax on several "
                 "processes. Train in one process, or override _calculate_rewards."
             )
-        return OwnMethods(
+        return UserMethods(
             type(self).__name__,
             score=self._generate_and_score_completions if "_generate_and_score_completions" in own else None,
             generate=self._generate if "_generate" in own else None,
@@ -671,7 +675,7 @@ class OnlineTrainer(RolloutTrainer):
             inputs: the rows of the dataset, each repeated once per completion.
         """
         name = "_generate_and_score_completions"
-        outputs = self._own_method(name).default_score(inputs)
+        outputs = self._user_method(name).default_score(inputs)
         return batch_tensors(outputs) if self._overridden_in_torch(name) else outputs
 
     def _overridden_in_torch(self, name: str) -> bool:
@@ -682,7 +686,7 @@ class OnlineTrainer(RolloutTrainer):
         """TRL's tuple of lists: prompt ids, completion ids, the tool mask (GRPO only), the completions as reward
         functions see them, and, for GRPO only, the sampler's log-probabilities, extra columns, None and []. A subclass
         may override it and change the result of `super()`."""
-        return self._own_method("_generate").default_generate(prompts)
+        return self._user_method("_generate").default_generate(prompts)
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict[str, Any]]:
         """`(prompt ids, None, {})`, as in TRL for text prompts. A `rollout_func` may call it, and a subclass may
@@ -691,18 +695,18 @@ class OnlineTrainer(RolloutTrainer):
         Raises:
             RuntimeError: the run has rows with images.
         """
-        if self._own_methods is None:
+        if self._user_methods is None:
             if self._setup.encoder is not None:
                 raise RuntimeError(
                     "_tokenize_prompts gives the ids of texts, and this run has images. Call trainer.processing_class."
                 )
             return self.parts.rollout_steps.rollout.writer.prompt_ids(prompts), None, {}
-        return self._own_method("_tokenize_prompts").default_tokenize(prompts)
+        return self._user_method("_tokenize_prompts").default_tokenize(prompts)
 
-    def _own_method(self, name: str) -> OwnMethods:
-        if self._own_methods is None:
+    def _user_method(self, name: str) -> UserMethods:
+        if self._user_methods is None:
             raise RuntimeError(f"{name} of {type(self).__name__} can only be called by a method of the same name.")
-        return self._own_methods
+        return self._user_methods
 
     @property
     def reward_funcs(self) -> list[Any]:

@@ -71,7 +71,7 @@ class OnlineConfig(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.counts_devices:
-            self.settle_sizes()
+            self.resolve_sizes()
 
-    def settle_sizes(self) -> None:
-        generation.settle_sizes(type(self).__name__.removesuffix("Config"), self)
+    def resolve_sizes(self) -> None:
+        generation.resolve_sizes(type(self).__name__.removesuffix("Config"), self)

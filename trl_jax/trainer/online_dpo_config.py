@@ -14,7 +14,7 @@ from trl_jax.config.generation import above, mesh_shape, online, parallelism_con
 from trl_jax.config.rules import must_be
 from trl_jax.config.shared import shared
 
-_OWN_ENGINE = "completions come from trl_jax's own generator"
+_NATIVE_GENERATOR = "completions come from trl_jax's own generator"
 
 
 def _betas(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -34,14 +34,16 @@ def _no_server(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     return rules.one_of("server", "colocate")(name, value, values)
 
 
-def _own_generator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+def _note_native_generator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if not value:
         return None
-    return f"{name}={value!r}: {_OWN_ENGINE}, in this process. vLLM's options have no effect."
+    return f"{name}={value!r}: {_NATIVE_GENERATOR}, in this process. vLLM's options have no effect."
 
 
 def _of_vllm(name: str, **changes: Any) -> Any:
-    return online(name, help="A vLLM option, without effect.", how="silent", why=_OWN_ENGINE, rule=None, **changes)
+    return online(
+        name, help="A vLLM option, without effect.", how="silent", why=_NATIVE_GENERATOR, rule=None, **changes
+    )
 
 
 @dataclass(repr=False)
@@ -99,7 +101,10 @@ class OnlineDPOConfig(BaseConfig):
     disable_dropout: bool = online("disable_dropout", default=True)
 
     use_vllm: bool = online(
-        "use_vllm", help="Accepted: completions come from trl_jax's own generator.", rule=None, note=_own_generator
+        "use_vllm",
+        help="Accepted: completions come from trl_jax's own generator.",
+        rule=None,
+        note=_note_native_generator,
     )
     vllm_model_impl: str = _of_vllm("vllm_model_impl")
     vllm_structured_outputs_regex: str | None = online(

@@ -29,18 +29,18 @@ from trl_jax.trainer.online import eos_token_ids, sampling_options
 from trl_jax.trainer.online_dpo_config import OnlineDPOConfig
 from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, accepting_old_keywords, as_config, refuse
 from trl_jax.trainer.reference import loaded_reference, reference_as_model
-from trl_jax.training.data import Batches, Completer, WrittenSteps, image_columns
+from trl_jax.training.data import Batches, Completer, GeneratedSteps, image_columns
 from trl_jax.training.policy_writer import up_to_end
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.setup import Policy, TrainerSpec
 from trl_jax.training.state import Setup
 
-_OWN_LOSS = (
+_FOR_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for online "
     "DPO: choose loss_type and beta."
 )
-_OWN_COMPLETIONS = "Set the sampling of completions with generation_kwargs."
-_OWN_REWARDS = "Write a reward function: it gets prompts, completions, completion_ids and all columns of the rows."
+_FOR_COMPLETIONS = "Set the sampling of completions with generation_kwargs."
+_FOR_REWARDS = "Write a reward function: it gets prompts, completions, completion_ids and all columns of the rows."
 _NO_EVALUATION = (
     "OnlineDPOTrainer has no evaluation, as in TRL: pairs exist only while the model trains. Set eval_strategy='no', "
     "and score completions of trainer.model in a callback."
@@ -96,9 +96,9 @@ class OnlineDPOTrainer(BaseTrainer):
     _tokenizer_sides = {"padding_side": "left"}
     _never_called = (
         NEVER_CALLED
-        | dict.fromkeys(("training_step", "compute_loss", "prediction_step", "_forward"), _OWN_LOSS)
-        | dict.fromkeys(("_generate", "_generate_vllm"), _OWN_COMPLETIONS)
-        | {"_calculate_rewards_from_functions": _OWN_REWARDS}
+        | dict.fromkeys(("training_step", "compute_loss", "prediction_step", "_forward"), _FOR_LOSS)
+        | dict.fromkeys(("_generate", "_generate_vllm"), _FOR_COMPLETIONS)
+        | {"_calculate_rewards_from_functions": _FOR_REWARDS}
     )
     num_generations = 2
     judge: PairwiseJudge | None = None
@@ -294,7 +294,7 @@ class Prompts(Batches):
 
 
 @dataclass
-class PairSteps(WrittenSteps):
+class PairSteps(GeneratedSteps):
     """The steps of a loader of rows; `pairs(rows, epoch)` turns the rows of each micro-batch into preference pairs."""
 
     pairs: Callable[[list[dict[str, Any]], int], list[Example]]

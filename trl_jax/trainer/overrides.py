@@ -211,7 +211,7 @@ def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> No
             f"{', '.join(now.columns.texts)}, but they were prepared with {', '.join(then.columns.texts)}. Set it in "
             f"{config}."
         )
-    if in_train and now.head == "lm" and then.by_micro_batch != now.by_micro_batch:
+    if in_train and now.head == "lm" and then.whole_micro_batches != now.whole_micro_batches:
         raise ValueError(
             "What was set on the trainer during training needs another layout of its steps. Set it before train(), "
             f"or set it in {config}."
@@ -221,14 +221,14 @@ def check_same_rows(then: Task, now: Task, *, in_train: bool, config: str) -> No
 # Methods that TRL's or transformers' trainers call on themselves but trl_jax never calls, and what to do instead.
 
 
-_OWN_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
-_OWN_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and set train_sampling_strategy."
-_OWN_PROMPTS = (
+_FOR_LOSS = "The step is one compiled function: override compute_loss(self, model, inputs, return_outputs=False)."
+_FOR_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the rows and set train_sampling_strategy."
+_FOR_PROMPTS = (
     "A batch is made of completions when it is taken: order the rows of train_dataset, and set shuffle_dataset=False."
 )
-_OWN_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
-_OWN_CALLBACK = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
-_OWN_ARGUMENTS = "Use an argument of the config or of the trainer."
+_FOR_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
+_FOR_CALLBACKS = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
+_FOR_ARGUMENTS = "Use an argument of the config or of the trainer."
 _LOSS_TYPE = (
     "The step is one compiled function: choose a loss_type, or override _compute_loss(self, model, inputs, "
     "return_outputs) of DPOTrainer or KTOTrainer in jax.numpy."
@@ -240,16 +240,16 @@ _TEACHERS_LOSS = (
     "The step is one compiled function: override _compute_loss(self, model, inputs, num_items_in_batch) in jax.numpy, "
     "with self._get_per_token_divergences(model), or choose beta."
 )
-_OWN_REWARDS = (
+_FOR_REWARDS = (
     "Override _calculate_rewards, or write a reward function: it gets prompts, completions, completion_ids and all "
     "columns of the rows, log_metric and log_extra, and its results are weighted by reward_weights."
 )
-_OWN_COMPLETIONS = (
+_FOR_COMPLETIONS = (
     "Override _generate(self, prompts) and change what super() returns, set the sampling with generation_kwargs, or "
     "pass a rollout_func(prompts, trainer) that returns them."
 )
-_OWN_SAMPLED = "Set the sampling of completions with generation_kwargs."
-_OWN_TEXTS = "Render prompts beforehand with train_dataset.map, or set chat_template_path and chat_template_kwargs."
+_FOR_SAMPLING = "Set the sampling of completions with generation_kwargs."
+_FOR_TEXTS = "Render prompts beforehand with train_dataset.map, or set chat_template_path and chat_template_kwargs."
 
 
 def _by_name(*entries: tuple[str, str]) -> dict[str, str]:
@@ -266,22 +266,22 @@ NEVER_CALLED = _by_name(
     ("autocast_smart_context_manager compute_loss_context_manager _wrap_model _clip_grad_norm "
      "_get_grad_norm _get_num_items_in_batch get_batch_samples _run_epoch _inner_training_loop "
      "_prepare_for_training call_model_init _defer_fsdp_gradient_reduction _has_mixed_mesh_grads "
-     "_mixed_mesh_grad_norm _sync_replicated_trainable_parameters _update_auto_batch_size", _OWN_LOSS),
+     "_mixed_mesh_grad_norm _sync_replicated_trainable_parameters _update_auto_batch_size", _FOR_LOSS),
     ("_get_eval_sampler _get_dataloader _get_collator_with_removed_columns "
      "_prepare_input _remove_unused_columns num_examples "
-     "_prepare_context_parallel_inputs _reject_skip_prepare_without_labels", _OWN_DATA),
-    ("create_optimizer_and_scheduler create_scheduler get_optimizer_cls_and_kwargs _get_learning_rate", _OWN_RATES),
+     "_prepare_context_parallel_inputs _reject_skip_prepare_without_labels", _FOR_DATA),
+    ("create_optimizer_and_scheduler create_scheduler get_optimizer_cls_and_kwargs _get_learning_rate", _FOR_RATES),
     ("evaluation_loop _evaluate _maybe_log_save_evaluate _determine_best_metric _load_best_model _save "
      "_load_from_checkpoint _save_optimizer_and_scheduler _load_optimizer_and_scheduler _save_rng_state "
      "_load_rng_state _load_callback_state _push_from_checkpoint floating_point_ops store_flos "
      "_finalize_training _init_training_state _finish_current_push _get_output_dir _load_scaler _save_scaler "
      "_hp_search_setup _report_to_hp_search _tune_save_checkpoint _issue_warnings_after_load "
-     "_track_num_input_tokens _send_telemetry", _OWN_CALLBACK),
+     "_track_num_input_tokens _send_telemetry", _FOR_CALLBACKS),
     ("_build_accelerator_args create_accelerator_and_postprocess _move_model_to_device _validate_args add_callback "
      "get_cp_size get_sp_size get_tp_size get_total_train_batch_size is_local_process_zero is_world_process_zero "
-     "set_initial_training_values", _OWN_ARGUMENTS),
+     "set_initial_training_values", _FOR_ARGUMENTS),
 )  # fmt: skip
-NEVER_CALLED_WITH_REFERENCE = _reworded(NEVER_CALLED, {_OWN_LOSS: _LOSS_TYPE}) | _by_name(
+NEVER_CALLED_WITH_REFERENCE = _reworded(NEVER_CALLED, {_FOR_LOSS: _LOSS_TYPE}) | _by_name(
     ("compute_loss prediction_step training_step _compute_loss _compute_kl_logps _prepare_inputs "
      "compute_ref_log_probs _precompute_ref_logps", _LOSS_TYPE),
 )  # fmt: skip
@@ -291,12 +291,12 @@ NEVER_CALLED_IN_PREFERENCES = {  # for DPO and KTO, which do call a user-defined
     if name not in ("compute_loss", "_compute_loss", "training_step")
 }
 # Methods that earlier TRL trainers called on themselves: a script's override would silently have no effect.
-_OWN_ROWS = "Prepare the rows beforehand with train_dataset.map."
-ONCE_CALLED = _by_name(("_prepare_non_packed_dataloader _prepare_packed_dataloader", _OWN_ROWS))
+_FOR_ROWS = "Prepare the rows beforehand with train_dataset.map."
+ONCE_CALLED = _by_name(("_prepare_non_packed_dataloader _prepare_packed_dataloader", _FOR_ROWS))
 ONCE_CALLED_WITH_REFERENCE = _by_name(
     ("dpo_loss kto_loss get_batch_loss_metrics get_batch_logps concatenated_forward compute_reference_log_probs "
      "compute_kl_logps", _LOSS_TYPE),
-    ("concatenated_inputs tokenize_row process_row build_tokenized_answer", _OWN_ROWS),
+    ("concatenated_inputs tokenize_row process_row build_tokenized_answer", _FOR_ROWS),
 )  # fmt: skip
 _LOSS_OF_PAIRS = (
     "The step is one compiled function: choose the loss by the arguments of CPOConfig or ORPOConfig, or derive a "
@@ -305,8 +305,8 @@ _LOSS_OF_PAIRS = (
 # Methods that TRL's CPOTrainer and ORPOTrainer call on themselves.
 ONCE_CALLED_WITH_PAIRS = ONCE_CALLED | _by_name(
     ("concatenated_forward cpo_loss odds_ratio_loss get_batch_logps get_batch_loss_metrics", _LOSS_OF_PAIRS),
-    ("build_tokenized_answer concatenated_inputs tokenize_row _prepare_dataset", _OWN_ROWS),
-    ("generate_from_model store_metrics", _OWN_CALLBACK),
+    ("build_tokenized_answer concatenated_inputs tokenize_row _prepare_dataset", _FOR_ROWS),
+    ("generate_from_model store_metrics", _FOR_CALLBACKS),
     ("training_step _prepare_inputs", _LOSS_OF_PAIRS),
 )
 ONCE_CALLED_WITH_REWARDS = {"_get_per_token_logps": _POLICY_LOSS}
@@ -317,13 +317,13 @@ NEVER_READ = {
 }
 
 
-def _with_rollout(own_loss: str, own_completions: str, *further: tuple[str, str]) -> dict[str, str]:
+def _with_rollout(user_loss: str, own_completions: str, *further: tuple[str, str]) -> dict[str, str]:
     """NEVER_CALLED for an online trainer; `further` are pairs of (names, what to do instead)."""
-    table = _reworded(NEVER_CALLED, {_OWN_DATA: _OWN_PROMPTS, _OWN_LOSS: own_loss})
+    table = _reworded(NEVER_CALLED, {_FOR_DATA: _FOR_PROMPTS, _FOR_LOSS: user_loss})
     return table | _by_name(
-        ("get_train_dataloader _get_train_sampler _prepare_dataset _prepare_inputs", _OWN_PROMPTS),
-        ("prediction_step", own_loss),
-        ("training_step", f"Do what follows a step in on_step_end of a TrainerCallback. {own_loss}"),
+        ("get_train_dataloader _get_train_sampler _prepare_dataset _prepare_inputs", _FOR_PROMPTS),
+        ("prediction_step", user_loss),
+        ("training_step", f"Do what follows a step in on_step_end of a TrainerCallback. {user_loss}"),
         ("_generate_single_turn _tool_call_loop _get_tool_suffix_ids", own_completions),
         *further,
     )
@@ -331,16 +331,16 @@ def _with_rollout(own_loss: str, own_completions: str, *further: tuple[str, str]
 
 NEVER_CALLED_WITH_REWARDS = _with_rollout(
     _POLICY_LOSS,
-    _OWN_COMPLETIONS,
+    _FOR_COMPLETIONS,
     ("_get_per_token_logps_and_entropies get_high_entropy_mask get_off_policy_mask get_gamma_weights", _POLICY_LOSS),
-    ("_log_completion_extra _log_metric", _OWN_REWARDS),
+    ("_log_completion_extra _log_metric", _FOR_REWARDS),
 )
 NEVER_CALLED_WITH_TEACHER = _with_rollout(
     _TEACHERS_LOSS,
-    _OWN_SAMPLED,
+    _FOR_SAMPLING,
     ("_get_last_hidden_state", _TEACHERS_LOSS),
-    ("_generate _generate_and_score_completions", _OWN_SAMPLED),
-    ("_tokenize_prompts", _OWN_TEXTS),
+    ("_generate _generate_and_score_completions", _FOR_SAMPLING),
+    ("_tokenize_prompts", _FOR_TEXTS),
 )
 # Attributes of TRL's online trainers that a rollout_func may read, but that ours do not have.
 NEVER_THERE = dict.fromkeys(
@@ -545,7 +545,7 @@ def check_places(trainer: str, order: Sequence[str], given: Mapping[str, Any]) -
                 )
 
 
-OWN_COLLATOR = (
+NO_COLLATOR = (
     "trl_jax does not call user-defined collate functions. Leave data_collator out and train on the columns directly "
     "(`messages`, or `prompt` and `completion`, with `images` if there are any): the trainer applies the chat template "
     "and the processor, and the config determines which tokens have labels."
@@ -610,7 +610,7 @@ def check_collator(collator: Any, known: tuple[type, ...], older: tuple[str, ...
         return
     name = type(collator).__qualname__
     if isinstance(collator, FunctionType | MethodType | partial):
-        raise ValueError(f"data_collator is a {name}. {OWN_COLLATOR}")
+        raise ValueError(f"data_collator is a {name}. {NO_COLLATOR}")
     raise ValueError(
         f"data_collator={type(collator).__module__}.{name}(...) is not in this release of trl_jax. "
         f"{_instead_of(collator, known)}"

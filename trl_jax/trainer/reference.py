@@ -31,7 +31,7 @@ from trl_jax.trainer.overrides import (
 )
 from trl_jax.training import model, setup
 from trl_jax.training.forward import balance_experts
-from trl_jax.training.metrics import OwnMetrics
+from trl_jax.training.metrics import UserLossMetrics
 from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.training.reference_logps import precomputed
 from trl_jax.training.setup import Policy
@@ -184,7 +184,7 @@ class ReferenceTrainer(BaseTrainer):
 
     config_class = ReferenceConfig
     _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
-    _own_metrics: Any = None  # the metrics of a user-defined loss
+    _user_metrics: Any = None  # the metrics of a user-defined loss
     precompute_ref_logps = InitOnlyArg(
         # Whether batches have the reference's log-probabilities: in a user-defined loss they always do.
         lambda trainer: trainer._in_own_loss or trainer.args.precompute_ref_log_probs,
@@ -209,11 +209,11 @@ class ReferenceTrainer(BaseTrainer):
                 "model before training is then the reference."
             )
         self._ref_model, self._fresh_adapter = ref_model, peft_config is not None
-        own_loss = {"compute_loss", "_compute_loss"} & names_of_script(type(self))
-        if own_loss and arguments.get("compute_metrics") is not None:
+        user_loss = {"compute_loss", "_compute_loss"} & names_of_script(type(self))
+        if user_loss and arguments.get("compute_metrics") is not None:
             raise ValueError(
-                f"compute_metrics gets whole logits, which {type(self).__name__}.{min(own_loss)} does not return here. "
-                "Leave compute_metrics out, and append numbers to self._metrics[mode][name] in the loss."
+                f"compute_metrics gets whole logits, which {type(self).__name__}.{min(user_loss)} does not return "
+                "here. Leave compute_metrics out, and append numbers to self._metrics[mode][name] in the loss."
             )
         spec = setup.TrainerSpec(self._reference, balance_experts=self._balance_experts)
         super().__init__(model, peft_config=peft_config, spec=spec, **arguments)
@@ -226,8 +226,8 @@ class ReferenceTrainer(BaseTrainer):
         hooks = super()._hooks()
         if not hooks.overridden & {"compute_loss", "_compute_loss"}:
             return hooks
-        self._own_metrics = OwnMetrics(lambda: self._setup)
-        return hooks._replace(overridden=hooks.overridden | {"compute_loss"}, script_loss=self._own_metrics)
+        self._user_metrics = UserLossMetrics(lambda: self._setup)
+        return hooks._replace(overridden=hooks.overridden | {"compute_loss"}, script_loss=self._user_metrics)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -253,7 +253,7 @@ class ReferenceTrainer(BaseTrainer):
 
     @property
     def _in_own_loss(self) -> bool:
-        return self._own_metrics is not None and self._own_metrics.current is not None
+        return self._user_metrics is not None and self._user_metrics.current is not None
 
     @property
     def ref_model(self) -> PreTrainedModel | None:

@@ -172,11 +172,11 @@ class RLOOConfig(BaseConfig):
 
             warn(self, self._frames_to_caller())
         if self.counts_devices:
-            self.settle_sizes()
+            self.resolve_sizes()
 
-    def settle_sizes(self) -> None:
-        generation.settle_sizes("RLOO", self)
+    def resolve_sizes(self) -> None:
+        generation.resolve_sizes("RLOO", self)
         if self.total_episodes is not None:
-            from trl_jax.legacy.arguments import settle_steps
+            from trl_jax.legacy.arguments import resolve_steps
 
-            settle_steps(self)
+            resolve_steps(self)

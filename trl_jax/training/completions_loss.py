@@ -22,13 +22,13 @@ from trl_jax.data.packed import by_shard
 from trl_jax.hub import torch_objects
 from trl_jax.losses.policy_gradient import sampler_ratio
 from trl_jax.losses.supervised import of_texts
-from trl_jax.mesh.mesh import undivided
+from trl_jax.mesh.mesh import on_each_device
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.rollout import TRL_LOGPS, Experience, ScoredCompletion
 from trl_jax.tasks.distillation import TokenDivergences
 from trl_jax.tasks.policy import micro_batches_of, ref_logps_of
 from trl_jax.training.forward import AUX_LOSS, with_aux_loss
-from trl_jax.training.metrics import OWN_METRIC, own_metrics, own_sums
+from trl_jax.training.metrics import USER_METRIC, user_metrics, user_sums
 from trl_jax.training.script_loss import described
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
@@ -45,7 +45,7 @@ from trl_jax.training.torch_errors import (
 )
 
 
-class OwnLoss:
+class UserCompletionsLoss:
     """Calls a user-defined loss instead of the task's, pass by pass.
 
     current: the pass that is being traced, or computed in torch; None outside.
@@ -68,7 +68,7 @@ class OwnLoss:
             functions: the user-defined functions that compute the loss, searched for torch code.
         """
         self._compute_loss, self._setup, self._values, self._averaged = compute_loss, setup, values, averaged
-        self.current: OwnPass | TorchPass | None = None
+        self.current: CompletionsPass | TorchPass | None = None
         self._in_torch: TorchCalls | None = None
         self._found_in_torch = found_in_torch(functions)
         self._last_values: tuple[tuple[str, Any], ...] = ()
@@ -90,7 +90,7 @@ class OwnLoss:
         share = 1 / setup.shards / (numbers["micro_batches"][0] if self._averaged else 1)
         if self._in_torch is None and self._found_in_torch is None:
             try:
-                return self._compiled(OwnPass(setup, outputs, batch, share), numbers, share)
+                return self._compiled(CompletionsPass(setup, outputs, batch, share), numbers, share)
             except WrittenInTorch as error:
                 if not may_run_in_torch(error):
                     raise
@@ -100,11 +100,11 @@ class OwnLoss:
         if self._in_torch is None:
             warn_of_torch(self._found_in_torch)
             self._in_torch = TorchCalls(self, self._compute_loss, setup)
-        one = OwnPass(setup, outputs, batch, share)
+        one = CompletionsPass(setup, outputs, batch, share)
         loss, sums = self._in_torch(one)
         return jnp.where(one.real, share * loss, 0), sums
 
-    def _compiled(self, one: OwnPass, numbers: dict[str, jax.Array], share: Any) -> tuple[jax.Array, dict]:
+    def _compiled(self, one: CompletionsPass, numbers: dict[str, jax.Array], share: Any) -> tuple[jax.Array, dict]:
         setup, self.current = self._setup(), one
         state = {"global_step": numbers["global_step"][0].astype(jnp.int32), "epoch": numbers["epoch"][0]}
         refused = parameters_refused(setup.model, read_in_jax_error, base_in_pass_error)
@@ -182,7 +182,7 @@ class OwnLoss:
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         """The metrics of the task's loss, if the script calls `super()._compute_loss`, followed by those that the
         script logs, each averaged over the micro-batches in which it is not NaN."""
-        return own_metrics(self._setup().task, sums, split)
+        return user_metrics(self._setup().task, sums, split)
 
 
 def corrects_sampler(args: Any) -> bool:
@@ -203,7 +203,7 @@ def check_bonus(setup: Setup, *, asked: bool) -> None:
         )
 
 
-class OwnPass:
+class CompletionsPass:
     """A pass as a user-defined loss sees it, while it is traced.
 
     inputs: those of TRL.
@@ -296,11 +296,11 @@ class OwnPass:
             refusal = str(error)
         return {name: part for name, part in parts.items() if part is not None}, refusal
 
-    def only_where(self, used: jax.Array) -> OwnPass:
+    def only_where(self, used: jax.Array) -> CompletionsPass:
         """The pass with outputs that get a gradient only if `used`: an unused loss may have infinite derivatives, and
         0 * inf is NaN."""
         outputs = jax.tree.map(lambda array: jnp.where(used, array, 0), self._outputs)
-        return OwnPass(self._setup, outputs, self._batch, self._share)
+        return CompletionsPass(self._setup, outputs, self._batch, self._share)
 
     def divergences(self, model: Any, beta: float) -> TokenDivergences:
         """Per-token divergences `[B, C]`, for a distillation loss."""
@@ -357,7 +357,7 @@ class OwnPass:
     def sums(self) -> dict[str, jax.Array]:
         """Sums over micro-batches `[M]`: the task's, if its loss was computed, and those of the script's metrics."""
         members = jnp.any(jnp.atleast_2d(self._batch.micro_batch) & (self._batch.weight > 0), axis=-1)
-        return (self.default_sums or {}) | own_sums(self.metrics, members)
+        return (self.default_sums or {}) | user_sums(self.metrics, members)
 
 
 def check_asked(own: Any, model: Any, ids: Any, input_ids: Any, completion: int, logits_to_keep: int) -> None:
@@ -405,7 +405,7 @@ class TorchCalls:
     """Calls a loss in torch from within the compiled step. The script gets log-probabilities and entropies as tensors
     that require gradients, and JAX continues the backward pass from their gradients."""
 
-    def __init__(self, owner: OwnLoss, compute_loss: Callable, setup: Setup):
+    def __init__(self, owner: UserCompletionsLoss, compute_loss: Callable, setup: Setup):
         self._owner, self._compute_loss, self._setup = owner, compute_loss, setup
         self._lock = threading.Lock()  # devices call it concurrently
         self._error: Exception | None = None
@@ -413,7 +413,7 @@ class TorchCalls:
         self._asked = False  # whether the script has called super() in this step
         self._task_sums: set[str] = set()
 
-    def __call__(self, one: OwnPass) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, one: CompletionsPass) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Trace a call of the script's loss. Returns the loss of the pass, and sums over micro-batches."""
         leaves, refusal = one.parts()
         model = one.model
@@ -431,7 +431,7 @@ class TorchCalls:
             return jax.pure_callback(call, results, *given)
 
         everywhere = PartitionSpec()  # replicated on all devices over which XLA partitions matrix products
-        called = undivided(of_device, everywhere, everywhere)
+        called = on_each_device(of_device, everywhere, everywhere)
         loss, gradients, logged = called(jax.lax.stop_gradient(leaves), given)
         one.metrics |= {f"{number}": [logged[number]] for number in range(SLOTS)}
         self._task_sums |= set(one.default_sums or ())
@@ -506,9 +506,9 @@ class TorchCalls:
         asked, self._asked = self._asked, False
         if error is not None:
             raise error
-        dropped = {f"{OWN_METRIC}{number}" for number in range(SLOTS)} | (set() if asked else self._task_sums)
-        slots = {name: results[f"{OWN_METRIC}{slot}"] for slot, name in enumerate(self._names)}
-        own = {OWN_METRIC + name: values for name, values in slots.items() if not np.all(np.isnan(values))}
+        dropped = {f"{USER_METRIC}{number}" for number in range(SLOTS)} | (set() if asked else self._task_sums)
+        slots = {name: results[f"{USER_METRIC}{slot}"] for slot, name in enumerate(self._names)}
+        own = {USER_METRIC + name: values for name, values in slots.items() if not np.all(np.isnan(values))}
         return {name: value for name, value in results.items() if name not in dropped} | own
 
 
@@ -525,7 +525,7 @@ def _cut(name: str, values: np.ndarray, prompt: int, completion: int, length: in
 
 
 class TorchPass:
-    """A pass as a user-defined loss in torch sees it: like `OwnPass`, with tensors.
+    """A pass as a user-defined loss in torch sees it: like `CompletionsPass`, with tensors.
 
     asked: whether the script called `super()`.
     """
@@ -544,7 +544,7 @@ class TorchPass:
     def logps(
         self, model: Any, input_ids: Any, logits_to_keep: int, *, entropy: bool, aux_loss: bool
     ) -> tuple[Any, Any, Any]:
-        """Like `OwnPass.logps`."""
+        """Like `CompletionsPass.logps`."""
         given = self._given
         ids = np.concatenate([given["prompt_ids"], given["completion_ids"]], axis=1)
         check_asked(self.model, model, ids, input_ids, given["completion_ids"].shape[1], logits_to_keep)

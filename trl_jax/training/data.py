@@ -153,7 +153,7 @@ def loader(
             steps=setup.length.max_steps,
             shards=setup.shards,
             striped=_striped(setup.sharding_plan),
-            by_micro_batch=_by_micro_batch(setup.task, setup.router_aux_loss_coef),
+            whole_micro_batches=_needs_whole_micro_batches(setup.task, setup.router_aux_loss_coef),
             documents=setup.task.columns.documents,
             compares=setup.compares,
             lengths=lengths,
@@ -312,7 +312,7 @@ def step_layout(setup: Setup, plan: LayoutPlan | None = None, *, training: bool)
         weighting=_weighting(setup, training),
         views=plan.views,
         accumulation=args.gradient_accumulation_steps if training else 1,
-        by_micro_batch=_by_micro_batch(setup.task, setup.router_aux_loss_coef),
+        whole_micro_batches=_needs_whole_micro_batches(setup.task, setup.router_aux_loss_coef),
         shards=setup.shards,
         divided=not user_loss,
         trains=training,
@@ -338,9 +338,9 @@ def averages_micro_batches(model: Any) -> bool:
     return native is not None and native.family.mean_of_micro_batches
 
 
-def _by_micro_batch(task: Task, router_aux_loss_coef: float) -> bool:
+def _needs_whole_micro_batches(task: Task, router_aux_loss_coef: float) -> bool:
     """Whether the loss has to see all examples of a micro-batch together."""
-    return task.head == "lm" and (task.by_micro_batch or router_aux_loss_coef != 0)
+    return task.head == "lm" and (task.whole_micro_batches or router_aux_loss_coef != 0)
 
 
 def _striped(plan: ShardingPlan | None) -> bool:
@@ -561,7 +561,7 @@ def _end(thread: Thread, queue: Queue, stop: Event) -> None:
 
 
 @dataclass
-class WrittenSteps(abc.ABC):
+class GeneratedSteps(abc.ABC):
     """The steps of a loader whose completions are generated when a step is requested, with the current parameters.
 
     Completions are sampled with the process's random stream. At the start of an epoch, it is advanced by as many words

@@ -107,7 +107,7 @@ PROGRAMS_AT_ONCE = 4  # compiled in parallel while steps run
 _CACHE_BYTES = 4 << 30  # beyond this size, JAX evicts the least recently used programs
 
 
-def keep_compilations() -> None:
+def enable_compilation_cache() -> None:
     """Enable JAX's persistent compilation cache under `~/.cache/trl_jax/compiled`.
 
     JAX caches programs that take more than a second to compile. Call this before JAX compiles anything; it applies to
@@ -122,7 +122,7 @@ def keep_compilations() -> None:
     if named is not None and "://" in named.removeprefix("file://"):
         return
     try:
-        folder = own_folder(_cache_folder() if named is None else named.removeprefix("file://"))
+        folder = private_folder(_cache_folder() if named is None else named.removeprefix("file://"))
     except OSError as error:
         logger.warning(
             "Compiled programs are not kept: %s JAX_COMPILATION_CACHE_DIR names another folder, "
@@ -376,7 +376,7 @@ def _limit() -> int | None:
 _WHY = "and this process would execute files placed there. Use a directory that only you can access (chmod 700)."
 
 
-def own_folder(path: str | Path) -> Path:
+def private_folder(path: str | Path) -> Path:
     """Resolve `path` to a folder that only this user can write to, creating it and its parents with mode 0700.
 
     Root is trusted. Parents may be writable by others if, as in /tmp, a sticky bit protects other users' files.

@@ -28,7 +28,7 @@ from trl_jax.data.loader import EvalChunks, ExampleLoader, IndexedExample, StepB
 from trl_jax.mesh.mesh import distributed, fetched
 from trl_jax.rollout.rollout import step_examples
 from trl_jax.rollout.steps import BASE_SEED_WORDS, RolloutSteps
-from trl_jax.tasks.task import TokenTask, by_micro_batch
+from trl_jax.tasks.task import TokenTask, metrics_by_micro_batch
 from trl_jax.training import data
 from trl_jax.training.data import ROW_IMAGES, Batches, Prefetched, RowImages, steps_of
 from trl_jax.training.devices import ShardedStep
@@ -57,15 +57,15 @@ class CompletionEvaluator:
         """Discard the compiled program, because the task has changed."""
         forward, sharded_step = self._forward, self._sharded_step
 
-        def first(params: dict, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def loss_and_sums(params: dict, batch: Any) -> dict[str, jax.Array]:
             loss, sums = forward.loss(params, data.first_pass(batch), None)
             return sums | {"loss": loss}
 
-        of_pass = first if sharded_step is None else sharded_step.scores(first)
+        compute = loss_and_sums if sharded_step is None else sharded_step.scores(loss_and_sums)
 
         def sums(params: dict, batch: Any, values: Any = None) -> dict[str, jax.Array]:
             del values  # static: a user-defined loss reads the trainer's values while it is traced
-            return of_pass(params, batch)
+            return compute(params, batch)
 
         self.sums = jax.jit(sums, static_argnames="values")
 
@@ -89,7 +89,7 @@ class CompletionEvaluator:
         metrics = {f"{prefix}_loss": float(np.average(losses, weights=counts))}
         metrics |= speed_metrics(prefix, start, num_samples=total, num_steps=len(counts))
         for batch in sums:
-            self._source.rollout.metrics["eval"].extend(by_micro_batch(setup.objective, batch, "eval"))
+            self._source.rollout.metrics["eval"].extend(metrics_by_micro_batch(setup.objective, batch, "eval"))
         self._source.rollout.show("eval", setup.state.global_step)
         return metrics, {}
 
@@ -540,13 +540,13 @@ class WholeBatchEvaluation:
         return self._sums(params, data.placed_pass(arrays, self._setup.sharding_plan), dtype=dtype), {}
 
     def _of_batch(self, params: dict, batch: Batch, *, dtype: str) -> dict[str, jax.Array]:
-        def of_pass(params: dict, batch: Batch) -> dict[str, jax.Array]:
+        def measure(params: dict, batch: Batch) -> dict[str, jax.Array]:
             batch = data.first_pass(batch)
             return self._forward.measure(self._forward.outputs(params, batch, dtype=dtype), batch)
 
         if self._sharded_step is None:
-            return of_pass(params, batch)
-        sums = self._sharded_step.scores(of_pass)(params, batch)
+            return measure(params, batch)
+        sums = self._sharded_step.scores(measure)(params, batch)
         return sums | {"loss": sums["loss"].sum()}
 
 

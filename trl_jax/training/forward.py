@@ -36,8 +36,8 @@ class Forward:
         """The inputs of the task's loss for one pass.
 
         With a score head: its outputs, float32 `[X]`. With a language model's head: a dict with the results of the
-        task's `of_pass`, `ref_<name>` for those in `task.compared` (if the run has a reference), and `aux_loss` `[X]`,
-        the load-balancing loss of this pass (if the run adds it).
+        task's `token_stats`, `ref_<name>` for those in `task.compared` (if the run has a reference), and `aux_loss`
+        `[X]`, the load-balancing loss of this pass (if the run adds it).
 
         Args:
             dtype: the compute dtype of the layers.
@@ -55,7 +55,7 @@ class Forward:
             options["router_token_count"] = count if virtual.read else jnp.where(batch.tokens < virtual.first, count, 0)
         if batch.images is not None:
             options["images"] = model.features(**options)
-            common["images"] = _of_reference(batch.images)
+            common["images"] = _reference_images(batch.images)
             if isinstance(batch.images, Images) and self.reference_shares_tower():
                 common["images"] = jax.lax.stop_gradient(options["images"])
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
@@ -67,14 +67,14 @@ class Forward:
             sums[AUX_LOSS] = jnp.broadcast_to(load_balancing_loss(router_sums), batch.lengths.shape)
         if setup.task.compares_distributions:
             others = reference.outputs(compared, batch, **common, **_windows(reference.backend, max_tokens))
-            return sums | setup.task.of_pass(Distributions(outputs, others, batch.targets), batch)
-        sums |= setup.task.of_pass(outputs, batch)
+            return sums | setup.task.token_stats(Distributions(outputs, others, batch.targets), batch)
+        sums |= setup.task.token_stats(outputs, batch)
         if reference is None or not setup.task.compared:
             return sums
         if setup.virtual.count and not reference.backend.virtual.count:
             batch = without_virtual(batch, setup.virtual.count)
             common["lengths"] = batch.lengths
-        found = self._of_reference(compared, batch, max_tokens, common)
+        found = self._reference_stats(compared, batch, max_tokens, common)
         return sums | {f"ref_{name}": found[name] for name in setup.task.compared}
 
     def reference_shares_tower(self) -> bool:
@@ -86,27 +86,27 @@ class Forward:
         tower = {path for path in base.tensors if path.startswith("vision.")}
         return tower <= reference.shared and not model.backend.of_vision(model.params)
 
-    def of_policy(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
-        """The task's `of_pass` under the policy, without the reference; arguments as in `outputs`."""
+    def policy_stats(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
+        """The task's `token_stats` under the policy, without the reference; arguments as in `outputs`."""
         params = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
         options = self._common(batch) | _windows(self._setup.model.backend, self._setup.max_tokens)
         model = merge(self._setup.model.graph, params)
-        return self._setup.task.of_pass(model(batch.tokens, batch.positions, batch.reads, **options), batch)
+        return self._setup.task.token_stats(model(batch.tokens, batch.positions, batch.reads, **options), batch)
 
-    def of_reference(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
-        """The task's `of_pass` under the reference, for a batch in its layout; arguments as in `outputs`."""
+    def reference_stats(self, params: dict, batch: Batch) -> dict[str, jax.Array]:
+        """The task's `token_stats` under the reference, for a batch in its layout; arguments as in `outputs`."""
         _, compared = self._setup.reference.split(params)
         options = self._common(batch)
         if batch.images is not None:
-            options["images"] = _of_reference(batch.images)
-        return self._of_reference(compared, batch, self._setup.max_tokens, options)
+            options["images"] = _reference_images(batch.images)
+        return self._reference_stats(compared, batch, self._setup.max_tokens, options)
 
-    def _of_reference(
+    def _reference_stats(
         self, arrays: dict, batch: Batch, max_tokens: int | None, options: dict[str, Any]
     ) -> dict[str, jax.Array]:
         reference, task = self._setup.reference, self._setup.task
         outputs = reference.outputs(arrays, batch, **options, **_windows(reference.backend, max_tokens))
-        return task.of_pass(outputs, batch)
+        return task.token_stats(outputs, batch)
 
     def _common(self, batch: Batch, dtype: str | None = None) -> dict[str, Any]:
         """The options of every model call; dtype=None means the compute dtype of training."""
@@ -156,7 +156,7 @@ class Forward:
         return random_options(setup.args, setup.model.backend, key, lengths, setup.pad_to_multiple_of)
 
 
-def _of_reference(images: Images | PrecomputedFeatures) -> Images | PrecomputedFeatures:
+def _reference_images(images: Images | PrecomputedFeatures) -> Images | PrecomputedFeatures:
     """The images in the form that the reference takes."""
     if not isinstance(images, PrecomputedFeatures) or images.of_reference is None:
         return images

@@ -117,7 +117,7 @@ def plan(
     shards: int = 1,
     striped: bool = False,
     documents: str | None = None,
-    by_micro_batch: bool = False,
+    whole_micro_batches: bool = False,
     compares: bool = False,
     lengths: np.ndarray | None = None,
     tell: Callable[[str], None] = logger.info,
@@ -127,7 +127,7 @@ def plan(
     Args:
         columns: the dataset's token columns, one for each text of an example.
         documents: the column with the lengths of a text's documents.
-        by_micro_batch: whether each micro-batch has a packed row of its own.
+        whole_micro_batches: whether each micro-batch has a packed row of its own.
         compares: whether each pass is also computed with a reference that has no virtual tokens.
         lengths: by which rows are grouped, `[rows]`; None if they are not grouped.
         tell: logs the line.
@@ -158,7 +158,7 @@ def plan(
         accumulation=args.gradient_accumulation_steps * shards,  # packed rows in a step
         bucket_cost=int(compilation / (6 * max(parameters, 1) * args.gradient_accumulation_steps)),
         run_steps=steps,
-        by_micro_batch=by_micro_batch,
+        whole_micro_batches=whole_micro_batches,
         by_rows=by_rows(args, striped=striped),
         at_once=PROGRAMS_AT_ONCE if compiles_ahead(args.device.type) else None,
         documents=documents,

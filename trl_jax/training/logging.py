@@ -61,14 +61,14 @@ _LAYOUTS = {
 }
 
 
-def tell_layout(printed: set[str], layout: str, reason: str, *, own_loss: bool) -> None:
+def tell_layout(printed: set[str], layout: str, reason: str, *, user_loss: bool) -> None:
     """Print the layout of the steps if no dataset survey has done so: online, and with a user-defined loss.
 
     Args:
         reason: why it is not the requested layout; "" if it is.
-        own_loss: whether the script overrides the loss.
+        user_loss: whether the script overrides the loss.
     """
-    why = "a user-defined loss receives whole rows" if own_loss else reason
+    why = "a user-defined loss receives whole rows" if user_loss else reason
     tell(printed, "layout", f"Layout {layout}: {why or _LAYOUTS[layout]}.")
 
 

@@ -59,10 +59,10 @@ def task_metrics(
     Args:
         objective: the task, or the user-defined loss that replaces it.
     """
-    sums = with_same_names(sums) if any(OWN_METRIC in step for step in sums) else sums
+    sums = with_same_names(sums) if any(USER_METRIC in step for step in sums) else sums
     sums = [step for step in sums if step.keys() == sums[-1].keys()]  # steps before a resume may have other sums
-    own = objective is task and sums and OWN_METRIC in sums[-1]
-    metrics = own_metrics(task, sums, split) if own else objective.metrics(sums, split)
+    own = objective is task and sums and USER_METRIC in sums[-1]
+    metrics = user_metrics(task, sums, split) if own else objective.metrics(sums, split)
     tokens = {"num_tokens": float(tokens_seen)}
     if task.head == "score" or task.num_tokens_after not in metrics:
         return tokens | metrics
@@ -196,52 +196,52 @@ def _appended_error(name: str) -> ValueError:
     )
 
 
-OWN_METRIC = "script/"  # prefix of the sums that a user-defined loss logs
+USER_METRIC = "script/"  # prefix of the sums that a user-defined loss logs
 _PARTS = "parts/"
 
 
-def own_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
-    """The task's metrics, if its loss was computed, and the user's own from `own_sums`, each averaged over the
+def user_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
+    """The task's metrics, if its loss was computed, and the user's own from `user_sums`, each averaged over the
     micro-batches that logged it (NaN means not logged)."""
-    names = [name for name in (sums[0] if sums else ()) if name.startswith(OWN_METRIC)]
+    names = [name for name in (sums[0] if sums else ()) if name.startswith(USER_METRIC)]
     of_task = [{name: value for name, value in step.items() if name not in names} for step in sums]
     found = task.metrics(of_task, split) if of_task and of_task[0].keys() - STEP_SUMS else {}
     if not names:
         return found
-    logged = [name for name in names if name != OWN_METRIC]
+    logged = [name for name in names if name != USER_METRIC]
     parts = [  # for each metric, the parts of micro-batches (one per device) in which it was logged
-        step | {_PARTS + name: np.where(np.isnan(step[name]), 0, step[OWN_METRIC]) for name in logged} for step in sums
+        step | {_PARTS + name: np.where(np.isnan(step[name]), 0, step[USER_METRIC]) for name in logged} for step in sums
     ]
-    totals = joined(parts, dict.fromkeys([*names, *(_PARTS + name for name in logged)], np.nansum), count=OWN_METRIC)
+    totals = joined(parts, dict.fromkeys([*names, *(_PARTS + name for name in logged)], np.nansum), count=USER_METRIC)
     with np.errstate(invalid="ignore"):  # 0 / 0 if it was logged in no part
-        shares = {name.removeprefix(OWN_METRIC): totals[name] / totals[_PARTS + name] for name in logged}
+        shares = {name.removeprefix(USER_METRIC): totals[name] / totals[_PARTS + name] for name in logged}
     return found | means(shares)
 
 
 def with_same_names(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Give all dicts the same names, with NaN for metrics that were not logged."""
-    names = dict.fromkeys(name for one in sums for name in one if name.startswith(OWN_METRIC))
+    names = dict.fromkeys(name for one in sums for name in one if name.startswith(USER_METRIC))
 
     def missing(one: dict[str, Any], name: str) -> np.ndarray:
-        return np.full(np.shape(one.get(OWN_METRIC, 0)), 0 if name == OWN_METRIC else np.nan, np.float32)
+        return np.full(np.shape(one.get(USER_METRIC, 0)), 0 if name == USER_METRIC else np.nan, np.float32)
 
     return [{name: missing(one, name) for name in names if name not in one} | one for one in sums]
 
 
-def own_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax.Array]:
+def user_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax.Array]:
     """The metrics that a user-defined loss logged, as sums over micro-batches.
 
     Args:
         members: bool `[M]`, whether the pass belongs to each micro-batch; a scalar if the pass is a micro-batch itself.
     """
-    own = {OWN_METRIC: members.astype(jnp.float32)}
+    own = {USER_METRIC: members.astype(jnp.float32)}
     for name, values in metrics.items():
         value = jnp.mean(jnp.stack([jnp.asarray(value, jnp.float32).reshape(()) for value in values]))
-        own[OWN_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
+        own[USER_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
     return own
 
 
-class OwnMetrics:
+class UserLossMetrics:
     """Metrics that a user-defined DPO or KTO loss logs; the loss itself is computed by `UserLoss`.
 
     current: the `BoundModel` of the loss that is being traced; None outside of tracing.
@@ -262,4 +262,4 @@ class OwnMetrics:
         return self._setup().task.loss(outputs, batch)
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
-        return own_metrics(self._setup().task, sums, split)
+        return user_metrics(self._setup().task, sums, split)

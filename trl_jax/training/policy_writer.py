@@ -26,14 +26,22 @@ from trl_jax.hub.generate import complete
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.vision.processor import open_picture
 from trl_jax.mesh.processes import of_each_process, several
-from trl_jax.rollout.own_methods import OwnMethods
 from trl_jax.rollout.rewards import RewardFunctions, raised_by
 from trl_jax.rollout.rollout import EncodedTexts, Ids, Written, all_written
 from trl_jax.rollout.server import data_url
 from trl_jax.rollout.tools import Tools, written_by
+from trl_jax.rollout.user_methods import UserMethods
 from trl_jax.training.devices import device_memory_limit, local_memory_limit, run_device
 from trl_jax.training.logging import GenerationProgress, ProgressLine, tell_first
-from trl_jax.training.rollout_processes import Further, in_rounds, joined, local_copy, own_part, own_rank, write_own
+from trl_jax.training.rollout_processes import (
+    Further,
+    in_rounds,
+    joined,
+    local_copy,
+    local_part,
+    local_rank,
+    write_local_part,
+)
 from trl_jax.training.server import Completions, ServerPolicy
 from trl_jax.training.state import Setup
 
@@ -45,7 +53,7 @@ class Sampling:
     template_options: further arguments of the chat template.
     max_prompt_length: number of last tokens of a prompt to keep; None keeps all.
     options: fields of a GenerationConfig; `eos_token_id`, or each of several, ends a completion.
-    own_ends: EOS ids of the tokenizer and the model, which end a completion even if `options` has others.
+    extra_ends: EOS ids of the tokenizer and the model, which end a completion even if `options` has others.
     parses_messages: whether to parse completions of conversations, if the tokenizer can.
     tools: that the model may call; None without tools.
     """
@@ -53,7 +61,7 @@ class Sampling:
     template_options: dict[str, Any]
     max_prompt_length: int | None
     options: dict[str, Any]
-    own_ends: Sequence[int]
+    extra_ends: Sequence[int]
     parses_messages: bool
     tools: Tools | None = None
 
@@ -61,7 +69,7 @@ class Sampling:
     def ends(self) -> list[int]:
         """The ids that end a completion."""
         ids = self.options["eos_token_id"]
-        return [*([ids] if isinstance(ids, int) else ids), *self.own_ends]
+        return [*([ids] if isinstance(ids, int) else ids), *self.extra_ends]
 
 
 class PolicyWriter:
@@ -88,13 +96,13 @@ class PolicyWriter:
         alone: bool,
         rollout_func: Callable[[list], Mapping[str, Any]] | None = None,
         server: ServerPolicy | None = None,
-        own: OwnMethods | None = None,
+        own: UserMethods | None = None,
         rewards: RewardFunctions | None = None,
     ):
         tools = sampling.tools and replace(sampling.tools, chat_tokenizer=setup.chat_tokenizer)
         self._sampling = replace(sampling, tools=tools)
         self._setup, self._streams, self._line = setup, streams, line
-        self._stream = streams[own_rank(len(streams)) if alone else 0]
+        self._stream = streams[local_rank(len(streams)) if alone else 0]
         self._alone, self._copy = alone, None
         self._rollout_func, self._server, self._own, self._rewards = rollout_func, server, own, rewards
         self._further: Further | None = None  # inside a `rollout_func`: completes texts in rounds
@@ -125,7 +133,7 @@ class PolicyWriter:
         if not self._alone:
             return self._write(prompts, group)
         with self._prepared(prompts):
-            return write_own(self._write, prompts, group, self._streams)
+            return write_local_part(self._write, prompts, group, self._streams)
 
     def _write(self, prompts: list, group: int) -> Written | None:
         """One completion per prompt; None without prompts, if other processes have some."""
@@ -201,7 +209,7 @@ class PolicyWriter:
         """Start completing prompts; the returned function waits for the completions."""
         tools = self._sampling.tools
         if several() and tools is not None:  # each process has the environments and tools of its own part
-            part = own_part(len(prompts))
+            part = local_part(len(prompts))
             own, texts = self._encoded_parts(prompts, part)
         else:
             part, texts = slice(None), self._with_urls(prompts)
@@ -330,7 +338,7 @@ class PolicyWriter:
                 tokenizer=setup.processing_class, turns=turns,
             )  # fmt: skip
         every = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
-        return [up_to_end(tokens, self._sampling.own_ends) for tokens in every]
+        return [up_to_end(tokens, self._sampling.extra_ends) for tokens in every]
 
     def _limit(self, model: PreTrainedModel) -> Limit:
         """How many completions of a model to generate at once. In auto mode, this depends only on the arrays that the

@@ -248,7 +248,7 @@ class ReferenceInputs:
         self.rows = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
         pixels = {name: inputs[name] for name in ("pixel_values",) if name in inputs}
         self._numbers = {name: value for name, value in inputs.items() if name not in self.rows | pixels}
-        self._reference_sums = {} if self._reference is None else self._of_reference(options, images)
+        self._reference_sums = {} if self._reference is None else self._stats_of_reference(options, images)
         texts, ours = len(self._task.columns.texts), self._task.columns.optional
         shown = {name: self.rows[name] for name in ("input_ids", "attention_mask")}
         shown["completion_mask"] = (self.rows["labels"] != IGNORED).astype(jnp.int32)
@@ -285,7 +285,9 @@ class ReferenceInputs:
         known = jnp.where(jnp.any(jnp.stack(same)), 1, jnp.nan)
         return images._replace(at=at, patches=images.patches * known), positions
 
-    def _of_reference(self, options: dict[str, Any], images: tuple[Images, Any] | None = None) -> dict[str, jax.Array]:
+    def _stats_of_reference(
+        self, options: dict[str, Any], images: tuple[Images, Any] | None = None
+    ) -> dict[str, jax.Array]:
         ids = self.rows["input_ids"]
         reads, targets = label_reads(self.rows["labels"])
         places = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
@@ -302,4 +304,4 @@ class ReferenceInputs:
         targets = label_reads(self.rows["labels"])[1]
         text = jnp.where(targets < 0, rows, jnp.repeat(jnp.arange(rows), length - 1))
         examples = rows // len(self._task.columns.texts)
-        return self._task.of_pass(outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(examples)))
+        return self._task.token_stats(outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(examples)))

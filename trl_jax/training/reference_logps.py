@@ -130,13 +130,13 @@ def _compiled(setup: Setup) -> Callable[[Batch], jax.Array]:
     """A function: arrays of a pass -> the reference's log-probabilities of its texts, `[X]` or `[shards, X]`."""
     forward = Forward(setup)
 
-    def of_pass(arrays: dict, batch: Batch) -> jax.Array:
-        return forward.of_reference(arrays, jax.tree.map(lambda leaf: leaf[0], batch))["logps"]
+    def logps(arrays: dict, batch: Batch) -> jax.Array:
+        return forward.reference_stats(arrays, data.first_pass(batch))["logps"]
 
     plan = setup.sharding_plan
     if plan is not None:
-        of_pass = ShardedStep(plan, setup.model.params, setup.frozen).scores(of_pass)
-    return partial(jax.jit(of_pass), setup.arrays)
+        logps = ShardedStep(plan, setup.model.params, setup.frozen).scores(logps)
+    return partial(jax.jit(logps), setup.arrays)
 
 
 def _placing(compute: Callable[[Batch], jax.Array], plan: ShardingPlan | None) -> Callable[[Batch], jax.Array]:

@@ -21,7 +21,6 @@ from trl_jax.hub.generate import exact_draws, stop_rule
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import is_first, several
 from trl_jax.rollout.completions_log import CompletionsLog
-from trl_jax.rollout.own_methods import OwnMethods
 from trl_jax.rollout.rewards import RewardFunctions
 from trl_jax.rollout.rollout import (
     Experience,
@@ -36,15 +35,16 @@ from trl_jax.rollout.rollout import (
 )
 from trl_jax.rollout.steps import RepeatSampler, RolloutSteps, Sampler, StreamSampler
 from trl_jax.rollout.tools import Environments
+from trl_jax.rollout.user_methods import UserMethods
 from trl_jax.tasks.policy import Cycle, EntropyBonus, RolloutTask
-from trl_jax.tasks.task import by_micro_batch
+from trl_jax.tasks.task import metrics_by_micro_batch
 from trl_jax.training import data
 from trl_jax.training.devices import ShardedStep
 from trl_jax.training.events import Events
 from trl_jax.training.forward import Forward, PolicyEqualsReference
 from trl_jax.training.logging import ProgressLine
 from trl_jax.training.policy_writer import PolicyWriter, Sampling, with_features
-from trl_jax.training.rollout_processes import RankRewards, begin_own
+from trl_jax.training.rollout_processes import RankRewards, begin_local_part
 from trl_jax.training.server import ServerParts, ServerPolicy
 from trl_jax.training.state import Setup
 
@@ -82,7 +82,7 @@ def rollout_steps(
         return _sampler(rows, setup.task.cycle, setup.args.seed, parts.shuffle)
 
     def measure(metrics: dict[str, np.ndarray]) -> dict[str, list[float]]:
-        return by_micro_batch(setup.objective, metrics, "train")
+        return metrics_by_micro_batch(setup.objective, metrics, "train")
 
     return RolloutSteps(
         rollout, setup.task.cycle, read_row=RowReader(setup, "train"), make_sampler=make_sampler,
@@ -94,7 +94,7 @@ def rollout_steps(
 
 
 def _reset(environments: Environments) -> Callable[[Sequence[Row]], list[Row]]:
-    return partial(begin_own, environments) if several() else environments.begin
+    return partial(begin_local_part, environments) if several() else environments.begin
 
 
 def _completes_alone(parts: RolloutParts, dtype: str) -> bool:
@@ -262,7 +262,7 @@ class RolloutParts:
     table: CompletionsLog | None
     rollout_func: Callable[[list], Mapping[str, Any]] | None = None
     server: ServerParts | None = None
-    own: OwnMethods | None = None
+    own: UserMethods | None = None
 
 
 # Log-probabilities of completions under the policy that generated them, and under the reference.
@@ -273,8 +273,8 @@ class CompletionLogps:
 
     def __init__(self, setup: Setup, forward: Forward, sharded_step: ShardedStep | None):
         self._setup = setup
-        functions = {"policy": forward.of_policy, "reference": forward.of_reference}
-        self._of = {name: _compiled(of_pass, sharded_step) for name, of_pass in functions.items()}
+        stats = {"policy": forward.policy_stats, "reference": forward.reference_stats}
+        self._logps = {model: _compiled_logps(function, sharded_step) for model, function in stats.items()}
 
     def __call__(self, model: str, made: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
         setup = self._setup
@@ -289,18 +289,18 @@ class CompletionLogps:
             for start in range(0, len(examples), layout.batch_size):
                 part = list(enumerate(examples))[start : start + layout.batch_size]
                 step = layout.step([[IndexedExample(example, number) for number, example in part]], 0)
-                logps = fetched(self._of[model](setup.arrays, data.placed_pass(step.arrays, setup.sharding_plan)))
+                logps = fetched(self._logps[model](setup.arrays, data.placed_pass(step.arrays, setup.sharding_plan)))
                 for number, (own,) in step.values_by_row(logps.reshape(step.arrays.reads.shape)).items():
                     found[number][completion_mask[number]] = own
         return found
 
 
-def _compiled(of_pass: Callable, sharded_step: ShardedStep | None) -> Callable:
+def _compiled_logps(stats: Callable, sharded_step: ShardedStep | None) -> Callable:
     """`(arrays, batch of one pass) -> log-probabilities of its reads, [shards, N]`."""
 
-    def first(arrays: dict, batch: Batch) -> jax.Array:
-        return of_pass(arrays, jax.tree.map(lambda leaf: leaf[0], batch))["logps"]
+    def logps(arrays: dict, batch: Batch) -> jax.Array:
+        return stats(arrays, data.first_pass(batch))["logps"]
 
     if sharded_step is not None:
-        return jax.jit(sharded_step.scores(first))
-    return jax.jit(lambda arrays, batch: first(arrays, batch)[None])
+        return jax.jit(sharded_step.scores(logps))
+    return jax.jit(lambda arrays, batch: logps(arrays, batch)[None])

@@ -23,28 +23,28 @@ from trl_jax.rollout.rollout import EncodedTexts, Written
 from trl_jax.rollout.tools import Environments
 
 
-def own_rank(ranks: int) -> int:
+def local_rank(ranks: int) -> int:
     """The first of the ranks whose rows this process completes."""
     return jax.process_index() * (ranks // jax.process_count())
 
 
-def own_part(rows: int) -> slice:
+def local_part(rows: int) -> slice:
     """The slice of rows that this process completes. If they do not divide evenly, the last processes get fewer."""
     size = -(-rows // jax.process_count())
     return slice(jax.process_index() * size, (jax.process_index() + 1) * size)
 
 
-def write_own(
+def write_local_part(
     write: Callable[[list, int], Written | None], prompts: list, group: int, streams: Sequence[TorchGenerator]
 ) -> Written:
     """Complete this process's part of the prompts, and gather the completions of the other processes.
 
     Args:
-        write: completes prompts, with a number of equal ones in a row, from the stream of `own_rank`; None without
+        write: completes prompts, with a number of equal ones in a row, from the stream of `local_rank`; None without
             prompts.
         streams: of all ranks; those that processes have used are set to their new state everywhere.
     """
-    own, stream = prompts[own_part(len(prompts))], streams[own_rank(len(streams))]
+    own, stream = prompts[local_part(len(prompts))], streams[local_rank(len(streams))]
 
     def do() -> tuple[Written | None, GeneratorState]:
         # A group of completions may be split over two ranks.
@@ -137,10 +137,10 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
     return made
 
 
-def begin_own(environments: Environments, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def begin_local_part(environments: Environments, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Reset the environments, and return the rows with the prompts from all processes. Each process resets those of its
     own part, and only these rows get the column `environments`."""
-    own, begun = own_part(len(rows)), []
+    own, begun = local_part(len(rows)), []
 
     def do() -> list:
         begun.extend(environments.begin(rows[own]))
@@ -180,7 +180,7 @@ class RankRewards:
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:
         """Like `RewardFunctions`, for the rows of all processes; float32 `[B, F]`."""
-        own = own_part(len(rows))
+        own = local_part(len(rows))
         parts = [part[own] for part in (rows, prompts, completions, completion_ids)]
 
         def do() -> tuple[np.ndarray, dict, dict, int]:

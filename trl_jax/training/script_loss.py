@@ -16,7 +16,6 @@ from trl_jax.hub import torch_objects
 from trl_jax.training.data import ROW_IMAGES, averages_micro_batches, inputs_of, seen_by_scripts
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
 from trl_jax.training.metrics import with_same_names
-from trl_jax.training.own_step import OwnStep
 from trl_jax.training.reference import ReferenceInputs
 from trl_jax.training.script_model import BoundModel, logged_sums, task_loss
 from trl_jax.training.state import Setup
@@ -32,6 +31,7 @@ from trl_jax.training.torch_errors import (
 )
 from trl_jax.training.torch_loss import TorchLoss
 from trl_jax.training.update import updated
+from trl_jax.training.user_step import UserStep
 
 # Steps and evaluations with a user-defined `compute_loss` or `prediction_step`.
 
@@ -226,7 +226,7 @@ class UserLoss:
         forward: Forward,
         compute_loss: Callable,
         values: Callable[[], tuple[tuple[str, Any], ...]],
-        own_step: OwnStep | None = None,
+        user_step: UserStep | None = None,
         is_function: bool = False,
         functions: Sequence[Callable] = (),
     ):
@@ -236,7 +236,7 @@ class UserLoss:
             functions: the user-defined functions that compute the loss, searched for torch code.
         """
         self.setup, self._forward, self.compute_loss, self.values = setup, forward, compute_loss, values
-        self._is_function, self.in_torch, self._own_step = is_function, False, own_step
+        self._is_function, self.in_torch, self._user_step = is_function, False, user_step
         if (error := found_in_torch(functions)) is not None:
             self.in_torch = True
             warn_of_torch(error)
@@ -369,14 +369,14 @@ class UserLoss:
 
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """An evaluation batch's inputs after the user-defined `_prepare_inputs`."""
-        return inputs if self._own_step is None else self._own_step.prepared(inputs)
+        return inputs if self._user_step is None else self._user_step.prepared(inputs)
 
     def stepped(self, computed: Callable, inputs: dict[str, Any], num_items: Any, *, last: bool) -> tuple[tuple, Any]:
         """`computed(inputs)` of a micro-batch, which is `(loss, sums, gradient)`, and the loss to log."""
-        if self._own_step is None:
+        if self._user_step is None:
             one = computed(inputs)
             return one, one[0]
-        return self._own_step(computed, inputs, num_items, last=last)
+        return self._user_step(computed, inputs, num_items, last=last)
 
 
 def described(value: Any) -> str:

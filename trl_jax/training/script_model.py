@@ -21,7 +21,7 @@ from trl_jax.nn.head import outputs_of_logits
 from trl_jax.tasks.task import Task, TokenTask
 from trl_jax.training.data import RowImages
 from trl_jax.training.forward import aux_loss_sums
-from trl_jax.training.metrics import own_sums
+from trl_jax.training.metrics import user_sums
 from trl_jax.training.reference import ReferenceInputs, label_reads
 from trl_jax.training.torch_errors import NotGiven, check_same
 
@@ -253,7 +253,7 @@ def logged_sums(model: Any) -> dict[str, jax.Array]:
     if not (model.metrics or isinstance(model, BoundModel) and model.comparing is not None):
         return {}
     logged = {name: values for name, values in model.metrics.items() if name != "num_tokens"}  # counted by the run
-    return own_sums(torch_objects.as_arrays(logged), jnp.bool_(True))
+    return user_sums(torch_objects.as_arrays(logged), jnp.bool_(True))
 
 
 # The default loss, for `super().compute_loss` in a user-defined method.
@@ -288,7 +288,7 @@ def default_loss(task: Task, model: Any, inputs: dict[str, jax.Array], num_items
 
 
 def pass_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    """`task.of_pass` for rows of one text each.
+    """`task.token_stats` for rows of one text each.
 
     Args:
         logits: `[rows, T, V]`.
@@ -298,7 +298,9 @@ def pass_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) -> dic
     targets = jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
     text = jnp.where(targets < 0, rows, jnp.repeat(jnp.arange(rows), length - 1))
     outputs = outputs_of_logits(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
-    return task.of_pass(outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(rows), extras=Extras()))
+    return task.token_stats(
+        outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(rows), extras=Extras())
+    )
 
 
 def task_loss(task: TokenTask, logits: jax.Array, labels: jax.Array, num_items: Any = None) -> tuple:

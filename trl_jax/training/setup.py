@@ -174,7 +174,9 @@ def _saved_processor(policy: PreTrainedModel, torch_model: Any, processing_class
     return policy.processor
 
 
-def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool, head: str) -> tuple[int, list[int]]:
+def apply_special_tokens(
+    args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bool, head: str
+) -> tuple[int, list[int]]:
     """Apply the special tokens and the chat template of the arguments to the tokenizer. `head` is the model's.
 
     Returns:
@@ -192,7 +194,7 @@ def settle_tokens(args: BaseConfig, tokenizer: Any, rows: int, *, can_resize: bo
     return rows, new
 
 
-def settle_model(
+def configure_model(
     model: PreTrainedModel,
     torch_model: Any,
     tokenization: Tokenization,
@@ -429,7 +431,7 @@ def build(
         adapter = with_new_tokens(adapter, new_tokens, task.head)
     policy = model.load_policy(checkpoint, args, adapter, quantization, tokenization.vocab_size)
     policy.processor = _saved_processor(policy, torch_model, given.tokenizer, takes_images=takes_images)
-    settle_model(policy, torch_model, tokenization, args, head=task.head, tags=[*spec.tags, "trl_jax"])
+    configure_model(policy, torch_model, tokenization, args, head=task.head, tags=[*spec.tags, "trl_jax"])
 
     reference, sharding_plan = _reference(spec, args, task, policy, tokenization.vocab_size, batch_methods)
 
@@ -504,7 +506,7 @@ def _tokenization(
     tokenizer = tokenizer_of(
         given.tokenizer, checkpoint, given.torch_model, args, spec.tokenizer_sides, with_processor=processed
     )
-    vocab_size, new_tokens = settle_tokens(
+    vocab_size, new_tokens = apply_special_tokens(
         args, tokenizer, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=head
     )
     reader = spec.reader if head == "lm" and processed else None
@@ -602,7 +604,7 @@ def assemble(
     checkpointer = Checkpointer(setup, arguments_text(args), hooks, source)
     user_loss = None
     if setup.loss_overrides:
-        hooked = hooks.compute_loss, hooks.script_values, hooks.own_step, hooks.loss_is_function, hooks.loss_functions
+        hooked = hooks.compute_loss, hooks.script_values, hooks.user_step, hooks.loss_is_function, hooks.loss_functions
         user_loss = UserLoss(setup, forward, *hooked)
     if source is None:
         evaluator = Evaluator(setup, forward, sharded_step, user_loss, hooks.prediction_step)

@@ -92,7 +92,7 @@ class Hooks(NamedTuple):
     time. Only `BaseTrainer._hooks` creates them.
 
     loss: returns the user-defined `loss`; None if there is none, and the step calls `Forward.loss` directly.
-    own_step: calls the user-defined `training_step` and `_prepare_inputs` (`own_step.OwnStep`); None without any.
+    user_step: calls the user-defined `training_step` and `_prepare_inputs` (`user_step.UserStep`); None without any.
     loss_is_function: whether `compute_loss` calls a `compute_loss_func` that was passed.
     script_loss: as in `Setup`.
     loss_functions: the user-defined functions that compute the loss, from `overrides.loss_functions`.
@@ -101,7 +101,7 @@ class Hooks(NamedTuple):
     save_checkpoint: takes a `checkpoint.LoopProgress`.
     script_values: the numbers and strings that a script has set on its trainer, by name.
     set_by_script: the names of everything that is set on the trainer instance, including methods.
-    settle_task: updates the run's task from the arguments and from what was set on the trainer.
+    refresh_task: updates the run's task from the arguments and from what was set on the trainer.
     """
 
     compute_loss: Callable
@@ -119,9 +119,9 @@ class Hooks(NamedTuple):
     save_model: Callable[..., None]
     script_values: Callable[[], tuple[tuple[str, Any], ...]]
     set_by_script: Callable[[], Collection[str]]
-    settle_task: Callable[[], None]
+    refresh_task: Callable[[], None]
     script_loss: Any = None
-    own_step: Any = None
+    user_step: Any = None
 
 
 def _from_editable(name: str) -> property:
@@ -144,8 +144,8 @@ class Setup:
     encoder: makes examples from rows with images; None for text-only rows.
     features: cached image features of a frozen vision tower; None for text-only rows or on several devices.
     reader: as in `training.data.Tokenization`.
-    script_loss: the user-defined loss that replaces the task's (`completions_loss.OwnLoss` or
-        `metrics.OwnMetrics`); None without one.
+    script_loss: the user-defined loss that replaces the task's (`completions_loss.UserCompletionsLoss` or
+        `metrics.UserLossMetrics`); None without one.
     """
 
     editable: Editable

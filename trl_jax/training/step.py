@@ -119,7 +119,7 @@ class RecompileCheck:
     """Called before each step: returns a new optimizer if the step must be recompiled.
 
     settle: updates the run's task from attributes that a script has set.
-    made_optimizer: creates an optimizer from the current arguments.
+    build_optimizer: creates an optimizer from the current arguments.
     trainer_loss: returns the trainer's `loss` if a script defines it, else None.
     """
 
@@ -127,10 +127,10 @@ class RecompileCheck:
         self,
         setup: Setup,
         settle: Callable[[], None],
-        made_optimizer: Callable[[], Optimizer],
+        build_optimizer: Callable[[], Optimizer],
         trainer_loss: Callable[[], Callable | None],
     ):
-        self._setup, self._settle, self._made_optimizer = setup, settle, made_optimizer
+        self._setup, self._settle, self._build_optimizer = setup, settle, build_optimizer
         self._trainer_loss, self._before = trainer_loss, StepParts.now(setup, trainer_loss())
 
     def __call__(self) -> Optimizer | None:
@@ -156,7 +156,7 @@ class RecompileCheck:
             setup.state.global_step,
             what,
         )
-        tx = self._made_optimizer()
+        tx = self._build_optimizer()
         state = jax.eval_shape(tx.init, setup.model.params)
         if jax.tree.structure(state) != jax.tree.structure(setup.progress.optimizer_state):
             raise ValueError(

@@ -15,9 +15,9 @@ import numpy as np
 
 from trl_jax.hub import torch_objects
 from trl_jax.training.data import seen_by_scripts
-from trl_jax.training.own_step import CutRows
 from trl_jax.training.script_model import FIXED, OUTPUTS, BoundModel, Outputs, default_loss, logged_sums, read_by_model
 from trl_jax.training.torch_errors import NotGiven, check_same, outputs_alone, parameters_refused, torch_scalar
+from trl_jax.training.user_step import CutRows
 
 
 class TorchModel:

@@ -150,7 +150,7 @@ class Training:
         # An adapter that has just been put on the model freezes the others; otherwise flags count in the next train().
         self._original.mark(flags=not self._original.same_parameters())
 
-    def made_optimizer(self) -> Optimizer:
+    def build_optimizer(self) -> Optimizer:
         """The result of create_optimizer, in the form that the step expects."""
         setup = self._setup
         made = self._hooks.create_optimizer()
@@ -191,11 +191,11 @@ class Training:
     def _run(self, resume_from: str | bool | None, run_id: str) -> TrainOutput:
         setup, args, start = self._setup, self._setup.args, time.monotonic()
         self.choice = self._choose()  # arguments may have changed since construction
-        tx = self.made_optimizer()
+        tx = self.build_optimizer()
         found = find(resume_from, args.output_dir) if resume_from else None
         if found is not None and args.auto_find_batch_size and setup.progress.found_batch_size is None:
             setup.progress.found_batch_size = found.state.train_batch_size
-        own_batches = self._batches_of_script()
+        user_batches = self._batches_of_script()
         length = setup.length
         schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: setup.state.global_step)
         self._checkpointer.lr_scheduler = setup.events.handler.lr_scheduler = schedule
@@ -208,13 +208,13 @@ class Training:
         if found is not None:
             random_before = None if found.model_only else RandomState(self._random_streams)
             progress = resume(setup, self._checkpointer, found, length, tx)
-            if own_batches is not None:
-                own_batches.steps.fill_last = setup.progress.fill_last
+            if user_batches is not None:
+                user_batches.steps.fill_last = setup.progress.fill_last
         self._checkpointer.begin(found, run_id)
         first, setup.progress.input_tokens_before = setup.state.global_step, setup.state.num_input_tokens_seen
         setup.state.max_steps, setup.state.num_train_epochs = length.max_steps, length.num_epochs
         setup.state.compute_steps(args, length.max_steps)
-        loop, train_loss, unreported = self._run_loop(tx, length, progress, random_before, own_batches)
+        loop, train_loss, unreported = self._run_loop(tx, length, progress, random_before, user_batches)
         with self._saved_on_signal(loop):
             with setup.progress.interrupts.waiting():
                 self._publisher.finish(args, setup.events)
@@ -259,20 +259,20 @@ class Training:
         return [] if self._rollout_steps is None else self._rollout_steps.random_streams
 
     def _run_loop(
-        self, tx: Any, length: Any, progress: LoopProgress, random_before: RandomState | None, own_batches: Any
+        self, tx: Any, length: Any, progress: LoopProgress, random_before: RandomState | None, user_batches: Any
     ) -> tuple[Loop, float, list]:
         setup, checkpointer, train_step = self._setup, self._checkpointer, self._train_step
         args, printed = setup.args, setup.progress.printed
         tell_model(printed, args, setup.model, setup.sharding_plan)
-        batches = own_batches
+        batches = user_batches
         if batches is None:
             batches = self._rollout_steps if setup.online else self._hooks.get_train_dataloader()
         setup.events.handler.train_dataloader = batches
         steps = batches if setup.online else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
-        tell_layout(printed, laid_out, reason_of_layout(setup), own_loss=bool(setup.loss_overrides))
+        tell_layout(printed, laid_out, reason_of_layout(setup), user_loss=bool(setup.loss_overrides))
         step, hooks = train_step.build(tx), self._hooks
-        changed = RecompileCheck(setup, hooks.settle_task, self.made_optimizer, hooks.loss)
+        changed = RecompileCheck(setup, hooks.refresh_task, self.build_optimizer, hooks.loss)
         place = None if "compute_loss" in setup.overridden else train_step.placed
 
         def tell(batch: Any) -> None:
@@ -333,7 +333,7 @@ class Training:
     def _begin_step(self) -> None:
         self._setup.events.fire("on_step_begin")
         if self._setup.online:
-            self._hooks.settle_task()  # what callbacks set also applies to a generation of this step
+            self._hooks.refresh_task()  # what callbacks set also applies to a generation of this step
         self._setup.model.train()  # an evaluation leaves it in evaluation mode, as in TRL
 
     def _report(self, logs: dict[str, float], since: list[dict[str, np.ndarray]], began: tuple) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from trl_jax.core.outputs import Packed
 from trl_jax.mesh.jax_internals import packed_attention
-from trl_jax.mesh.mesh import TENSOR, platform, undivided
+from trl_jax.mesh.mesh import TENSOR, on_each_device, platform
 from trl_jax.nn.attention.ranges import SAVED
 
 _AMPERE, _HOPPER = 8.0, 9.0  # minimum compute capability for padded rows and for packed rows
@@ -89,7 +89,7 @@ def attend_cudnn(
             q_RTHC, k_RTKC, v_RTKC, scale=scale, is_causal=True, implementation="cudnn", **within
         )
 
-    return undivided(attend, (*[_HEADS] * 3, PartitionSpec()), _HEADS)(q_RTHC, k_RTKC, v_RTKC, lengths)
+    return on_each_device(attend, (*[_HEADS] * 3, PartitionSpec()), _HEADS)(q_RTHC, k_RTKC, v_RTKC, lengths)
 
 
 def attend_cudnn_packed(
@@ -117,7 +117,7 @@ def attend_cudnn_packed(
         return call.dot_product_attention(q_RTHC, k_RTKC, v_RTKC, None, None, *places, scale=scale, mask_type=mask)
 
     qkv = (jnp.where(inside, y, 0) for y in (q_RTHC, k_RTKC, v_RTKC))
-    attend = undivided(attend, (*[_HEADS] * 3, PartitionSpec(), PartitionSpec()), _HEADS)
+    attend = on_each_device(attend, (*[_HEADS] * 3, PartitionSpec(), PartitionSpec()), _HEADS)
     out = jnp.where(inside, attend(*qkv, sizes, offsets), 0)
     return out if _sums_are_small(sizes, q_RTHC) else checkpoint_name(out, SAVED)
 

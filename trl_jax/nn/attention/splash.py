@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trl_jax.mesh.mesh import TENSOR, platform, undivided
+from trl_jax.mesh.mesh import TENSOR, on_each_device, platform
 from trl_jax.nn.attention.ranges import SAVED, KeyRanges
 
 BLOCK = 512  # queries and keys per block; larger blocks skip less, smaller ones take more iterations
@@ -46,7 +46,7 @@ def attend_splash(
         return _attend(q_HNC, k_KSC, v_KSC, sinks, ranges, softcap, longest.bit_length())
 
     heads = PartitionSpec(TENSOR)
-    attend = undivided(attend, (*[heads] * 4, PartitionSpec()), heads)
+    attend = on_each_device(attend, (*[heads] * 4, PartitionSpec()), heads)
     out = attend(*by_head, sinks, within).transpose(1, 0, 2)[: len(q_NHC)]
     return jnp.where((ranges.end > ranges.first)[:, None, None], out, 0)
 

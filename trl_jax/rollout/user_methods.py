@@ -1,6 +1,6 @@
 """A script's overrides of the methods that generate and score completions, with TRL's arguments and results.
 
-The rollout calls `OwnMethods`, which calls the script's method. Its `super()` ends in `default_score`,
+The rollout calls `UserMethods`, which calls the script's method. Its `super()` ends in `default_score`,
 `default_generate` or `default_tokenize`, which return NumPy arrays and lists. What the script changes in these is
 checked, and applied to the completions.
 """
@@ -17,7 +17,7 @@ from trl_jax.core.text import brief
 from trl_jax.hub.torch_objects import as_arrays
 from trl_jax.rollout.rollout import TRL_LOGPS, EncodedTexts, Experience, Rollout, Written, all_written
 
-OWN_METHODS = "_generate_and_score_completions", "_generate", "_tokenize_prompts"
+USER_METHODS = "_generate_and_score_completions", "_generate", "_tokenize_prompts"
 
 
 class _Call(NamedTuple):
@@ -29,8 +29,8 @@ class _Call(NamedTuple):
 
 
 @dataclass
-class OwnMethods:
-    """A script's overrides of OWN_METHODS.
+class UserMethods:
+    """A script's overrides of USER_METHODS.
 
     name: of the trainer's class.
     score, generate, tokenize: the overrides; None for methods that are not overridden.

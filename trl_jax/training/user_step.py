@@ -47,7 +47,7 @@ class CutRows:
         return values[:, : self._cut] if values.ndim == 2 and values.shape[1] == self._length else values
 
 
-class OwnStep:
+class UserStep:
     """Calls a user-defined `training_step` and `_prepare_inputs` around the computation of a micro-batch. They get the
     inputs of TRL's collator: tensors if torch is installed and the script does not use JAX, else NumPy arrays."""
 
