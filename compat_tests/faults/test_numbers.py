@@ -162,5 +162,7 @@ def test_row50_an_accelerator_that_lies_idle(device, extra, checkpoint, tmp_path
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     for use_cpu in (True, False):
         trainer(checkpoint("llama"), tmp_path, use_cpu=use_cpu)
-    text = f'Training on the CPU, though this machine has a {device}: pip install "trl_jax[{extra}]", or pass use_cpu'
+    text = (
+        f'Training on the CPU although this machine has a {device}. To use it, run pip install "trl_jax[{extra}]"; to'
+    )
     assert caplog.text.count(text) == 1

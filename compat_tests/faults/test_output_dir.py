@@ -71,7 +71,7 @@ def test_a_limit_holds_for_a_run_that_is_begun_again(train, folder, caplog):
     for _ in range(3):
         train(save_total_limit=1)
     assert [name for name in names(folder) if name.startswith("checkpoint")] == ["checkpoint-4"]
-    assert "but replaces them if it needs their names" in caplog.text and "it is now" not in caplog.text
+    assert "but replaces them if it needs their names" in caplog.text and "It was renamed" not in caplog.text
 
 
 def test_a_second_run_goes_on_with_its_own_and_loses_nothing_of_the_first(train, folder, caplog):
@@ -86,7 +86,7 @@ def test_a_second_run_goes_on_with_its_own_and_loses_nothing_of_the_first(train,
     aside = f"checkpoint-2-run-{first['checkpoint-2'][:8]}"
     assert names(folder) == [RECORD, "checkpoint-2", aside, "checkpoint-4"]
     assert (folder / aside / "model.safetensors").read_bytes() == kept
-    assert f"{folder / 'checkpoint-2'} is not of this run: it is now {aside}." in caplog.text
+    assert f"{folder / 'checkpoint-2'} belongs to another run. It was renamed to {aside}." in caplog.text
     caplog.clear()
     resumed = train(True, **other(7))
     assert f"Resuming from {folder / 'checkpoint-2'}: step 2 of 4." in caplog.text
@@ -103,8 +103,9 @@ def test_a_second_run_that_saved_nothing_does_not_end_as_the_first(train, folder
     with pytest.raises(ValueError) as error:
         train(True, **other(7))
     assert str(error.value) == (
-        f"No valid checkpoint found in output directory ({folder}). checkpoint-4, checkpoint-2 are not of the run that "
-        "was begun last here. Pass a path to go on from there. Train without resuming."
+        f"No valid checkpoint found in output directory ({folder}). checkpoint-4, checkpoint-2 belong to another "
+        "run than the latest one here. To resume from one of another run, pass its path. To train from the start, leave "
+        "resume_from_checkpoint out."
     )
     first = train(str(folder / "checkpoint-2"))  # now the folder belongs to the first run again
     assert not (folder / RECORD).exists() and first.state.global_step == 4
@@ -187,7 +188,7 @@ def test_one_of_transformers_is_taken_where_there_is_none_of_ours(tmp_path):
     assert find(True, str(tmp_path)).state.global_step == 4
     assert find(tmp_path / "checkpoint-6", str(tmp_path)).state.global_step == 6
     record(tmp_path, "b", fresh=True)
-    with pytest.raises(ValueError, match="checkpoint-4, checkpoint-6 are not of the run that was begun last here"):
+    with pytest.raises(ValueError, match="checkpoint-4, checkpoint-6 belong to another run than the latest one here"):
         find(True, str(tmp_path))
 
 

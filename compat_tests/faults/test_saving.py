@@ -155,7 +155,7 @@ def test_row16_a_path_says_which_other_checkpoint_is_whole(saved):
     with pytest.raises(BrokenCheckpoint) as error:
         find(str(saved / "checkpoint-4"), str(saved))
     why, other = f"{path} is damaged: its contents have changed since it was written.", saved / "checkpoint-2"
-    assert str(error.value) == f"{why} {other} is whole: pass that one."
+    assert str(error.value) == f"{why} {other} is complete: resume from that one."
 
 
 def test_row16_only_true_falls_back(saved, caplog):
@@ -164,7 +164,7 @@ def test_row16_only_true_falls_back(saved, caplog):
     with caplog.at_level(logging.WARNING):
         assert find(True, str(saved)).folder == saved / "checkpoint-2"
     assert f"{saved / 'checkpoint-4'} is passed over: {path} is damaged: its contents have changed" in caplog.text
-    with pytest.raises(BrokenCheckpoint, match="checkpoint-2 is whole: pass that one"):
+    with pytest.raises(BrokenCheckpoint, match="checkpoint-2 is complete: resume from that one"):
         find(str(saved / "checkpoint-4"), str(saved))
 
 
@@ -184,7 +184,7 @@ def test_row17_a_file_that_is_cut_or_gone(file, kind, saved):
     with pytest.raises(BrokenCheckpoint) as error:
         find(saved / "checkpoint-4", str(saved))
     assert f"{saved / 'checkpoint-4' / file} {text}" in str(error.value)
-    assert str(error.value).endswith(f"{saved / 'checkpoint-2'} is whole: pass that one.")
+    assert str(error.value).endswith(f"{saved / 'checkpoint-2'} is complete: resume from that one.")
 
 
 def test_row17_weights_that_nobody_listed(saved):
@@ -208,7 +208,7 @@ def test_row18_nothing_to_resume_from(there, tmp_path):
         find(True, str(tmp_path))
     why = "the checkpoint was never completed." if there == "broken" else "There is no checkpoint-<step> in it."
     assert str(error.value).startswith(f"No valid checkpoint found in output directory ({tmp_path}).")
-    assert f"{why} Train without resuming." in str(error.value)
+    assert f"{why} To train from the start, leave resume_from_checkpoint out." in str(error.value)
     with pytest.raises(ValueError, match="resume_from_checkpoint='nowhere' is not a folder. Pass a checkpoint's, or"):
         find("nowhere", str(tmp_path))
 

@@ -185,7 +185,7 @@ def test_uploads_under_way_are_named_and_left(trainer, tmp_path, monkeypatch, ca
     with caplog.at_level(logging.WARNING, logger="trl_jax"):
         left_by(run)
     assert time.monotonic() - began < 50 and "checkpoint-1" in os.listdir(tmp_path / "run")
-    assert 'Leaving while the upload "mine" to me/model is under way: it is cut off.' in caplog.text
+    assert 'Exiting while the upload "mine" to me/model is running: it was aborted.' in caplog.text
     assert "1 pushes to me/model failed." in caplog.text and "it said no" in caplog.text
 
 

@@ -26,8 +26,8 @@ COLLECTIVE = re.compile(r"= (.*) (all-gather|all-reduce|all-to-all|collective-pe
 
 @pytest.fixture(autouse=True)
 def chunks_of_64(monkeypatch):
-    monkeypatch.setattr(head, "LOGITS", {"cpu": ROWS * VOCABULARY})
-    monkeypatch.setattr(head, "FEWEST", {"cpu": ROWS})
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", {"cpu": ROWS * VOCABULARY})
+    monkeypatch.setattr(head, "MIN_ROWS_PER_CHUNK", {"cpu": ROWS})
 
 
 def total(hidden, weight, targets):

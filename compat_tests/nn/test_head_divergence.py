@@ -17,8 +17,8 @@ TARGETS = np.where(np.arange(PLACES) < 17, 1, -1).astype(np.int32)  # the last f
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(head, "LOGITS", {"cpu": ROWS * VOCABULARY})
-    monkeypatch.setattr(head, "FEWEST", {"cpu": ROWS})
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", {"cpu": ROWS * VOCABULARY})
+    monkeypatch.setattr(head, "MIN_ROWS_PER_CHUNK", {"cpu": ROWS})
 
 
 def of_noise(seed: int, width: int, *, bias: bool, scale: float, softcap: float | None) -> HeadInputs:

@@ -25,8 +25,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def chunks_of_64(monkeypatch):
-    monkeypatch.setattr(head, "LOGITS", {"cpu": ROWS * VOCABULARY})
-    monkeypatch.setattr(head, "FEWEST", {"cpu": ROWS})
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", {"cpu": ROWS * VOCABULARY})
+    monkeypatch.setattr(head, "MIN_ROWS_PER_CHUNK", {"cpu": ROWS})
 
 
 def drawn(places, real, seed=0):

@@ -190,7 +190,7 @@ def bare(a):
 
 @pytest.mark.parametrize(("functions", "template", "error", "text"), [
     (["add"], "json", TypeError, "^tools must be functions, got 'add'"),
-    ([bare], "json", TypeError, "^tools: of bare the model would not know how to call it: .*Annotate its arguments"),
+    ([bare], "json", TypeError, "^tools: bare cannot be described to the model: .*Annotate its arguments"),
     ([add, add], "json", ValueError, "^tools has two functions 'add'"),
     ([add], "{{ messages[0].content }}", ValueError, "^The provided chat template does not support tool calling"),
 ])  # fmt: skip

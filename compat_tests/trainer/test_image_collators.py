@@ -105,7 +105,7 @@ def test_what_is_refused(llava, processor, tmp_path):
     for own in (collate, partial(collate), lambda examples: examples):
         with pytest.raises(ValueError, match="Leave data_collator out and train on the columns directly"):
             make(data_collator=own)
-    with pytest.raises(ValueError, match="data_collator has another processor than processing_class"):
+    with pytest.raises(ValueError, match="data_collator has a different processor than processing_class"):
         make(data_collator=collator("SFT")(processor), processing_class=AutoProcessor.from_pretrained(llava))
     with pytest.raises(ValueError, match="for rows with images, but train_dataset has no images"):
         texts = messages().remove_columns("images")

@@ -191,7 +191,7 @@ def test_what_reads_more_than_outputs_is_refused_by_the_line(folder, tmp_path, w
     exec(compile(source, str(tmp_path / "script.py"), "exec"), scope)
     kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": scope["own"]})
     trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(8))
-    with pytest.raises(TypeError, match=rf"compute_loss asks for {REFUSED[words]}, not available there: `return"):
+    with pytest.raises(TypeError, match=rf"compute_loss uses {REFUSED[words]}, which is not available here: `return"):
         trainer.train()
 
 

@@ -109,9 +109,8 @@ def _check(weights: Weights, request: Request) -> None:
     shortest, longest = (chosen(map(len, request.texts)) for chosen in (min, max))
     if switch is not None and shortest <= switch < longest + request.max_new_tokens:
         raise ValueError(
-            f"generate: beam search of texts that become longer than {switch} tokens, from where this model's LongRoPE "
-            "rotates all tokens differently, is not in this release of trl_jax. Leave num_beams out, or keep prompts "
-            "and completions within that length."
+            f"generate: beam search beyond {switch} tokens, where this model's LongRoPE changes all rotations, is not "
+            "in this release of trl_jax. Leave num_beams out, or keep prompts and completions within that length."
         )
 
 

@@ -706,7 +706,7 @@ def all_gather_rows(shards: Shards | None, rows: jax.Array) -> jax.Array:
 
 
 def part_of_group(prompts: int, group: int, shards: int) -> int:
-    """Number of copies of each prompt to split its completions over, minimizing the rows per shard. Among equal choices
-    the smallest, because each copy prefills the prompt."""
+    """How many copies of each prompt to make, so that completions spread over the shards with the fewest rows on each.
+    Among equal choices the smallest, because each copy prefills the prompt."""
     parts = [number for number in range(1, group + 1) if group % number == 0]
     return min(parts, key=lambda number: -(-prompts * number // shards) * (group // number))

@@ -589,8 +589,9 @@ def cache_fits(weights: Weights, prompts: int, group: int, lengths: Lengths, lim
 def turn_fits(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit) -> bool:
     """Whether memory allows a cache and what `TurnCache` keeps of it. Arguments as in `queue_of`.
 
-    Whenever ended completions are dropped, the old cache is kept and the new one has at most half of the completions:
-    twice the completions in all. It may still have all prompts, until there is one completion of each.
+    When ended completions are dropped, the old cache is kept, and the new one has at most half as many completions.
+    Together, the caches have at most twice the completions. Each may have all prompts, until one completion per prompt
+    is left.
     """
     if limit.memory is None:
         return True

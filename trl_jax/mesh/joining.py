@@ -1,9 +1,9 @@
 """The roll call: the processes of a run meet at the coordinator's address before JAX connects them.
 
-JAX's own service waits in silence, takes any two processes with the same number for a restart of one, and aborts
-processes that waited too long. The first process therefore listens at the address itself until all others have reported
-with their number and their `num_processes`, and then leaves the port to JAX. A report is one line of JSON, and so is
-each reply: {"missing": [2, 3]}, {"refused": "why"} or {"go": true}.
+JAX's coordination service does not report while it waits, treats a second process with the same number as a restart of
+the first, and aborts processes after a timeout. The first process therefore listens at the address itself until all
+others have reported with their number and their `num_processes`, and then leaves the port to JAX. A report is one line
+of JSON, and so is each reply: {"missing": [2, 3]}, {"refused": "why"} or {"go": true}.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class ShardingPlan:
         return jax.tree_util.tree_map_with_path(sharding, state)
 
     def sharding_of(self, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
-        """The sharding of a parameter with these logical axes; without axes, that of a parameter that names none."""
+        """The sharding of a parameter with these logical axes. Without any, it is the default of parameters."""
         return NamedSharding(self.mesh, self._spec(axes, shape))
 
     def placed(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -304,8 +304,7 @@ class Accelerator(ProcessState):
     def gradient_accumulation_steps(self, value: int) -> None:
         if value != self.gradient_accumulation_steps:
             raise AttributeError(
-                "gradient_accumulation_steps was set on trainer.accelerator, which divides no loss here. Set it in the "
-                "config."
+                "gradient_accumulation_steps cannot be set on trainer.accelerator. Set it in the config."
             )
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
@@ -335,5 +334,5 @@ class Accelerator(ProcessState):
         self._end()
 
     def __getattr__(self, name: str) -> NoReturn:
-        instead = f": {_INSTEAD[name]}." if name in _INSTEAD else " in trl_jax, whose runs accelerate has no part in."
+        instead = f": {_INSTEAD[name]}." if name in _INSTEAD else ": trl_jax does not use accelerate."
         raise AttributeError(f"trainer.accelerator has no {name}{instead}")

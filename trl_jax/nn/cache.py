@@ -206,8 +206,8 @@ class LatentCache(NamedTuple):
         return LayerCache(prompt, prompt[..., :value_channels], own.swapaxes(-1, -2), own[..., :value_channels])
 
     def appended(self, new: Latents, place: jax.Array, alive: jax.Array | None) -> LatentCache:
-        """Add a token to every completion at `place`, modulo the capacity: the oldest is overwritten."""
-        del alive  # no windows, so nothing is overwritten
+        """Add a token to every completion, at `place`."""
+        del alive  # without windows, nothing is overwritten
         *lead, capacity, channels = self.own.shape
         latent = new.latent.astype(self.own.dtype).reshape(*lead, 1, channels)
         place = place % capacity

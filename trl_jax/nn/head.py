@@ -86,7 +86,7 @@ class _Saved(NamedTuple):
     differentiated: tuple[Yes | None, ...]
 
 
-def _forward(head, hidden, weight, bias, targets, with_d_hidden=False):
+def _token_outputs(head, hidden, weight, bias, targets, with_d_hidden=False):
     """TokenOutputs, log-sum-exp `[N]`, number of chunks, and on request the derivatives `[N, D]` of log-probabilities
     with respect to hidden states."""
     weight, bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
@@ -118,13 +118,13 @@ def _forward(head, hidden, weight, bias, targets, with_d_hidden=False):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _outputs(head, hidden, weight, bias, targets):
-    return _forward(head, hidden, weight, bias, targets)[0]
+    return _token_outputs(head, hidden, weight, bias, targets)[0]
 
 
 def _outputs_forward(head, *primals):
     arrays, asked = jax.tree.map(lambda primal: primal.value, primals), differentiated(primals[:3])
     # With a frozen weight, only hidden states need a gradient: the derivative saved here, times a cotangent per row.
-    outputs, *saved = _forward(head, *arrays, with_d_hidden=asked == (Yes(), None, None))
+    outputs, *saved = _token_outputs(head, *arrays, with_d_hidden=asked == (Yes(), None, None))
     return outputs, _Saved(arrays, outputs.entropy, *saved, asked)
 
 
@@ -257,13 +257,13 @@ def _divergences(compared, hidden, weight, bias, teacher, targets):
     return jax.lax.fori_loop(0, head.chunks(targets), compute, (zeros, zeros))
 
 
-def _divergence_forward(compared, *primals):
+def _divergences_forward(compared, *primals):
     hidden, weight, bias, teacher, targets = jax.tree.map(lambda primal: primal.value, primals)
     saved = _DivergenceSaved((hidden, weight, bias), teacher, targets, differentiated(primals[:3]))
     return _divergences(compared, hidden, weight, bias, teacher, targets), saved
 
 
-def _backward(compared, saved, cotangents):
+def _divergences_backward(compared, saved, cotangents):
     head, targets = compared.student, saved.targets
     of_divergence = column(targets, cotangents[0])  # the entropy is a metric and has no gradient
 
@@ -273,7 +273,7 @@ def _backward(compared, saved, cotangents):
     return *gradients(head, saved.arrays, saved.asked, head.chunks(targets), d_logits), None, None
 
 
-_divergences.defvjp(_divergence_forward, _backward, symbolic_zeros=True)
+_divergences.defvjp(_divergences_forward, _divergences_backward, symbolic_zeros=True)
 
 
 # Chunks
@@ -281,16 +281,16 @@ _divergences.defvjp(_divergence_forward, _backward, symbolic_zeros=True)
 # Logits per chunk, and minimum rows per chunk. The weight's gradient is read and written once per chunk, so a chunk
 # needs enough rows to amortize that, and more rows on devices with fast matrix products. CPUs are faster, and allocate
 # less memory, if the logits fit into their caches.
-LOGITS = {"cpu": 3 << 19, "gpu": 1 << 27, "tpu": 1 << 27}
-FEWEST = {"cpu": 192, "gpu": 256, "tpu": 256}
+LOGITS_PER_CHUNK = {"cpu": 3 << 19, "gpu": 1 << 27, "tpu": 1 << 27}
+MIN_ROWS_PER_CHUNK = {"cpu": 192, "gpu": 256, "tpu": 256}
 _MULTIPLE = 64
 product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def chunk_rows(places: int, vocabulary: int) -> int:
     """Rows per chunk, given the number of reads."""
-    rows = LOGITS[platform()] // vocabulary // _MULTIPLE * _MULTIPLE
-    return max(1, min(places, max(FEWEST[platform()], rows)))
+    rows = LOGITS_PER_CHUNK[platform()] // vocabulary // _MULTIPLE * _MULTIPLE
+    return max(1, min(places, max(MIN_ROWS_PER_CHUNK[platform()], rows)))
 
 
 def divided() -> bool:

@@ -16,7 +16,7 @@ from trl_jax.nn.linear import ClippedLinear, Dropout, Embedding, Linear
 
 @jax.custom_jvp
 def tanh(x: jax.Array) -> jax.Array:
-    """tanh(x), correctly rounded for |x| > 2 as in torch; XLA's can be off by four ulps.
+    """tanh(x), off by at most 1.4 ulp for |x| > 0.55, and by 0.6 ulp for |x| > 2; XLA's can be off by four ulps.
 
     Near |t| = 1 the gradient (1 - t)(1 + t) is tiny, so one ulp of t is a large relative error. If the gradients of an
     example's texts cancel for a weight, only this error is left, and Adam scales it up to a full step.
@@ -47,13 +47,13 @@ ACTIVATIONS = {
 }
 
 
-def _gelu_tanh_exact(x: jax.Array) -> jax.Array:
+def _gelu_accurate_tanh(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1 + tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
 # Slower; for gates whose gradient comes from a single token, where rounding errors do not average out.
-EXACT_ACTIVATIONS = ACTIVATIONS | dict.fromkeys(
-    (name for name, function in ACTIVATIONS.items() if function is _gelu_tanh), _gelu_tanh_exact
+ACCURATE_ACTIVATIONS = ACTIVATIONS | dict.fromkeys(
+    (name for name, function in ACTIVATIONS.items() if function is _gelu_tanh), _gelu_accurate_tanh
 )
 XIELU_NAME = "xielu"  # an activation with parameters
 
@@ -268,7 +268,7 @@ class LayerInput(nnx.Module):
         self.gate = Linear(arch.hidden_size, channels, axes=("", "embed"))
         self.projection = Linear(channels, arch.hidden_size, axes=("embed", ""))
         self.norm = Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps)
-        self.activation = EXACT_ACTIVATIONS[arch.activation]
+        self.activation = ACCURATE_ACTIVATIONS[arch.activation]
 
     def __call__(self, h: jax.Array, embedded: jax.Array) -> jax.Array:
         """From `h` `[R, T, D]` and the layer's embeddings `[R, T, P]`: `[R, T, D]`, to be added to `h`."""

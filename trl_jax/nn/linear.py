@@ -300,11 +300,11 @@ def _blocks(count: int, sizes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     return group, rows, used, first_block[of_row] * BLOCK + jnp.arange(count) - first_row[of_row]
 
 
-def _forward(x, weight, sizes):
+def _blockwise_forward(x, weight, sizes):
     return _products(x, weight, sizes), (x, weight, sizes)
 
 
-def _backward(saved, gradient):
+def _blockwise_backward(saved, gradient):
     x, weight, sizes = saved
     group, rows, used, _ = _blocks(len(x), sizes)
 
@@ -318,7 +318,7 @@ def _backward(saved, gradient):
     return _products(gradient, weight.swapaxes(1, 2), sizes), d_weight.astype(weight.dtype), None
 
 
-_blockwise.defvjp(_forward, _backward)
+_blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 
 # Quantized weights, dequantized when they are used, one layer at a time

@@ -40,8 +40,8 @@ class Compiled(NamedTuple):
     arguments: bytes of the arguments, with the padding of the device's layouts.
     allocated: sum of the temporary buffers, some of which reuse the same memory.
     fits: None if there is no memory limit.
-    room: on a GPU, the bytes that a program may use. On a TPU, set only if the program does not fit: what was
-        available, while `peak` is what was required and the remaining fields are None.
+    room: bytes that the program may use. On a TPU it is known only if the program does not fit; then `peak` is what it
+        needs, and the other fields are None.
     """
 
     seconds: float

@@ -214,7 +214,7 @@ class OnlineDpoTask(PairTask):
         return checked_stream(dataset, name, tokenizer, images=False) if is_stream else dataset
 
     def example(self, row: dict[str, Any]) -> Example:
-        raise TypeError("Rows of prompts are no examples: these are made of completions.")
+        raise TypeError("Rows of prompts cannot be made into examples before they have completions.")
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of pairs, whose value is TRL's mean over `accumulation` micro-batches, and sums for TRL's

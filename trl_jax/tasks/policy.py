@@ -116,7 +116,7 @@ class RolloutTask(TokenTask):
         return check_prompts(dataset, name, tokenizer, images=True)
 
     def example(self, row: dict[str, Any]) -> Example:
-        raise TypeError("Rows of prompts are no examples: these are made of completions.")
+        raise TypeError("Rows of prompts cannot be made into examples before they have completions.")
 
     @property
     def logps(self) -> frozenset[str]:

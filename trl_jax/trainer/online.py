@@ -119,8 +119,8 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
         except Exception as error:  # transformers raises its own exception classes
             name = getattr(function, "__name__", type(function).__name__)
             raise TypeError(
-                f"tools: of {name} the model would not know how to call it: {error}. Annotate its arguments, and "
-                "describe each under Args: in its docstring."
+                f"tools: {name} cannot be described to the model: {error}. Annotate its arguments, and describe each "
+                "under Args: in its docstring."
             ) from error
         if name in found:
             raise ValueError(f"tools has two functions {name!r}, and the model calls them by name. Rename one.")
@@ -215,9 +215,9 @@ class RolloutTrainer(BaseTrainer):
     def get_train_dataloader(self) -> Any:
         """Raises TypeError: batches are generated during training."""
         raise TypeError(
-            f"get_train_dataloader() of {type(self).__name__}: batches are made of the completions that the model "
-            "writes as it trains, so none is there beforehand. The prompts are trainer.train_dataset; what was written "
-            "is in the tables of log_completions=True."
+            f"get_train_dataloader() of {type(self).__name__}: batches consist of completions that are "
+            "generated during training. The prompts are in trainer.train_dataset, and the completions in the tables of "
+            "log_completions=True."
         )
 
     @property

@@ -647,8 +647,8 @@ def one_processor(processor: Any, processing_class: Any) -> Any:
     if processing_class is None or processing_class is processor or processing_class is processor.tokenizer:
         return processor
     raise ValueError(
-        "data_collator has another processor than processing_class: a run has one tokenizer and one image processor. "
-        "Pass the same to both."
+        "data_collator has a different processor than processing_class. A run has one tokenizer and one image "
+        "processor: pass the same to both."
     )
 
 

@@ -171,7 +171,7 @@ def _not_written_error(error: Exception, folder: Path, needed: int) -> OSError:
     earlier = "earlier ones are untouched" if checkpoints(folder.parent) else f"{folder.parent} has no earlier one"
     return OSError(
         number or errno.EIO,
-        f"{why}. The checkpoint was not written; {earlier}. Make room or access there, and resume",
+        f"{why}. The checkpoint was not written; {earlier}. Free space or fix the permissions, then resume",
         str(folder),
     )
 
@@ -322,7 +322,7 @@ def set_aside(checkpoint: Path) -> None:
         number += 1
         aside = f"{name}-{number}"
     checkpoint.rename(checkpoint.with_name(aside))
-    logger.warning("%s is not of this run: it is now %s.", checkpoint, aside)
+    logger.warning("%s belongs to another run. It was renamed to %s.", checkpoint, aside)
 
 
 def checkpoint_of(run: str | None, run_dir: Path, name: str) -> Path | None:
@@ -923,7 +923,7 @@ class RandomState:
             stream.restore(state)
 
 
-class Snapshot:
+class RunSnapshot:
     """A snapshot of everything in a checkpoint that an evaluation or a log line may change.
 
     streams: as in `RandomState`.

@@ -69,8 +69,8 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
     if bad:
         raise ValueError(
             f"{model.name_or_path}: {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''} hold NaN or infinite "
-            "values, so training could give nothing else. Take another checkpoint; to train this one all the same, "
-            "load it with AutoModelForSequenceClassification.from_pretrained and pass the model."
+            "values, so the loss would be NaN, too. Use another checkpoint; to train this one anyway, load "
+            "it with AutoModelForSequenceClassification.from_pretrained and pass the model."
         )
     return model
 

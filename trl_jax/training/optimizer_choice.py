@@ -57,8 +57,8 @@ class ParamGroup(MutableMapping):
             self._rates.set_for_group(self._number, float(value))
         elif name not in self._facts or self._facts[name] != value:
             raise ValueError(
-                f"param_groups[{self._number}][{name!r}] was set: the step is compiled from what the optimizer was "
-                "made with, and only reads 'lr' again. Set it in the arguments."
+                f"param_groups[{self._number}][{name!r}] cannot be set: once the step is compiled, only 'lr' is "
+                "read again. Set it in the arguments."
             )
 
     def __delitem__(self, name: str) -> None:

@@ -165,7 +165,7 @@ class HubPublisher:
             return
         if self._publisher.running:
             logger.warning(
-                "Leaving while %s to %s is under way: it is cut off. %s.",
+                "Exiting while %s to %s is running: it was aborted. %s.",
                 f'the upload "{self._publisher.uploading}"' if self._publisher.uploading else "an upload",
                 self._publisher.repo_id,
                 _local(output_dir),

@@ -213,7 +213,7 @@ class LogpsCache:
                 path.unlink()
         if damaged:
             logger.warning(
-                "%d of the files of log-probabilities in %s cannot be read or are damaged (%s): what they had is "
+                "%d of the files of log-probabilities in %s cannot be read or are damaged (%s): their values are "
                 "computed again.",
                 len(damaged),
                 self._folder,

@@ -505,7 +505,7 @@ class Checkpointer:
         if bad:
             raise FloatingPointError(
                 f"Step {self._setup.state.global_step}: {', '.join(bad[:8])} hold NaN or infinite values. No "
-                "checkpoint was written; what was there is as it was. Lower learning_rate and resume."
+                "checkpoint was written; earlier ones are untouched. Lower learning_rate and resume."
             )
 
     def forget_dataset(self) -> None:
@@ -653,9 +653,13 @@ def _newest(run_dir: Path) -> ResumePoint:
             others.append(candidate.name)
     why = " ".join(faults) or ("" if others else "There is no checkpoint-<step> in it.")
     if others:
-        whose = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} not of the run that was begun last here."
-        why = f"{why} {whose} Pass a path to go on from there.".lstrip()
-    raise ValueError(f"No valid checkpoint found in output directory ({run_dir}). {why} Train without resuming.")
+        belong = "belongs" if len(others) == 1 else "belong"
+        whose = f"{', '.join(others)} {belong} to another run than the latest one here."
+        why = f"{why} {whose} To resume from one of another run, pass its path.".lstrip()
+    raise ValueError(
+        f"No valid checkpoint found in output directory ({run_dir}). {why} To train from the start, "
+        "leave resume_from_checkpoint out."
+    )
 
 
 def _wanted_run(run_dir: Path, runs: dict[Path, str | None]) -> str | None:
@@ -664,8 +668,8 @@ def _wanted_run(run_dir: Path, runs: dict[Path, str | None]) -> str | None:
     if wanted is None and len(known) > 1:
         listed = ", ".join(f"{path.name} (run {run[:8]})" for path, run in runs.items() if run is not None)
         raise ValueError(
-            f"output_dir={str(run_dir)!r} holds checkpoints of {len(known)} runs: {listed}. Nothing tells which is "
-            "meant: pass the path of one as resume_from_checkpoint."
+            f"output_dir={str(run_dir)!r} holds checkpoints of {len(known)} runs: {listed}. It is unclear "
+            "which one to resume: pass the path of one as resume_from_checkpoint."
         )
     return wanted if wanted is not None else next(iter(known), None)
 
@@ -676,7 +680,7 @@ def _another(folder: Path) -> str:
     for candidate in reversed(checkpoints(folder.absolute().parent)):
         if candidate != folder.absolute() and (run is None or run_of(candidate) == run):
             try:
-                return f"{check(candidate).folder} is whole: pass that one."
+                return f"{check(candidate).folder} is complete: resume from that one."
             except BrokenCheckpoint:
                 continue
     return "There is no other complete checkpoint."

@@ -324,7 +324,8 @@ def warn_of_idle_devices(args: BaseConfig) -> None:
     for kind, extra, pattern in (("GPU", "cuda", "/dev/nvidia[0-9]*"), ("TPU", "tpu", "/dev/accel[0-9]*")):
         if glob.glob(pattern):
             logger.warning(
-                'Training on the CPU, though this machine has a %s: pip install "trl_jax[%s]", or pass use_cpu=True.',
+                'Training on the CPU although this machine has a %s. To use it, run pip install "trl_jax[%s]"; to '
+                "silence this warning, pass use_cpu=True.",
                 kind,
                 extra,
             )

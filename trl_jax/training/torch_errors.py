@@ -117,7 +117,7 @@ def outputs_alone() -> Iterator[None]:
         yield
     except NotGiven as error:
         raise TypeError(
-            f"compute_loss asks for {error}, not available there: `{_line_of_script(error)}`. "
+            f"compute_loss uses {error}, which is not available here: `{_line_of_script(error)}`. "
             "It is given the outputs of model(input_ids, attention_mask): logits and, of a language model, the loss; "
             "in DPO and KTO log_probs and entropy, with labels=labels, fused_lm_head=True."
         ) from error

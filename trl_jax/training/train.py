@@ -29,7 +29,7 @@ from trl_jax.training.callbacks import begin_state
 from trl_jax.training.checkpoint import (
     LoopProgress,
     RandomState,
-    Snapshot,
+    RunSnapshot,
     forget_all_but_best,
     host_copy,
     is_new_best,
@@ -246,7 +246,7 @@ class Training:
     @contextlib.contextmanager
     def _saved_on_signal(self, loop: Loop) -> Iterator[None]:
         """If a signal interrupts the block, undo its changes and exit with a checkpoint of the last step."""
-        before = Snapshot(self._setup.events, self._random_streams)
+        before = RunSnapshot(self._setup.events, self._random_streams)
         try:
             yield
         except Interrupted:
@@ -619,7 +619,7 @@ class Loop:
     def _evaluate(self, at_start: bool = False) -> dict[str, float]:
         """Evaluate. On a signal, exit between two batches with a checkpoint from before the evaluation, which is
         repeated after a resume. The evaluation at the start affects neither the best metric nor the learning rate."""
-        progress, before = self.progress, Snapshot(self.events, self.random_streams)
+        progress, before = self.progress, RunSnapshot(self.events, self.random_streams)
         try:
             with self.interrupts.evaluating():
                 return self.evaluate()
