@@ -104,8 +104,8 @@ def test_a_second_run_that_saved_nothing_does_not_end_as_the_first(train, folder
         train(True, **other(7))
     assert str(error.value) == (
         f"No valid checkpoint found in output directory ({folder}). checkpoint-4, checkpoint-2 belong to another "
-        "run than the latest one here. To resume from one of another run, pass its path. To train from the start, leave "
-        "resume_from_checkpoint out."
+        "run than the latest one here. To resume from one of another run, pass its path. To train from the start, "
+        "leave resume_from_checkpoint out."
     )
     first = train(str(folder / "checkpoint-2"))  # now the folder belongs to the first run again
     assert not (folder / RECORD).exists() and first.state.global_step == 4

@@ -665,7 +665,7 @@ class BaseTrainer(abc.ABC):
     @property
     def lr_scheduler(self) -> Any:
         """The schedule of the last train(); None before it."""
-        return self.parts.checkpointer.lr_scheduler
+        return self._setup.progress.schedule
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group of the optimizer.

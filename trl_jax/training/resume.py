@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
 import math
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -51,17 +52,18 @@ from trl_jax.training.checkpoint import (
     checkpoints,
     host_copy,
     libraries,
+    only_run,
     progress_json,
     record,
     recorded,
     run_of,
     save_checkpoint,
+    sweep,
     verify,
     write_progress,
 )
 from trl_jax.training.data import image_columns, loader, order_of
 from trl_jax.training.events import Events
-from trl_jax.training.optimizer_choice import LearningRate
 from trl_jax.training.optimizers import decays, with_adam_moments
 from trl_jax.training.reference import PREFIX, ReferenceModel
 from trl_jax.training.state import Hooks, Setup
@@ -87,7 +89,7 @@ def resume(setup: Setup, checkpointer: Checkpointer, point: ResumePoint, length:
     if saved is None:
         optimizer_state, progress = _without_progress(setup, checkpointer.rollout_steps, point, params, tx)
         if point.model_only:
-            checkpointer.lr_scheduler.begin_at(step)
+            setup.progress.schedule.begin_at(step)
     else:
         params, optimizer_state, progress = _with_progress(setup, checkpointer, saved, params, tx, step, length)
     _resume_tables(setup.model, setup.reference, folder)
@@ -216,7 +218,7 @@ def _with_progress(
         _resume_reference(setup.reference, setup.sharding_plan, saved)
     setup.progress.fill_last, setup.progress.tokens_seen = saved.facts["fills"], saved.facts["tokens_seen"]
     saved.restore_random_state()
-    checkpointer.lr_scheduler.load_state_dict(saved.facts["schedule"])
+    setup.progress.schedule.load_state_dict(saved.facts["schedule"])
     return params, optimizer_state, saved.progress
 
 
@@ -377,9 +379,7 @@ _PER_PROCESS = ("process_id", "local_rank")  # arguments that differ between the
 class Checkpointer:
     """Writes checkpoints, in a background thread if nothing depends on them being complete.
 
-    lr_scheduler: the run's schedule, whose state is saved; set at the start of train().
-    run_id: id of the run, for the manifest of each checkpoint; also set at the start of train().
-    lock: of output_dir, during train().
+    run_id: id of the run, for the manifest of each checkpoint; set at the start of train().
     """
 
     def __init__(self, setup: Setup, arguments: str, hooks: Hooks, rollout_steps: RolloutSteps | None):
@@ -389,12 +389,22 @@ class Checkpointer:
             rollout_steps: the source of steps in online training; None if the rows come from a dataset.
         """
         self._setup, self.arguments, self._hooks, self.rollout_steps = setup, arguments, hooks, rollout_steps
-        self.lock: RunLock | None = None
+        self._lock: RunLock | None = None
         self.saver = AsyncSaver()
-        self.lr_scheduler: LearningRate | None = None
         self.run_id = ""
         self._fingerprint: str | None = None
         self._frozen: dict[str, int] | None = None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock output_dir against other runs, and clean up after killed ones."""
+        with only_run(self._setup.args.output_dir) as lock:
+            self._lock = lock
+            sweep(Path(self._setup.args.output_dir))
+            try:
+                yield
+            finally:
+                self._lock = None
 
     def save(self, progress: LoopProgress, *, background: bool) -> Path:
         """Write the checkpoint of this step; returns its folder.
@@ -407,8 +417,8 @@ class Checkpointer:
         """
         setup = self._setup
         self._check_weights()
-        if self.lock is not None:
-            self.lock.renew()
+        if self._lock is not None:
+            self._lock.renew()
         self.saver.settle()  # before the copy, so that no two copies exist at once
         background = background and self._may_write_in_background()
         needed, write = self._least_bytes(), self._writer(progress, background=background)
@@ -459,7 +469,7 @@ class Checkpointer:
             trees["rollout"], rollout = self.rollout_steps.state()
         facts = {
             "tokens_seen": setup.progress.tokens_seen,
-            "schedule": self.lr_scheduler.state_dict(),
+            "schedule": setup.progress.schedule.state_dict(),
             "shards": setup.shards,
             "step_examples": setup.step_examples,
             "fills": setup.shards > 1 if setup.progress.fill_last is None else setup.progress.fill_last,

@@ -23,6 +23,7 @@ from trl_jax.training.devices import on_device
 from trl_jax.training.events import Events, Interrupts
 from trl_jax.training.features import FeatureStore
 from trl_jax.training.layout import longest_text
+from trl_jax.training.optimizer_choice import LearningRate
 from trl_jax.training.reference import ReferenceModel
 
 LOSS_METHODS = frozenset({"compute_loss", "prediction_step"})
@@ -74,6 +75,7 @@ class Progress:
     in_train: whether train() is running.
     printed: topics of the lines that the run has already printed (`training.logging.tell`).
     interrupts: the signals of the last train().
+    schedule: the learning rates of the last train(); None before the first.
     """
 
     optimizer_state: Any = None
@@ -85,6 +87,7 @@ class Progress:
     in_train: bool = False
     printed: set[str] = field(default_factory=set)
     interrupts: Interrupts = field(default_factory=Interrupts)
+    schedule: LearningRate | None = None
 
 
 class Hooks(NamedTuple):

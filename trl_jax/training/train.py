@@ -34,8 +34,6 @@ from trl_jax.training.checkpoint import (
     host_copy,
     is_new_best,
     new_id,
-    only_run,
-    sweep,
 )
 from trl_jax.training.data import AsNeeded, Prefetched, reason_of_layout, step_layout, steps_of
 from trl_jax.training.events import Events, Interrupted, Interrupts
@@ -104,9 +102,7 @@ class Training:
         with setup.on_device(), contextlib.ExitStack() as entered:
             # A run that saves nothing may have a read-only output_dir.
             if is_first() and (saves or os.access(args.output_dir, os.W_OK)):
-                self._checkpointer.lock = entered.enter_context(only_run(args.output_dir))
-                entered.callback(setattr, self._checkpointer, "lock", None)
-                sweep(Path(args.output_dir))
+                entered.enter_context(self._checkpointer.locked())
                 sweep_stages(args.output_dir)
             barrier("train")  # wait until the first process has removed leftovers of killed runs
             entered.enter_context(interrupts.handling_signals(promise))
@@ -166,7 +162,7 @@ class Training:
 
     def _show(self, tx: Optimizer) -> None:
         """Make the optimizer visible to callbacks and as `trainer.optimizer`."""
-        self.optimizer = ShownOptimizer.of(tx, self.choice, self._checkpointer.lr_scheduler)
+        self.optimizer = ShownOptimizer.of(tx, self.choice, self._setup.progress.schedule)
         self._setup.events.handler.optimizer = self.optimizer
 
     def _retried(self, run: Callable[[], TrainOutput]) -> TrainOutput:
@@ -198,7 +194,7 @@ class Training:
         user_batches = self._batches_of_script()
         length = setup.length
         schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: setup.state.global_step)
-        self._checkpointer.lr_scheduler = setup.events.handler.lr_scheduler = schedule
+        setup.progress.schedule = setup.events.handler.lr_scheduler = schedule
         self._show(tx)
         self._checkpointer.forget_dataset()
         begin_state(setup.events, setup.train_batch_size)
@@ -281,7 +277,7 @@ class Training:
                 tell_images(printed, batch, share_tower=train_step.reference_shares_tower())
 
         new_optimizer = partial(self._new_optimizer, changed)
-        rates = partial(checkpointer.lr_scheduler.take_next, GROUPS)
+        rates = partial(setup.progress.schedule.take_next, GROUPS)
         advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, new_optimizer, rates)
         # A user-defined `log` may not accept the second argument.
         began = () if args.include_num_input_tokens_seen == "no" else (time.time(),)
@@ -296,10 +292,10 @@ class Training:
             micro_batches_per_epoch=length.micro_batches_per_epoch,
             begin_step=(lambda: None) if setup.online else self._begin_step,
             advance=advance,
-            learning_rate=checkpointer.lr_scheduler,
+            learning_rate=setup.progress.schedule,
             report=lambda logs, since: self._report(logs, since, began),
             evaluate=self._evaluate,
-            observe=lambda metrics: checkpointer.lr_scheduler.after_evaluation(metrics, args.metric_for_best_model),
+            observe=lambda metrics: setup.progress.schedule.after_evaluation(metrics, args.metric_for_best_model),
             save=self._hooks.save_checkpoint,
             nonfinite_guard=NonFiniteGuard(setup.state.global_step + 1, self._explained, patience),
             interrupts=setup.progress.interrupts,
