@@ -94,7 +94,7 @@ def install() -> None:
         _after(LogitsEvaluation, "__init__", _share_attribute(name))
     _after(WholeBatchEvaluation, "__init__", _share_attribute("_sums"))
     _after(CompletionEvaluator, "__init__", _share_attribute("sums"))
-    _after(CompletionLogps, "__init__", _share_attribute("_of"))
+    _after(CompletionLogps, "__init__", _share_attribute("_logps"))
     train_step.TrainStep.compiled = _sharing(train_step.TrainStep.compiled)
     precompute._compiled = _sharing_precomputation(precompute._compiled)
 
@@ -198,7 +198,7 @@ def _key(setup: Any, *more: Any) -> Any:
     """Everything that a program is traced from; None if that cannot be determined, or if something is patched."""
     if setup.model.trainable_masks or setup.loss_overrides or _is_patched() or _alone:
         return None
-    if setup.script_loss is not None and "_of" not in more:  # log-probabilities do not depend on the loss
+    if setup.script_loss is not None and "_logps" not in more:  # log-probabilities do not depend on the loss
         return None
     reference, backends = None, [setup.model.backend]
     if setup.reference is not None:

@@ -266,12 +266,12 @@ def test_no_earlier_checkpoint_is_promised_where_there_is_none(tmp_path, monkeyp
 
     monkeypatch.setattr(engine, "write_manifest", full)
     run = tmp_path / "run"
-    with pytest.raises(OSError, match=f"The checkpoint was not written; {run} has no earlier one. Make room"):
+    with pytest.raises(OSError, match=f"The checkpoint was not written; {run} has no earlier one. Free space"):
         save(run, 2)
     monkeypatch.undo()
     save(run, 2)
     monkeypatch.setattr(engine, "write_manifest", full)
-    with pytest.raises(OSError, match="The checkpoint was not written; earlier ones are untouched. Make room"):
+    with pytest.raises(OSError, match="The checkpoint was not written; earlier ones are untouched. Free space"):
         save(run, 4)
 
     def gone(*given):

@@ -207,7 +207,7 @@ def test_a_signal_at_the_end_of_training_cuts_the_upload_off(trainer, hub, tmp_p
     with Clock() as clock, pytest.raises(SystemExit) as left:
         made.train()
     assert left.value.code == 143 and clock.seconds < 30
-    assert 'Leaving while the upload "Training in progress, step 1" to somebody/judge is under way' in caplog.text
+    assert 'Exiting while the upload "Training in progress, step 1" to somebody/judge is running' in caplog.text
     assert (tmp_path / f"run/checkpoint-1/{WEIGHTS}").is_file()
     threads = [thread for thread in threading.enumerate() if thread not in before]
     threads = [thread for thread in threads if "process_request" not in thread.name]  # the server's threads

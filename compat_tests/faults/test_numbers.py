@@ -56,7 +56,7 @@ def test_row10_weights_that_are_no_numbers(value, checkpoint, tmp_path):
     with pytest.raises(ValueError) as error:
         trainer(folder, tmp_path)
     assert str(error.value).startswith(f"{folder}: model.layers.1.mlp.down_proj.weight hold NaN or infinite values")
-    assert "to train this one all the same, load it" in str(error.value)
+    assert "to train this one anyway, load it" in str(error.value)
     loaded = trl_jax.AutoModelForSequenceClassification.from_pretrained(folder)
     make(trl_jax, loaded, tmp_path / "all the same")
 

@@ -102,7 +102,7 @@ def test_row14_a_disk_that_is_full(at, saved, monkeypatch):
     with pytest.raises(OSError, match="No space left on device: it takes 0 bytes and [0-9,]+ are free.*") as error:
         save(saved, 6)
     assert error.value.errno == errno.ENOSPC and error.value.filename == str(saved / "checkpoint-6")
-    assert "earlier ones are untouched. Make room" in str(error.value)
+    assert "earlier ones are untouched. Free space" in str(error.value)
     monkeypatch.undo()
     assert checkpoints(saved) == ["checkpoint-2", "checkpoint-4"]
     assert check(saved, {4}, "") == 4

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +47,7 @@ class KtoTask(TokenTask):
     in_order: bool = True
     max_prompt_length: int | None = None
 
-    head: ClassVar[Literal["lm"]] = "lm"
-    axis: ClassVar[Literal["text"]] = "text"
     compared: ClassVar[tuple[str, ...]] = ("logps",)
-    temperature: ClassVar[float] = 1.0
-    per_token: ClassVar[bool] = False
     num_tokens_after: ClassVar[str] = "entropy"
 
     @property

@@ -209,8 +209,6 @@ class PolicyTask(RolloutTask):
     reward_weights: tuple[float, ...] | None = None
 
     axis: ClassVar[Literal["read"]] = "read"
-    compared: ClassVar[tuple[str, ...]] = ()  # the reference runs when completions are sampled, not in the step
-    per_token: ClassVar[bool] = False
     whole_micro_batches: ClassVar[bool] = True
     divergence_in_reward: ClassVar[bool] = False  # whether the divergence from the reference is part of the reward
     metrics_by_group: ClassVar[bool] = False  # whether rewards are logged as in TRL's AsyncGRPO

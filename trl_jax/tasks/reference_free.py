@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +42,6 @@ class ReferenceFreeTask(TokenTask):
     max_prompt_length: int | None = None
 
     further: ClassVar[tuple[str, ...]] = ()
-    head: ClassVar[Literal["lm"]] = "lm"
-    axis: ClassVar[Literal["text"]] = "text"
-    compared: ClassVar[tuple[str, ...]] = ()
-    temperature: ClassVar[float] = 1.0
-    per_token: ClassVar[bool] = False
     whole_micro_batches: ClassVar[bool] = True  # the negative log-likelihood is a mean over its tokens
     num_tokens_after: ClassVar[str] = "nll_loss"
     columns: ClassVar[Columns] = Columns(preference.TEXTS, labels=preference.LABELS)

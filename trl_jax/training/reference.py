@@ -155,7 +155,7 @@ def given(model: PreTrainedModel, vocab_size: int, *, as_bits: bool) -> Referenc
 
     Args:
         vocab_size: number of tokens that the policy embeds.
-        as_bits: store 16-bit matrices as integers (`nn.quantized`).
+        as_bits: store 16-bit matrices as integers (`nn.linear.Quantized`).
 
     Raises:
         ValueError: it embeds fewer tokens than the policy.

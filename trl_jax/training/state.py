@@ -271,5 +271,5 @@ class Setup:
         )
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
-        """A context that computes on the run's device; see `mesh.on_device`."""
+        """A context that computes on the run's device; see `devices.on_device`."""
         return on_device(self.args)
