@@ -13,6 +13,8 @@ import trl_jax
 from compat_tests.effort import usual
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, stream, table
+from trl_jax.training import torch_errors
+from trl_jax.training.torch_errors import ArraysOrTensors
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +70,61 @@ def test_one_that_fits_is_tried_once_and_changes_nothing(folder, tmp_path, capsy
 
 def likeliest(logits, labels):
     return logits.argmax(-1)
+
+
+FOR_TENSORS = """
+def of_method(logits, labels):
+    return logits.argmax(dim=-1)
+
+def of_torch(logits, labels):
+    import torch
+    values, places = torch.topk(logits.softmax(dim=-1), 2)
+    return places, values.float().sum(-1) * labels.clone().ne(-100)
+
+def of_pair(logits, labels):
+    import torch
+    return logits.max(-1)[1]
+"""
+
+
+@pytest.mark.parametrize("name", ["of_method", "of_torch", "of_pair"])
+def test_preprocessing_may_be_written_for_tensors(name, checkpoint, tmp_path):
+    pytest.importorskip("torch")
+    found, rows = [], Dataset.from_dict({"prompt": ["a", "b b"], "completion": ["good", "fine it is"]})
+    (tmp_path / "own.py").write_text(FOR_TENSORS)  # this file imports jax, so it has no torch code
+    space = {"__name__": "own"}
+    exec(compile(FOR_TENSORS, str(tmp_path / "own.py"), "exec"), space)
+
+    def compute_metrics(evaluated):
+        found.append(evaluated)
+        return {}
+
+    for preprocess in (None, space[name]):
+        args = trl_jax.SFTConfig(str(tmp_path), **BASE | {"max_steps": 1})
+        trl_jax.SFTTrainer(
+            str(checkpoint(**FACTS, head="causal")), args, train_dataset=rows, eval_dataset=rows,
+            compute_metrics=compute_metrics, preprocess_logits_for_metrics=preprocess,
+        ).evaluate()  # fmt: skip
+    logits, made, real = found[0].predictions, found[1].predictions, found[0].label_ids != -100
+    order = np.argsort(-logits, axis=-1)
+    if name != "of_torch":
+        assert isinstance(made, np.ndarray) and (made == order[..., 0]).all()
+        return
+    assert (made[0] == order[..., :2]).all()
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(made[1], np.sort(shares, -1)[..., -2:].sum(-1) * real, rtol=1e-5)
+
+
+def test_preprocessing_for_tensors_without_torch_is_explained(monkeypatch):
+    monkeypatch.setattr(torch_errors, "available", lambda: False)
+    with pytest.raises(
+        TypeError, match="preprocess_logits_for_metrics receives arrays: `return logits.argmax.dim=-1.`"
+    ):
+        ArraysOrTensors(lambda logits: of_keyword(logits), "preprocess_logits_for_metrics")(np.zeros((1, 2)))
+
+
+def of_keyword(logits):
+    return logits.argmax(dim=-1)
 
 
 @usual("SFT-likeliest", "DPO-None")

@@ -39,6 +39,7 @@ from trl_jax.training.rollout import RowReader, readable, shared_numbers
 from trl_jax.training.script_loss import UserLoss, UserLossEvaluation, UserPrediction, inputs_of
 from trl_jax.training.script_model import BoundModel, task_loss
 from trl_jax.training.state import Setup
+from trl_jax.training.torch_errors import ArraysOrTensors
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +171,7 @@ class Evaluator:
     ):
         self._setup, self._forward, self._sharded_step = setup, forward, sharded_step
         self._user_loss, self._prediction_step = user_loss, prediction_step
+        self._preprocess: ArraysOrTensors | None = None
         self.recompile()
 
     def recompile(self) -> None:
@@ -231,7 +233,7 @@ class Evaluator:
     def _random(self, hooks: MetricHooks, rows: Dataset) -> Predicted:
         """Random predictions for these rows, in the form of an evaluation's."""
         setup, task, generator = self._setup, self._setup.task, np.random.default_rng(0)
-        preprocess = hooks.preprocess_logits_for_metrics
+        preprocess = self._preprocessing(hooks)
         predictions, labels, losses, inputs = [], [], [], []
         loader = data.loader(setup, rows, training=False).with_layout(layout="padded", divided=False)
         for step in loader:
@@ -278,7 +280,7 @@ class Evaluator:
                 evaluate = partial(self._by_script, setup.arrays, dtype=dtype)
                 evaluated = run_batches(self._checked(evaluate), steps, after_each)
             elif setup.task.head == "lm" and wants_logits:
-                by_logits = self._logits(hooks.preprocess_logits_for_metrics)
+                by_logits = self._logits(self._preprocessing(hooks))
                 evaluate = self._checked(partial(by_logits, setup.arrays, dtype=dtype))
                 rows = steps.with_layout(layout="padded", divided=False)
                 evaluated = run_batches(evaluate, rows, after_each, partial(divisor_of, setup.task))
@@ -291,6 +293,15 @@ class Evaluator:
                 chunks = Prefetched(self.chunks(steps), place, setup.progress.interrupts.check)
                 evaluated = run_evaluation(self._checked(outputs_of), self._measure, chunks, after_each)
         return evaluated, self._predicted(evaluated, batches, hooks)
+
+    def _preprocessing(self, hooks: MetricHooks) -> ArraysOrTensors | None:
+        """The user-defined `preprocess_logits_for_metrics`, which may be written for tensors."""
+        function = hooks.preprocess_logits_for_metrics
+        if function is None:
+            return None
+        if self._preprocess is None or self._preprocess.function is not function:
+            self._preprocess = ArraysOrTensors(function, "preprocess_logits_for_metrics")
+        return self._preprocess
 
     def _logits(self, preprocess: Callable | None) -> LogitsEvaluation:
         """The evaluation with full logits; cached, with its compiled programs, while `preprocess` stays the same."""
@@ -312,7 +323,7 @@ class Evaluator:
         return replace(chunk, passes=[(distributed(arrays, place), slots) for arrays, slots in chunk.passes])
 
     def _predicted(self, evaluated: Evaluated, batches: Batches, hooks: MetricHooks) -> Predicted:
-        setup, task, preprocess = self._setup, self._setup.task, hooks.preprocess_logits_for_metrics
+        setup, task, preprocess = self._setup, self._setup.task, self._preprocessing(hooks)
         predictions, labels, losses, inputs = [], [], [], None
         for batch in evaluated.batches:
             if isinstance(batch.outputs, tuple):
@@ -366,7 +377,7 @@ class LogitsEvaluation:
     def __init__(self, setup: Setup, forward: Forward, preprocess: Callable | None):
         """
         Args:
-            preprocess: the user-defined `preprocess_logits_for_metrics`; gets logits and labels as JAX arrays.
+            preprocess: applied to logits and labels, which are JAX arrays.
         """
         self._setup, self._forward, self.preprocess, self._warned = setup, forward, preprocess, False
         columns, count = setup.task.columns, len(setup.task.columns.texts)

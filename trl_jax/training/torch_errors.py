@@ -153,6 +153,32 @@ def found_in_torch(functions: Iterable[Callable]) -> WrittenInTorch | None:
     return None
 
 
+class ArraysOrTensors:
+    """A user-defined function that is called with arrays, or with tensors if it is found to be written in torch; its
+    result is arrays in both cases.
+
+    name: of the function, for errors.
+    """
+
+    def __init__(self, function: Callable, name: str):
+        self.function, self._name = function, name
+        own = inspect.unwrap(function)
+        readable = takes_tensors(own) and (inspect.isfunction(own) or inspect.ismethod(own))
+        self._in_torch = found_in_torch([own]) is not None or (readable and _line_in_torch(own) is not None)
+
+    def __call__(self, *values: Any) -> Any:
+        if not self._in_torch:
+            try:
+                with torch_explained():
+                    return self.function(*values)
+            except WrittenInTorch as error:
+                if not may_run_in_torch(error):
+                    text = f"{self._name} receives arrays: `{error.line}`; {error.instead}."
+                    raise TypeError(text) from error.__cause__
+            self._in_torch = True
+        return jax.tree.map(torch_objects.as_arrays, self.function(*jax.tree.map(torch_objects.batch_tensor, values)))
+
+
 def _line_in_torch(function: Callable) -> str | None:
     try:
         text = textwrap.dedent(inspect.getsource(function))
