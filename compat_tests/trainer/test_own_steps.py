@@ -309,11 +309,43 @@ def test_a_method_that_a_script_sets_on_our_class_is_its_own(checkpoint, tmp_pat
         trl_jax.RewardTrainer(str(checkpoint(**FACTS)), args, train_dataset=table(8))
 
 
+def own_loader(package):
+    class Own(package.SFTTrainer):
+        batch = CONFIG["per_device_train_batch_size"]
+
+        def get_train_dataloader(self):
+            rows = self.train_dataset
+            weights, generator = torch.arange(1.0, 1 + len(rows)), torch.Generator().manual_seed(3)
+            sampler = torch.utils.data.WeightedRandomSampler(weights, len(rows), generator=generator)
+            return self.accelerator.prepare(
+                torch.utils.data.DataLoader(rows, self.batch, sampler=sampler, collate_fn=self.data_collator)
+            )
+
+    return Own
+
+
+def test_a_data_loader_of_torch_gives_rows_and_their_order(checkpoint, tmp_path):
+    folder, rows = checkpoint(**CAUSAL), Dataset.from_list(text_rows(6))
+
+    def make(package, out):
+        args = package.SFTConfig(str(out), **CONFIG | {"num_train_epochs": 2, "max_steps": -1})
+        return own_loader(package)(model=str(folder), args=args, train_dataset=rows)
+
+    theirs, ours = both(make, tmp_path)
+    assert len(logged(ours)) == 4 and logged(ours) == pytest.approx(logged(theirs), abs=1e-5)
+    assert logged(ours, "num_tokens") == logged(theirs, "num_tokens")
+    ours.batch = 3
+    with pytest.raises(
+        ValueError, match="DataLoader with batch_size=3; expected self.args.per_device_train_batch_size, 2"
+    ):
+        ours.train()
+
+
 def test_rates_of_groups_are_optaxs(checkpoint, tmp_path):
     class Own(trl_jax.RewardTrainer):
         def create_optimizer(self):
             if self.in_torch:
-                return torch.optim.AdamW([{"params": list(self.model.parameters()), "lr": 1e-3}])
+                return torch.optim.Adagrad([{"params": list(self.model.parameters()), "lr": 1e-3}])
             rates = {"slow": optax.set_to_zero(), "fast": optax.adamw(1e-2)}
             return optax.multi_transform(rates, lambda params: {n: "fast" if "score" in n else "slow" for n in params})
 
@@ -321,7 +353,7 @@ def test_rates_of_groups_are_optaxs(checkpoint, tmp_path):
     trainer = Own(str(checkpoint(**FACTS)), args, train_dataset=table(8))
     trainer.in_torch = True
     with pytest.raises(
-        TypeError, match="Own.create_optimizer: A torch optimizer cannot update JAX arrays.*multi_transform"
+        TypeError, match="a torch.optim.adagrad.Adagrad cannot update JAX arrays; pass an optax transformation"
     ):
         trainer.train()
     trainer.in_torch, before = False, {name: values.numpy() for name, values in trainer.model.named_parameters()}

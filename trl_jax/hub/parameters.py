@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -435,6 +437,19 @@ _SHAPES = {"shape", "ndim", "nbytes", "itemsize", "numel", "nelement", "dim", "e
            "is_floating_point", "is_leaf", "is_cuda", "grad_fn"}  # fmt: skip
 
 
+_count_as_tensors: ContextVar[bool] = ContextVar("count_as_tensors", default=False)
+
+
+@contextlib.contextmanager
+def counting_as_tensors() -> Iterator[None]:
+    """A context in which torch optimizers can be made for parameters, if torch is imported."""
+    before = _count_as_tensors.set("torch" in sys.modules)
+    try:
+        yield
+    finally:
+        _count_as_tensors.reset(before)
+
+
 class _RelatedToTensors(type):
     """Makes tensors instances of `Parameter`: torch.testing.assert_close only compares objects if one is an instance of
     the other's class. `issubclass` is unchanged, because torch would otherwise let tensors handle functions of
@@ -456,6 +471,11 @@ class Parameter(metaclass=_RelatedToTensors):
         self._weights, self._name = weights, name
         self._kept: _Reading | None = None
         self._like: np.ndarray | None = None  # an array of its shape and dtype without memory
+
+    @property
+    def __class__(self) -> type:
+        """torch's class where a script makes an optimizer, which only takes its tensors."""
+        return sys.modules["torch"].nn.Parameter if _count_as_tensors.get() else Parameter
 
     def detach(self) -> Any:
         """The current values, read-only."""

@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -729,6 +730,85 @@ def _imports(function: Callable, package: str) -> bool:
         return False
     modules = [value.__name__ for value in function.__globals__.values() if isinstance(value, ModuleType)]
     return any(name.partition(".")[0] == package for name in (*modules, *function.__code__.co_names))
+
+
+def is_data_loader(value: Any) -> bool:
+    """Whether `value` is a torch DataLoader, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.utils.data.DataLoader)
+
+
+class ParamGroup(NamedTuple):
+    """A parameter group of a torch optimizer: the names of its parameters in the model, and its other entries."""
+
+    names: frozenset[str]
+    options: dict[str, Any]
+
+
+def is_torch_optimizer(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.optim.Optimizer)
+
+
+def param_groups(optimizer: Any, *models: Any) -> list[ParamGroup]:
+    """The groups of a torch optimizer that has parameters of these models, which have the same names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in chain.from_iterable(model.named_parameters(remove_duplicate=False) for model in models):
+        names.setdefault(id(parameter), []).append(name)
+    return [
+        ParamGroup(
+            frozenset(name for parameter in group["params"] for name in names.get(id(parameter), ())),
+            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+        )
+        for group in optimizer.param_groups
+    ]
+
+
+def rates_of(scheduler: Any) -> Callable[[int], float]:
+    """Number of finished steps -> the learning rate that a torch scheduler gives the first parameter group.
+
+    Raises:
+        TypeError: it is not a scheduler whose rates depend on the step only, and are the same multiple of each group's
+            learning rate.
+    """
+    from torch.optim import lr_scheduler as schedulers
+
+    base = float(scheduler.base_lrs[0]) if "base_lrs" in vars(scheduler) else 0.0
+    if type(scheduler) is schedulers.LambdaLR and all(one is scheduler.lr_lambdas[0] for one in scheduler.lr_lambdas):
+        factor = scheduler.lr_lambdas[0]
+        return lambda step: base * factor(step)
+    simple = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"
+    if type(scheduler).__name__ not in simple.split() or len(set(scheduler.base_lrs)) > 1:
+        raise TypeError(
+            f"optimizers: the scheduler is a {type(scheduler).__module__}.{type(scheduler).__qualname__}; supported "
+            "are those of transformers, such as get_cosine_schedule_with_warmup(...), a LambdaLR with one function for "
+            f"all groups, and, if all groups have the same learning rate, {', '.join(simple.split())}. Or pass a "
+            "function of the step, as in optimizers=(optax.adamw(1.0), lambda step: 1e-4)."
+        )
+    replayed = _with_optimizer_of_its_own(scheduler)
+    rates = [float(replayed.get_last_lr()[0])]
+
+    def rate(step: int) -> float:
+        while len(rates) <= step:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the scheduler is ahead of its optimizer
+                replayed.step()
+            rates.append(float(replayed.get_last_lr()[0]))
+        return rates[step]
+
+    return rate
+
+
+def _with_optimizer_of_its_own(scheduler: Any) -> Any:
+    """A copy of a torch scheduler whose steps leave the script's optimizer unchanged."""
+    import torch
+
+    first = scheduler.optimizer.param_groups[0]
+    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(first["lr"]))
+    alone.param_groups[0]["initial_lr"] = first["initial_lr"]
+    replayed = copy.copy(scheduler)
+    replayed.optimizer, replayed.base_lrs = alone, replayed.base_lrs[:1]
+    return replayed
 
 
 def seed_random_sampler(sampler: Any, seed: int) -> None:

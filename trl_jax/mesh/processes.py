@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
@@ -265,7 +266,6 @@ def _encoded(text: str) -> np.ndarray:
 
 _INSTEAD = {
     "backward": "gradients are taken inside the compiled step; override compute_loss",
-    "prepare": "arrays are where JAX puts them",
     "autocast": "bf16=True in the config computes in bfloat16",
     "clip_grad_norm_": "max_grad_norm in the config clips",
     "accumulate": "gradient_accumulation_steps in the config accumulates",
@@ -326,6 +326,20 @@ class Accelerator(ProcessState):
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         array = isinstance(value, jax.Array) or "torch" in type(value).__module__
         return (value if array else np.asarray(value)) * scale
+
+    def prepare(self, *objects: Any, **options: Any) -> Any:
+        """Data loaders unchanged: the trainer places their batches.
+
+        Raises:
+            AttributeError: something else was passed.
+        """
+        del options
+        torch = sys.modules.get("torch")
+        if torch is None or not all(isinstance(one, torch.utils.data.DataLoader) for one in objects):
+            raise AttributeError(
+                "trainer.accelerator has no prepare, except for data loaders: arrays are where JAX puts them."
+            )
+        return objects[0] if len(objects) == 1 else objects
 
     def free_memory(self, *objects: Any) -> tuple:
         return objects

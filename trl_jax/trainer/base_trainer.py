@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -20,6 +21,7 @@ from trl_jax.core.text import api_boundary
 from trl_jax.data.chat import PartsTokenizer, ProcessorTokenizer
 from trl_jax.data.checks import check_type, images_read
 from trl_jax.data.loader import ExampleLoader
+from trl_jax.hub.parameters import counting_as_tensors
 from trl_jax.hub.peft_config import as_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_objects import check_originals, originals, takes_tensors
@@ -122,6 +124,7 @@ class BaseTrainer(abc.ABC):
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # padding_side etc. of a tokenizer we load ourselves
     _old_arguments: ClassVar[Mapping[str, str]] = {}  # removed constructor arguments -> what to write today
     _data_collator: Any = None
+    _build_optimizer: Any = None  # set by a script
     _compute_loss_func: Callable | None = None
     compute_loss_func = InitOnlyArg(
         lambda trainer: trainer._compute_loss_func, "Pass it to the constructor, or override compute_loss."
@@ -229,7 +232,7 @@ class BaseTrainer(abc.ABC):
             self._data_collator = self._collator()
         self.parts = setup.assemble(
             self._setup, hooks, self._publisher,
-            lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs), torch_model, spec.rollout,
+            lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs, torch_model), torch_model, spec.rollout,
         )  # fmt: skip
         self._originals = originals(self._other_models(), torch_model)
 
@@ -301,7 +304,7 @@ class BaseTrainer(abc.ABC):
             compute_loss=self._user_loss,
             create_optimizer=self._user_optimizer,
             evaluate=lambda: self.evaluate(),
-            get_train_dataloader=lambda: self.get_train_dataloader(),
+            get_train_dataloader=self._own_batches,
             log=lambda *given: self._log(*given),
             loss=lambda: self.loss if "loss" in own or "loss" in vars(self) else None,
             loss_functions=loss_functions(type(self), self._compute_loss_func),
@@ -500,19 +503,22 @@ class BaseTrainer(abc.ABC):
         An override may return any optax transformation; its updates are scaled by the schedule of the arguments,
         relative to its peak, as torch's LambdaLR does.
         """
+        if self._build_optimizer is not None:
+            return self._build_optimizer
         options = self.parts.training.choice, self.model.backend, self.args, self._setup.length.max_steps
         if "get_decay_parameter_names" not in self._setup.overridden:
             return default_optimizer(*options)
         return optimizer_with_decay(*options, self.model.params, self.get_decay_parameter_names(self.model))
 
     def _user_optimizer(self) -> Any:
-        """Call `create_optimizer`.
+        """Call `create_optimizer`, in which a script may make a torch optimizer for the model's parameters.
 
         Raises:
-            TypeError: a script creates a torch optimizer.
+            TypeError: it is a torch optimizer of something else.
         """
         try:
-            return self.create_optimizer()
+            with counting_as_tensors():
+                return self.create_optimizer()
         except TypeError as error:
             if "can only optimize Tensors" in str(error):
                 raise TypeError(f"{type(self).__name__}.create_optimizer: {OF_TORCH}") from error
@@ -658,9 +664,20 @@ class BaseTrainer(abc.ABC):
         return self._setup.train_batch_size
 
     @property
+    def _train_batch_size(self) -> int:
+        """`train_batch_size`, by the name that transformers' own dataloaders read."""
+        return self.train_batch_size
+
+    @property
     def optimizer(self) -> Any:
-        """The optimizer of the last train(); None before it."""
-        return self.parts.training.optimizer
+        """The optimizer of the last train(); before it, what a script has set, or None."""
+        if "parts" in vars(self) and self.parts.training.optimizer is not None:
+            return self.parts.training.optimizer
+        return self._build_optimizer
+
+    @optimizer.setter
+    def optimizer(self, made: Any) -> None:
+        self._build_optimizer = made
 
     @property
     def lr_scheduler(self) -> Any:
@@ -811,6 +828,11 @@ class BaseTrainer(abc.ABC):
         if self._ordered is None:
             raise RuntimeError("_get_train_sampler is called by train(), for trainers that override it.")
         return data.RowOrder(self._ordered)
+
+    def _own_batches(self) -> Any:
+        """The result of `get_train_dataloader`; an override may also return a torch DataLoader."""
+        own, method = partial(self.batches, training=True), f"{type(self).__name__}.get_train_dataloader"
+        return data.in_order_of(self.get_train_dataloader(), own, self.args, self.data_collator, method)
 
     def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
         """A dataloader over a prepared dataset, which an overridden get_train_dataloader may return."""

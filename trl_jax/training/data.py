@@ -28,7 +28,7 @@ from trl_jax.data.image_rows import Encoder
 from trl_jax.data.layout_plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch, StepLayout, Weighting
 from trl_jax.hub.generate import complete
-from trl_jax.hub.torch_objects import seed_random_sampler
+from trl_jax.hub.torch_objects import is_data_loader, seed_random_sampler
 from trl_jax.hub.vision.processor import native_of
 from trl_jax.mesh.jax_internals import devices_have_started
 from trl_jax.mesh.mesh import SEQUENCE, ShardingPlan, distributed
@@ -393,6 +393,41 @@ class Batches:
 
 def _without_features(example: Example) -> Example:
     return example._replace(images=tuple(image._replace(features=()) for image in example.images))
+
+
+def in_order_of(made: Any, batches: Callable[[Dataset], Batches], args: BaseConfig, collator: Any, method: str) -> Any:
+    """The result of a user-defined get_train_dataloader. For a torch DataLoader over prepared rows: batches of its
+    rows, in the order of its sampler.
+
+    Args:
+        batches: dataset -> its batches.
+        collator: the trainer's.
+        method: for errors.
+
+    Raises:
+        TypeError, ValueError: the DataLoader differs from the trainer's in more than rows and sampler.
+    """
+    if not is_data_loader(made):
+        return made
+    if not isinstance(made.dataset, Dataset):
+        raise TypeError(
+            f"{method} returned a DataLoader over a {type(made.dataset).__qualname__}; expected a datasets.Dataset, "
+            "such as self.train_dataset."
+        )
+    wanted = (
+        ("batch_size", made.batch_size, "args.per_device_train_batch_size", args.per_device_train_batch_size),
+        ("drop_last", made.drop_last, "args.dataloader_drop_last", args.dataloader_drop_last),
+        ("collate_fn", made.collate_fn, "data_collator", collator),
+    )
+    for name, found, source, value in wanted:
+        if found is not value and found != value:
+            raise ValueError(
+                f"{method} returned a DataLoader with {name}={brief(found)}; expected self.{source}, {brief(value)}: "
+                "the DataLoader's rows and sampler are used, and batches are made as by the trainer."
+            )
+    own = batches(made.dataset)
+    own.steps.sampler_order = SampledOrder(made.sampler, own.steps, method)
+    return own
 
 
 def steps_of(batches: Any, method: str) -> ExampleLoader:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+import math
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.config.optimizers import OPTIMIZERS, parsed
 from trl_jax.config.rules import as_dict, plain
 from trl_jax.core.torch_random import TorchParamLayout
+from trl_jax.hub.torch_objects import is_torch_optimizer, param_groups, rates_of
 from trl_jax.training.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
 from trl_jax.training.schedules import ADAPTIVE, Plateau, learning_rates
 
@@ -22,6 +24,7 @@ class ShownOptimizer(Optimizer):
     """An optimizer with `param_groups`: a list of two mappings, as in transformers."""
 
     param_groups: list[ParamGroup]
+    choice: OptimizerChoice
 
     @classmethod
     def of(cls, tx: Optimizer, choice: OptimizerChoice, rates: LearningRate) -> ShownOptimizer:
@@ -30,10 +33,17 @@ class ShownOptimizer(Optimizer):
             rates: where the groups read and set their `lr`.
         """
         shown, hyper = cls(*tx), choice.hyperparameters or Hyperparameters()
-        facts = {"initial_lr": choice.peak, "betas": (hyper.b1, hyper.b2), "eps": hyper.eps}
-        decays = [hyper.weight_decay] + [0.0] * (GROUPS - 1)
+        shown.choice = choice
+        facts = {"betas": (hyper.b1, hyper.b2), "eps": hyper.eps}
+        groups = choice.groups or (Group(hyper.weight_decay), *(Group(0.0) for _ in range(GROUPS - 1)))
         shown.param_groups = [
-            ParamGroup(rates, number, facts | {"weight_decay": decay}) for number, decay in enumerate(decays)
+            ParamGroup(
+                rates,
+                number,
+                facts | {"initial_lr": choice.peak * group.factor, "weight_decay": group.weight_decay},
+                group.factor,
+            )
+            for number, group in enumerate(groups)
         ]
         return shown
 
@@ -46,15 +56,15 @@ class ParamGroup(MutableMapping):
         ValueError: any other key is set.
     """
 
-    def __init__(self, rates: LearningRate, number: int, facts: dict[str, Any]):
-        self._rates, self._number, self._facts = rates, number, facts
+    def __init__(self, rates: LearningRate, number: int, facts: dict[str, Any], factor: float):
+        self._rates, self._number, self._facts, self._factor = rates, number, facts, factor
 
     def __getitem__(self, name: str) -> Any:
-        return self._rates.of_group(self._number) if name == "lr" else self._facts[name]
+        return self._rates.of_group(self._number) * self._factor if name == "lr" else self._facts[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "lr":
-            self._rates.set_for_group(self._number, float(value))
+            self._rates.set_for_group(self._number, float(value) / self._factor)
         elif name not in self._facts or self._facts[name] != value:
             raise ValueError(
                 f"param_groups[{self._number}][{name!r}] cannot be set: once the step is compiled, only 'lr' is "
@@ -85,6 +95,19 @@ _SHOW = "optimizers=(optax.adamw(1e-4), None)"
 
 
 @dataclass(frozen=True)
+class Group:
+    """A parameter group of the torch optimizer that a script passes.
+
+    factor: its learning rate, relative to the first group's.
+    names: of its parameters in torch.
+    """
+
+    weight_decay: float
+    factor: float = 1.0
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class OptimizerChoice:
     """The optimizer and the schedule of a run. Either name and hyperparameters are set, or tx.
 
@@ -93,6 +116,7 @@ class OptimizerChoice:
     hyperparameters: of the built-in optimizer.
     tx: an optax transformation.
     schedule: step -> learning rate; None uses the schedule of the arguments.
+    groups: those of a torch optimizer, which determine learning rates and weight decay; empty for other optimizers.
     """
 
     peak: float
@@ -100,15 +124,26 @@ class OptimizerChoice:
     hyperparameters: Hyperparameters | None = None
     tx: optax.GradientTransformation | None = None
     schedule: Callable[[int], float] | None = None
+    groups: tuple[Group, ...] = ()
 
     def make(
-        self, decayed: dict[str, bool], layout: TorchParamLayout, max_grad_norm: float | None, warmup_steps: int
+        self,
+        decayed: dict[str, bool] | dict[str, Any],
+        layout: TorchParamLayout,
+        max_grad_norm: float | None,
+        warmup_steps: int,
+        factors: dict[str, Any] | None = None,
     ) -> Optimizer | optax.GradientTransformation:
-        """Build the optimizer. `decayed` maps parameter paths to whether they have weight decay."""
+        """Build the optimizer.
+
+        Args:
+            decayed: parameter path -> whether it has weight decay; with factors, its weight decay.
+            factors: parameter path -> factor of its learning rate.
+        """
         if self.tx is not None:
             return from_optax(self.tx, peak=self.peak, max_grad_norm=max_grad_norm)
         hyperparameters = replace(self.hyperparameters, warmup_steps=warmup_steps, layout=layout)
-        return make_optimizer(self.name, hyperparameters, decayed=decayed, max_grad_norm=max_grad_norm)
+        return make_optimizer(self.name, hyperparameters, decayed=decayed, max_grad_norm=max_grad_norm, factors=factors)
 
     def rates(self, args: BaseConfig, max_steps: int) -> Callable[[int], float]:
         """The schedule: number of finished steps -> rate of the next step. A `Plateau` also observes a metric."""
@@ -121,8 +156,11 @@ class OptimizerChoice:
         return learning_rates(name, peak=self.peak, warmup_steps=warmup, max_steps=max_steps, kwargs=kwargs)
 
 
-def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> OptimizerChoice:
+def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any, torch_model: Any = None) -> OptimizerChoice:
     """Choose from the constructor's `optimizers` or `optimizer_cls_and_kwargs`, or else from `args.optim`.
+
+    Args:
+        torch_model: the torch model that is trained, if there is one; `optimizers` may have its parameters.
 
     Raises:
         TypeError, ValueError: an optimizer or schedule is torch's, or a class does not accept its arguments.
@@ -137,6 +175,8 @@ def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any) -> OptimizerC
     if tx is None:
         options = parsed(plain(args.optim), args.optim_args)
         return OptimizerChoice(args.learning_rate, plain(args.optim), _hyperparameters(args, options))
+    if torch_model is not None and is_torch_optimizer(tx):
+        return of_torch(tx, schedule, torch_model)
     check_optax(tx)
     if schedule is not None and (not callable(schedule) or _root(type(schedule)) in ("torch", "transformers")):
         raise TypeError(
@@ -151,8 +191,54 @@ def check_optax(tx: Any) -> None:
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"optimizers: a {_full_name(type(tx))} cannot update JAX arrays; pass an optax transformation, as in "
-            f"{_SHOW}, or name the optimizer by the config's optim."
+            f"{_SHOW}, or name the optimizer by the config's optim. An AdamW, Adam or SGD of torch is taken if its "
+            "parameters are those of the torch model that is passed as model."
         )
+
+
+_OF_GROUPS = ("lr", "initial_lr", "weight_decay")  # entries that may differ between parameter groups
+_NOT_HERE = ("amsgrad", "maximize")
+
+
+def of_torch(optimizer: Any, scheduler: Any, *models: Any) -> OptimizerChoice:
+    """The equivalent of a torch optimizer over the parameters of one of these models, and of its scheduler.
+
+    Raises:
+        TypeError, ValueError: it is not AdamW, Adam without weight decay, or SGD, or one of their options is not
+            supported, or it has other parameters.
+    """
+    groups, kind = param_groups(optimizer, *models), type(optimizer)
+    if _full_name(kind) not in ("torch.optim.adamw.AdamW", "torch.optim.adam.Adam", "torch.optim.sgd.SGD"):
+        check_optax(optimizer)
+    if not any(group.names for group in groups):
+        raise ValueError(
+            f"optimizers: no parameter of the {kind.__name__} belongs to the model that is trained. Create it with "
+            "model.parameters() of the model that is passed, after changes such as get_peft_model(model, ...)."
+        )
+    first = groups[0].options
+    shared = {key: value for key, value in first.items() if key not in _OF_GROUPS}
+    for key in shared:
+        if any(group.options[key] != first[key] for group in groups):
+            raise ValueError(f"optimizers: the parameter groups differ in {key}; only lr and weight_decay may differ.")
+        if key in _NOT_HERE and first[key]:
+            raise ValueError(f"optimizers: {kind.__name__}({key}=True) is not supported. Leave it out.")
+    rates = [float(group.options.get("initial_lr", group.options["lr"])) for group in groups]
+    decays = [float(group.options["weight_decay"]) for group in groups]
+    if kind.__name__ == "Adam" and any(decays):
+        raise ValueError("optimizers: Adam with weight_decay adds it to the gradient; use AdamW, or weight_decay=0.")
+    if not rates[0]:
+        raise ValueError("optimizers: the first parameter group has lr=0. Leave out what should not train.")
+    b1, b2 = shared.get("betas", (0.9, 0.999))
+    momentum = {key: shared[key] for key in ("momentum", "dampening", "nesterov") if key in shared}
+    return OptimizerChoice(
+        rates[0],
+        "sgd" if momentum else "adamw_torch",
+        Hyperparameters(b1, b2, shared.get("eps", 1e-8), decays[0], momentum),
+        schedule=None if scheduler is None else rates_of(scheduler),
+        groups=tuple(
+            Group(decay, rate / rates[0], group.names) for group, rate, decay in zip(groups, rates, decays, strict=True)
+        ),
+    )
 
 
 def _of_class(args: BaseConfig, cls: Any, kwargs: dict[str, Any]) -> OptimizerChoice:
@@ -201,10 +287,13 @@ def _full_name(kind: Any) -> str:
 
 
 class LearningRate:
-    """The run's schedule, like torch's `lr_scheduler`. `finished` returns the number of finished steps."""
+    """The run's schedule, like torch's `lr_scheduler`. `finished` returns the number of finished steps; `factors` are
+    those of the parameter groups."""
 
-    def __init__(self, rate: Callable[[int], float], finished: Callable[[], int]):
-        self._rate, self._finished = rate, finished
+    def __init__(
+        self, rate: Callable[[int], float], finished: Callable[[], int], factors: Sequence[float] = (1.0,) * GROUPS
+    ):
+        self._rate, self._finished, self._factors = rate, finished, factors
         self._start = 0  # step of the run at which the schedule starts
         self._last_taken = -1  # the step whose rate was taken last
         self._override_step, self._overrides = -1, {}  # a step, and the rates that a script set for it, by group
@@ -227,7 +316,7 @@ class LearningRate:
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of the next step for each group, as in transformers' Trainer after a step."""
-        return [self(self._finished())] * GROUPS
+        return [self(self._finished()) * factor for factor in self._factors]
 
     @property
     def last_epoch(self) -> int:
@@ -235,14 +324,14 @@ class LearningRate:
         return self._finished()
 
     def of_group(self, number: int) -> float:
-        """The learning rate of a parameter group in the next step."""
+        """The learning rate of a parameter group in the next step, divided by the group's factor."""
         step = self._finished()
         if self._override_step == step and number in self._overrides:
             return self._overrides[number]
         return self(step)
 
     def set_for_group(self, number: int, rate: float) -> None:
-        """Override the schedule's rate for a parameter group in the next step only.
+        """Override the schedule's rate, which the group's factor multiplies, in the next step only.
 
         Raises:
             ValueError: the step was already taken, or the schedule follows a metric.
@@ -264,16 +353,16 @@ class LearningRate:
             groups: number of parameter groups.
 
         Raises:
-            ValueError: the groups have different rates.
+            ValueError: the groups' rates are not in the ratio of their factors.
         """
-        rates = {self.of_group(number) for number in range(groups)}
+        rates = [self.of_group(number) for number in range(groups)]
         self._last_taken = self._finished()
-        if len(rates) > 1:
+        if any(not math.isclose(rate, rates[0], rel_tol=1e-12) for rate in rates):
             raise ValueError(
-                f"param_groups: lr was set to {sorted(rates)}, and all parameters train at one rate here. Set the lr "
-                "of every group."
+                f"param_groups: lr was set to {sorted(set(rates))}, and all parameters train at one rate here. Set "
+                "the lr of every group."
             )
-        return rates.pop()
+        return rates[0]
 
     def after_evaluation(self, metrics: dict[str, float], wanted: str | None) -> None:
         """Pass the metric named `wanted` to a schedule that follows one.

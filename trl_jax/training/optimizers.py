@@ -122,22 +122,36 @@ _COUPLED = {"sgd", "adagrad", "rmsprop"}  # torch adds their weight decay to the
 
 
 def make_optimizer(
-    name: str, hyper: Hyperparameters, *, decayed: dict[str, bool], max_grad_norm: float | None
+    name: str,
+    hyper: Hyperparameters,
+    *,
+    decayed: dict[str, Any],
+    max_grad_norm: float | None,
+    factors: dict[str, Any] | None = None,
 ) -> Optimizer:
     """Build the optimizer named by `optim`: clipping if `max_grad_norm` > 0, update rule, weight decay, learning rate.
 
     Args:
-        decayed: parameter path -> whether it has weight decay.
+        decayed: parameter path -> whether it has weight decay; with factors, its weight decay.
+        factors: parameter path -> factor of its learning rate, a number or an array that broadcasts.
     """
     named = OPTIMIZERS[name]
     hyper = replace(hyper, optim_args=named.fixed | hyper.optim_args)
     if named.kind not in _RULES:
         return _schedule_free(named.kind, hyper, decayed=decayed, max_grad_norm=max_grad_norm)
     steps = [_RULES[named.kind](hyper)]
-    if hyper.weight_decay:
+    if factors is not None:
+        decay = optax.stateless(lambda updates, params: _weighted_sum(updates, params, decayed))
+        steps.insert(0 if named.kind in _COUPLED else 1, decay)
+        steps.append(optax.stateless(lambda updates, _: {path: factors[path] * u for path, u in updates.items()}))
+    elif hyper.weight_decay:
         decay = optax.add_decayed_weights(hyper.weight_decay, mask=decayed)
         steps.insert(0 if named.kind in _COUPLED else 1, decay)
     return _chained(steps, max_grad_norm, _safe_rate_of_adam(hyper) if named.kind == "adamw" else None)
+
+
+def _weighted_sum(updates: dict[str, jax.Array], params: dict[str, jax.Array], weights: dict[str, Any]) -> dict:
+    return {path: u + weights[path] * params[path] if np.any(weights[path]) else u for path, u in updates.items()}
 
 
 def _safe_rate_of_adam(hyper: Hyperparameters) -> float | None:

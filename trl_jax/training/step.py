@@ -348,6 +348,49 @@ def optimizer_with_decay(
     return _optimizer(choice, backend, args, max_steps, decayed)
 
 
+def optimizer_of_groups(
+    choice: OptimizerChoice, backend: Backend, args: BaseConfig, max_steps: int, params: dict[str, jax.Array]
+) -> Any:
+    """Build the optimizer of a choice with groups. Parameters in no group are not updated, as in torch.
+
+    Raises:
+        ValueError: none of `params` is in a group, or groups divide an array otherwise than by layers.
+    """
+    groups = {name: group for group in choice.groups for name in group.names}
+    if not any(name in groups for names in _names(backend, params).values() for name in names):
+        raise ValueError(
+            "optimizers: no parameter that trains is in the optimizer. With peft_config, the adapter is added after it "
+            "was created: pass get_peft_model(model, peft_config) as model, and create the optimizer from it."
+        )
+    factors: dict[str, Any] = {}
+    decays: dict[str, Any] = {}
+    places: dict[str, list] = {path: [] for path in params}
+    for name, found in backend.locations(params).items():
+        for path, index in found:
+            places[path].append((index, groups.get(name)))
+    for path, array in params.items():
+        factors[path] = _by_layer(path, array, places[path], "factor")
+        decays[path] = _by_layer(path, array, places[path], "weight_decay")
+    return _optimizer(choice, backend, args, max_steps, decays, factors)
+
+
+def _by_layer(path: str, array: jax.Array, places: list, field: str) -> Any:
+    """The value of a parameter group's field for an array: a number, or one for each layer, in the array's rank."""
+    values = [(index, 0.0 if group is None else vars(group)[field]) for index, group in places]
+    if len({value for _, value in values}) <= 1:
+        return values[0][1] if values else 0.0
+    found = np.full(array.shape[0], np.nan, np.float32)
+    for index, value in values:
+        layer = index[0] if index and isinstance(index[0], int) else slice(None)
+        if not (np.isnan(found[layer]) | (found[layer] == np.float32(value))).all():
+            raise ValueError(
+                f"optimizers: parameter groups with different {'lr' if field == 'factor' else field} divide {path}, "
+                "which trl_jax stores in one array. Put the parameters of this kind into one group in each layer."
+            )
+        found[layer] = value
+    return found.reshape(-1, *[1] * (array.ndim - 1))
+
+
 def decay_names(backend: Backend, params: dict[str, jax.Array]) -> list[str]:
     """The names of the parameters to which transformers applies weight decay, in torch's order."""
     decayed = _decayed(backend)
@@ -356,11 +399,17 @@ def decay_names(backend: Backend, params: dict[str, jax.Array]) -> list[str]:
 
 
 def _optimizer(
-    choice: OptimizerChoice, backend: Backend, args: BaseConfig, max_steps: int, decayed: dict[str, bool]
+    choice: OptimizerChoice,
+    backend: Backend,
+    args: BaseConfig,
+    max_steps: int,
+    decayed: dict[str, Any],
+    factors: dict[str, Any] | None = None,
 ) -> Any:
     warmup = args.get_warmup_steps(max_steps)
     most = max(args.max_grad_norm or 0.0, 0.0)  # as in transformers, a negative norm disables clipping
-    return choice.make(decayed, backend.torch_param_layout(), most, warmup)
+    options = {} if factors is None else {"factors": factors}
+    return choice.make(decayed, backend.torch_param_layout(), most, warmup, **options)
 
 
 def _decayed(backend: Backend) -> dict[str, bool]:

@@ -22,7 +22,7 @@ from trl_jax.config.rules import as_choice
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.peft_backend import AdaptedBackend
-from trl_jax.hub.torch_objects import TorchOriginal, copy_back_to_torch, is_adapted, refreshed
+from trl_jax.hub.torch_objects import TorchOriginal, copy_back_to_torch, is_adapted, is_torch_optimizer, refreshed
 from trl_jax.mesh.processes import barrier, is_first, reached, several, together
 from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.training.callbacks import begin_state
@@ -49,12 +49,12 @@ from trl_jax.training.failures import (
 from trl_jax.training.logging import tell_compilation, tell_images, tell_layout, tell_model, tell_trained
 from trl_jax.training.metrics import memory, speed_metrics, task_metrics
 from trl_jax.training.model import align_special_tokens, take_over
-from trl_jax.training.optimizer_choice import GROUPS, LearningRate, OptimizerChoice, ShownOptimizer
+from trl_jax.training.optimizer_choice import GROUPS, LearningRate, OptimizerChoice, ShownOptimizer, of_torch
 from trl_jax.training.optimizers import Optimizer
 from trl_jax.training.push import HubPublisher, sweep_stages
 from trl_jax.training.resume import Checkpointer, find, resume, weights_of
 from trl_jax.training.state import Hooks, Setup
-from trl_jax.training.step import RecompileCheck, TrainStep, compiling_ahead, optimizer_of
+from trl_jax.training.step import RecompileCheck, TrainStep, compiling_ahead, optimizer_of, optimizer_of_groups
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +150,14 @@ class Training:
         """The result of create_optimizer, in the form that the step expects."""
         setup = self._setup
         made = self._hooks.create_optimizer()
+        if is_torch_optimizer(made):
+            models = [model for model in (setup.model, self._torch_model) if model is not None]
+            self.choice = of_torch(made, None, *models)
+        elif isinstance(made, ShownOptimizer):  # a create_optimizer that keeps the optimizer of the last train()
+            self.choice = made.choice
+        if self.choice.groups:
+            backend, max_steps = setup.model.backend, setup.length.max_steps
+            made = optimizer_of_groups(self.choice, backend, setup.args, max_steps, setup.model.params)
         vision = setup.model.backend.of_vision(setup.model.params)
         return optimizer_of(made, self.choice, setup.args.max_grad_norm, setup.model.trainable_masks, vision)
 
@@ -193,7 +201,8 @@ class Training:
             setup.progress.found_batch_size = found.state.train_batch_size
         user_batches = self._batches_of_script()
         length = setup.length
-        schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: setup.state.global_step)
+        factors = [group.factor for group in self.choice.groups] or [1.0] * GROUPS
+        schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: setup.state.global_step, factors)
         setup.progress.schedule = setup.events.handler.lr_scheduler = schedule
         self._show(tx)
         self._checkpointer.forget_dataset()
@@ -277,7 +286,7 @@ class Training:
                 tell_images(printed, batch, share_tower=train_step.reference_shares_tower())
 
         new_optimizer = partial(self._new_optimizer, changed)
-        rates = partial(setup.progress.schedule.take_next, GROUPS)
+        rates = partial(setup.progress.schedule.take_next, len(self.choice.groups) or GROUPS)
         advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, new_optimizer, rates)
         # A user-defined `log` may not accept the second argument.
         began = () if args.include_num_input_tokens_seen == "no" else (time.time(),)

@@ -1,0 +1,140 @@
+"""Torch optimizers that scripts pass, set or create: rates, weight decay and schedules are those of TRL."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+from transformers import TrainerCallback, get_cosine_schedule_with_warmup
+
+import trl_jax
+from compat_tests.effort import usual
+from compat_tests.parity.reference import BASE
+from compat_tests.tiny import text_rows
+from compat_tests.trainer.trainers import FACTS, make, table
+
+torch, trl = pytest.importorskip("torch"), pytest.importorskip("trl")
+peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+CONFIG = BASE | {"per_device_train_batch_size": 4, "max_steps": 3, "weight_decay": 0.0}
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint):
+    return str(checkpoint(**FACTS | {"num_hidden_layers": 2}))
+
+
+class Rates(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        groups = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+        self.seen.append([*map(list, groups), lr_scheduler.get_last_lr()])
+
+
+def by_layer(model):
+    """The lower layer learns slowly, and the head has weight decay; norms and embeddings are left out."""
+    lower, upper = (list(layer.self_attn.parameters()) for layer in model.model.layers)
+    head = {"params": list(model.score.parameters()), "lr": 1e-2, "weight_decay": 0.3}
+    return torch.optim.AdamW([{"params": upper}, {"params": lower, "lr": 1e-4}, head], lr=2e-3, betas=(0.8, 0.9))
+
+
+OPTIMIZERS = {
+    "by_layer": (by_layer, lambda tx: get_cosine_schedule_with_warmup(tx, 1, 3)),
+    "plain": (lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1), None),
+    "sgd": (
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5, weight_decay=0.1),
+        lambda tx: torch.optim.lr_scheduler.CosineAnnealingLR(tx, 3, eta_min=1e-3),
+    ),
+    "adam": (
+        lambda model: torch.optim.Adam(model.parameters(), lr=2e-3),
+        lambda tx: torch.optim.lr_scheduler.StepLR(tx, 2, 0.1),
+    ),
+}
+
+
+@usual("by_layer", "sgd")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_torch_trains_as_in_trl(name, folder, tmp_path):
+    optimizer_of, schedule_of = OPTIMIZERS[name]
+    found = []
+    for package in (trl, trl_jax):
+        model, rates = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1), Rates()
+        tx = optimizer_of(model)
+        optimizers = tx, None if schedule_of is None else schedule_of(tx)
+        trainer = make(
+            package, model, tmp_path, config=CONFIG, optimizers=optimizers, callbacks=[rates],
+            processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        )  # fmt: skip
+        trainer.train()
+        logs = [(log["loss"], log["grad_norm"], log["learning_rate"]) for log in trainer.state.log_history[:3]]
+        found.append((logs, rates.seen, {n: p.detach().cpu().numpy() for n, p in trainer.model.named_parameters()}))
+    (theirs, their_rates, wanted), (ours, our_rates, weights) = found
+    assert ours == [pytest.approx(log, rel=2e-4, abs=2e-5) for log in theirs]
+    flat = [[value for group in step for value in group] for step in their_rates]
+    assert [[value for group in step for value in group] for step in our_rates] == [pytest.approx(one) for one in flat]
+    for name, values in wanted.items():
+        assert weights[name] == pytest.approx(values, abs=1e-4), name
+
+
+def test_create_optimizer_may_make_one_of_torch(checkpoint, tmp_path):
+    """LoRA+, by PEFT's function, in two calls of train()."""
+    from peft.optimizers import create_loraplus_optimizer
+
+    found, rows = [], Dataset.from_list(text_rows(12))
+    for package in (trl, trl_jax):
+
+        class Plus(package.SFTTrainer):
+            def create_optimizer(self):
+                if self.optimizer is None:
+                    self.optimizer = create_loraplus_optimizer(
+                        self.model, torch.optim.AdamW, lr=self.args.learning_rate, loraplus_lr_ratio=16
+                    )
+                return self.optimizer
+
+        rates = Rates()
+        args = package.SFTConfig(str(tmp_path), **CONFIG | {"learning_rate": 1e-3})
+        trainer = Plus(
+            str(checkpoint(**FACTS, head="causal")), args, train_dataset=rows, callbacks=[rates],
+            peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"]),
+        )  # fmt: skip
+        trainer.train()
+        found.append(([log["loss"] for log in trainer.state.log_history[:3]], rates.seen))
+    assert found[1][0] == pytest.approx(found[0][0], abs=1e-5)
+    assert [step[-1] for step in found[1][1]] == [pytest.approx(step[-1]) for step in found[0][1]]
+    trainer.train()  # keeps the groups
+    assert rates.seen[3:] == rates.seen[:3]
+
+
+def test_an_optimizer_that_is_set_on_the_trainer_trains(folder, tmp_path):
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    trainer = make(
+        trl_jax, model, tmp_path, config=CONFIG | {"max_steps": 1, "lr_scheduler_type": "constant"},
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )  # fmt: skip
+    before = {name: values.detach().clone() for name, values in model.named_parameters()}
+    trainer.optimizer = torch.optim.SGD(model.score.parameters(), lr=0.5)
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == 0.5
+    changed = {name for name, values in model.named_parameters() if (values - before[name]).abs().max() > 0}
+    assert changed == {"score.weight"}
+
+
+def test_what_it_cannot_follow_is_refused(folder, tmp_path):
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    other, parameters = torch.nn.Linear(1, 1).parameters(), list(model.parameters())
+    plain = torch.optim.AdamW(parameters)
+    halves = [{"params": parameters[:3]}, {"params": parameters[3:], "eps": 1e-3}]
+    cases = (
+        (torch.optim.AdamW(other), None, "no parameter of the AdamW belongs to the model"),
+        (torch.optim.AdamW(parameters, amsgrad=True), None, r"AdamW\(amsgrad=True\) is not supported"),
+        (torch.optim.AdamW(halves), None, "the parameter groups differ in eps; only lr and weight_decay may differ"),
+        (torch.optim.Adam(parameters, weight_decay=0.1), None, "Adam with weight_decay adds it to the gradient"),
+        (torch.optim.Adadelta(parameters), None, "a torch.optim.adadelta.Adadelta cannot update JAX arrays"),
+        (plain, torch.optim.lr_scheduler.OneCycleLR(plain, 0.1, 9), "the scheduler is a torch.*OneCycleLR"),
+    )
+    for tx, schedule, words in cases:
+        with pytest.raises((TypeError, ValueError), match=words):
+            make(
+                trl_jax, model, tmp_path, config=CONFIG, optimizers=(tx, schedule), train=table(4),
+                processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+            )  # fmt: skip
