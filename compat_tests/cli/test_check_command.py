@@ -143,7 +143,7 @@ def test_methods_that_a_subclass_may_override_are_known():
         "Pairs.compute_loss": CHANGED, "Surrogate._calculate_rewards = ...": REFUSED,
         "Calling._compute_loss": REFUSED, "Calling.compute_loss": REFUSED, "Compared._compute_loss": REFUSED,
         "Compared.compute_loss": REFUSED, "Recorded.compute_loss": CHANGED, "Taught._compute_loss": REFUSED,
-        "Groups.prediction_step": CHANGED, "Groups.create_optimizer": REFUSED,
+        "Groups.prediction_step": CHANGED, "Groups.create_optimizer": WORKS,
         "Groups.get_decay_parameter_names": WORKS, "Groups.training_step": WORKS, "Groups._get_train_sampler": WORKS,
     } | {name: kind for name, kind in found.items() if name.startswith("Surrogate(")}  # fmt: skip
 
@@ -263,13 +263,15 @@ SFTTrainer("m", data_collator=partial(collate_fn, processor=None))
 SFTTrainer("m", data_collator=lambda examples: examples)
 SFTTrainer("m", data_collator=good)
 SFTTrainer("m", data_collator=DataCollatorForVisionLanguageModeling(processor))
+SFTTrainer("m", data_collator=lambda examples: processor(images=[one["image"] for one in examples]))
 """
 
 
 def test_collate_functions_of_a_script():
     found = [one for one in findings(read(COLLATE)) if one.what == "SFTTrainer(data_collator=...)"]
-    assert [one.kind for one in found] == [REFUSED] * 4 + [WORKS] * 2
-    assert all("train on the columns directly" in one.text for one in found[:4])
+    assert [one.kind for one in found] == [CHANGED] * 4 + [WORKS] * 2 + [REFUSED]
+    assert all("once for each row" in one.text for one in found if one.kind == CHANGED)
+    assert "train on the columns directly" in found[-1].text
 
 
 def test_a_trainer_of_trls_experimental_package():

@@ -129,7 +129,7 @@ ARGUMENTS = """
     from torch import nn
     from transformers import AutoModelForSequenceClassification, DataCollatorForSeq2Seq, Mxfp4Config
     import transformers
-    from trl import CPOTrainer, GRPOTrainer, RewardTrainer, SFTConfig, SFTTrainer
+    from trl import CPOTrainer, DPOTrainer, GRPOTrainer, RewardTrainer, SFTConfig, SFTTrainer
     import verifiers_of_others as others
 
     class Net(nn.Module): ...
@@ -154,6 +154,7 @@ ARGUMENTS = """
     SFTTrainer(Net(), args, collator, optimizers=(torch.optim.AdamW([]), None))
     SFTTrainer(model="m", data_collator=DataCollatorForSeq2Seq(None))
     SFTTrainer(model="m", data_collator=os.environ["C"])
+    DPOTrainer("m", optimizers=(torch.optim.LBFGS([]), None))
     RewardTrainer(model=model, **os.environ)
     GRPOTrainer("m", [fine, score])
     CPOTrainer("m", data_collator=lambda rows: rows, model_init=None)
@@ -169,7 +170,8 @@ def test_arguments_are_followed():
         "SFTConfig(max_length=257)": (WORKS, ""), "SFTConfig(packing=False)": (WORKS, ""),
         "SFTConfig(eval_steps=0.5)": (WORKS, ""), "SFTConfig(optim=...)": (WORKS, ""),
         "SFTConfig(**...)": (NOT_KNOWN, "made when the script runs"),
-        "SFTTrainer(optimizers=...)": (REFUSED, "optax"), "RewardTrainer(**...)": (NOT_KNOWN, ""),
+        "SFTTrainer(optimizers=...)": (WORKS, ""), "DPOTrainer(optimizers=...)": (REFUSED, "optax"),
+        "RewardTrainer(**...)": (NOT_KNOWN, ""),
         "RewardTrainer(model=...)": (REFUSED, "num_labels=1"), "score(completions, answer)": (REFUSED, "add **kwargs"),
         "quantization_config=AwqConfig(...)": (REFUSED, "BitsAndBytesConfig"),
         "quantization_config=Mxfp4Config(...)": (REFUSED, "dequantize=True"),
@@ -180,7 +182,7 @@ def test_arguments_are_followed():
     for what, (kind, text) in wanted.items():
         assert said[what][0] == kind and text in said[what][1], (what, said[what])
     of_collator = [one for one in findings(read(textwrap.dedent(ARGUMENTS))) if "SFTTrainer(data_" in one.what]
-    assert [one.kind for one in of_collator] == [REFUSED, WORKS, NOT_KNOWN]
+    assert [one.kind for one in of_collator] == [CHANGED, WORKS, NOT_KNOWN]
     of_model = [one for one in findings(read(textwrap.dedent(ARGUMENTS))) if "SFTTrainer(model" in one.what]
     assert [one.kind for one in of_model] == [REFUSED, WORKS, WORKS] and "transformers' classes" in of_model[0].text
 
@@ -278,7 +280,7 @@ def test_notebooks(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "cell 3, line 3  trl.SFTConfig: works" in lines
     assert any(line.startswith("cell 4, line 2  SFTConfig(max_seq_length=8): changed") for line in lines)
-    assert any(line.startswith("cell 5, line 2  SFTTrainer(data_collator=...): refused") for line in lines)
+    assert any(line.startswith("cell 5, line 2  SFTTrainer(data_collator=...): changed") for line in lines)
     assert any(line.startswith("cell 6, line 1  code: not known. This cell is not valid Python") for line in lines)
     for broken in ("no json", "[]", notebook([], "R")):
         (tmp_path / "no.ipynb").write_text(broken)

@@ -20,6 +20,7 @@ from trl_jax.cli.findings import (
     OF_CONFIG,
     OF_TRAINER,
     PACKAGES,
+    TORCH_OPTIMIZERS,
     Finding,
     attributes_of,
     config_of,
@@ -519,12 +520,13 @@ def _takes_items(node: ast.AST) -> bool:
 
 
 def _makes_torchs(node: ast.AST, module: Module) -> bool:
-    """Whether a method creates a torch optimizer."""
+    """Whether a method creates an optimizer of torch or bitsandbytes that is not accepted."""
     scope = module.scopes.get(node, module.top)
     called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
-    named = any(isinstance(one, ast.Attribute) and one.attr == "get_optimizer_cls_and_kwargs" for one in called)
     made = [one for func in called for one in meanings(func, scope) if isinstance(one, Imported)]
-    return named or any(one.path.startswith(("torch.optim.", "bitsandbytes.optim.")) for one in made)
+    known = tuple(f"torch.optim.{name}" for name in (*TORCH_OPTIMIZERS, "lr_scheduler"))
+    others = [one for one in made if not one.path.startswith(known)]
+    return any(one.path.startswith(("torch.optim.", "bitsandbytes.optim.")) for one in others)
 
 
 # Methods of tensors that arrays lack, or that need concrete values while a loss is traced.

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import importlib
 import inspect
+import re
 import sys
 import textwrap
 import warnings
@@ -324,7 +325,12 @@ _FOR_MODELS = (
 )
 _ONE_LABEL = "A reward model gives one score per text: load it with num_labels=1, or pass its name."
 _ON_ONE_DEVICE = "On one device:"
-_OPTAX = "Pass an optax transformation, or name the optimizer in the arguments: optim='adamw_torch'."
+_OPTAX = (
+    "Pass an optax transformation, torch's AdamW, Adam or SGD with the parameters of the torch model that is passed, "
+    "or name the optimizer in the arguments: optim='adamw_torch'."
+)
+_OF_IMAGES = re.compile("image|pixel|vision|processor")
+TORCH_OPTIMIZERS = ("AdamW", "Adam", "SGD")
 
 # Arguments of trainers
 
@@ -346,7 +352,7 @@ def of_argument(line: int, what: str, trainer: type, name: str, given: Argument)
         elif name == "data_collator":
             kind, text = _of_collator(meaning, trainer)
         elif name == "optimizers":
-            text = _OPTAX if _has_torch_optimizer(given) else None
+            text = _OPTAX if _has_other_optimizer(given) else None
         elif name == "model":
             text = _of_model(meaning, trainer)
         elif name == "reward_funcs":
@@ -364,6 +370,11 @@ def _of_collator(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
     made = meaning.by if isinstance(meaning, Made) else meaning
     if made == Constant(None):
         return "works", None
+    if isinstance(made, Defined) and trainer._may_call_collator and not _OF_IMAGES.search(ast.unparse(made.node)):
+        return "changed", (
+            "It is called once for each row, before training, and returns input_ids, labels and attention_mask. The "
+            "run stops at once if a row's ids or labels depend on other rows, or differ in a second call."
+        )
     if isinstance(made, Defined):
         return "refused", NO_COLLATOR
     homes = {"transformers"} if isinstance(made, Imported) and short(made) == "DataCollatorForSeq2Seq" else PACKAGES
@@ -371,10 +382,11 @@ def _of_collator(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
         return "works", None
     if isinstance(made, Imported):
         return "refused", f"{made.path} is not one of {', '.join(sorted(own)) or 'its collators'}. {NO_COLLATOR}"
-    return "not known", "A collate function is not called; one of TRL's collators is accepted."
+    return "not known", "One of TRL's collators is accepted."
 
 
-def _has_torch_optimizer(given: Argument) -> bool:
+def _has_other_optimizer(given: Argument) -> bool:
+    """Whether `optimizers` has one of torch's or transformers' that is not accepted."""
     parts = [
         part
         for one in meanings(given.node, given.scope)
@@ -384,7 +396,12 @@ def _has_torch_optimizer(given: Argument) -> bool:
     ]
     made = [one.by if isinstance(one, Made) else one for one in parts]
     return any(
-        isinstance(one, Imported) and package_of(one.path) in ("torch", "bitsandbytes", "transformers") for one in made
+        isinstance(one, Imported)
+        and package_of(one.path) in ("torch", "bitsandbytes", "transformers")
+        and not (one.path.startswith("torch.optim.") and short(one) in TORCH_OPTIMIZERS)
+        and not short(one).startswith("get_")  # a schedule
+        and not one.path.startswith("torch.optim.lr_scheduler.")
+        for one in made
     )
 
 

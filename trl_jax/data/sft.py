@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise, takewhile
 from typing import Any, Literal, NamedTuple
@@ -47,6 +47,7 @@ def prepare(
     seed: int = 0,
     skip_prepare_dataset: bool = False,
     answer_marks: AnswerMarks | None = None,
+    collate: ScriptCollator | None = None,
 ) -> Dataset | IterableDataset:
     """Add `input_ids` and `labels` to a dataset; with packing, only these and `seq_lengths` are kept.
 
@@ -64,6 +65,7 @@ def prepare(
         seed: seed for `shuffle_dataset`.
         skip_prepare_dataset: the rows are already tokenized; nothing is truncated, packed or shuffled.
         answer_marks: only the answers that these tokens mark have labels; not for packed rows.
+        collate: a script's own collator, which determines ids and labels; not for packed rows.
 
     Raises:
         TypeError, ValueError, RuntimeError: the dataset, an option or a row is invalid; a stream raises when it reaches
@@ -71,6 +73,8 @@ def prepare(
     """
     where = checks.argument(name)
     plain, first = tokenize.opened(checks.as_read(dataset, name) if skip_prepare_dataset else dataset, name)
+    if skip_prepare_dataset and collate is not None:
+        return collated(plain, collate, where)
     if skip_prepare_dataset:
         plain = _unprepared(plain, first, name, num_proc)
         return plain if answer_marks is None else _label_answers(plain, answer_marks, num_proc, where)
@@ -98,6 +102,8 @@ def prepare(
     plain = _without_unlabeled(plain, where, drops=max_length is not None and not packs)
     if answer_marks is not None:
         plain = _label_answers(plain, answer_marks, num_proc, where)
+    if collate is not None:
+        plain = collated(plain, collate, where)
     if packs:
         plain = plain.select_columns(list(COLUMNS))
         plain = plain.shuffle(seed=seed) if shuffle_dataset else plain
@@ -572,6 +578,93 @@ def label_answers(
 
 def _labeled_batch(batch: dict[str, list], marks: AnswerMarks) -> dict[str, list]:
     return {"labels": [answer_labels(ids, marks) for ids in batch["input_ids"]]}
+
+
+# A script's own data collator. Steps have other layouts than its batches, so it is called once for each row.
+
+_INPUTS = ("input_ids", "labels", "attention_mask")
+
+
+class ScriptCollator(NamedTuple):
+    """A script's own collate function.
+
+    function: rows -> a batch with `input_ids`, `labels` and `attention_mask`.
+    batch_size: rows of the batch that is compared with its rows on their own.
+    columns: those that rows have when it gets them; None: all.
+    """
+
+    function: Callable[[list[dict[str, Any]]], Any]
+    batch_size: int
+    columns: tuple[str, ...] | None
+
+
+def collated(dataset: Dataset | IterableDataset, collate: ScriptCollator, where: str) -> Dataset | IterableDataset:
+    """Replace the columns by the `input_ids` and `labels` that a script's collator gives each row.
+
+    Raises:
+        TypeError, ValueError: a batch has other inputs, is not padded on the right, or depends on more than its rows:
+            on the other rows of the batch, or on the number of calls.
+    """
+    if collate.columns is not None:
+        names = dataset.column_names or list(next(iter(dataset), {}))
+        if not (kept := [name for name in collate.columns if name in names]):
+            raise ValueError(
+                f"No columns of {where} match what a collator gets with remove_unused_columns=True: it has "
+                f"{brief(names, 500)}. Set remove_unused_columns=False."
+            )
+        dataset = dataset.select_columns(kept)
+    first = (
+        list(dataset.take(collate.batch_size))
+        if isinstance(dataset, IterableDataset)
+        else list(dataset.select(range(min(collate.batch_size, len(dataset)))))
+    )
+    alone = [_rows_of_batch(collate.function([dict(row)]), 1, where)[0] for row in first]
+    again = _rows_of_batch(collate.function([dict(first[0])]), 1, where)[0]
+    together = _rows_of_batch(collate.function([dict(row) for row in first]), len(first), where)
+    if again != alone[0] or together != alone:
+        raise ValueError(
+            f"data_collator gives a row of {where} other ids or labels "
+            + ("in a second call" if again != alone[0] else "in a batch than on its own")
+            + ". trl_jax calls it once for each row, before training. Let the labels of padding be -100, and do what "
+            "is random, or depends on other rows, in train_dataset.map."
+        )
+    names = dataset.column_names or list(first[0])
+    options = {} if isinstance(dataset, IterableDataset) else {"desc": f"Collating {where}"}
+    return dataset.map(
+        lambda row, index: _rows_of_batch(collate.function([row]), 1, f"row {index} of {where}")[0],
+        with_indices=True, remove_columns=names, **options,
+    )  # fmt: skip
+
+
+def _rows_of_batch(batch: Any, count: int, where: str) -> list[dict[str, list[int]]]:
+    """The rows of a collator's batch, without padding."""
+    if not isinstance(batch, Mapping) or not set(_INPUTS) <= set(batch):
+        found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__qualname__
+        raise TypeError(f"data_collator returned {found} for {where}; expected a dict with {', '.join(_INPUTS)}.")
+    if other := sorted(set(batch) - {*_INPUTS, "token_type_ids"}):
+        raise ValueError(
+            f"data_collator returned {', '.join(other)} for {where}, which no step reads: a step gets input_ids and "
+            "labels, and makes attention_mask and position_ids itself. Leave it out of the batch."
+        )
+    arrays = {name: np.asarray(batch[name]) for name in _INPUTS}
+    if any(values.ndim != 2 or values.shape != (count, *arrays["labels"].shape[1:]) for values in arrays.values()):
+        shapes = {name: values.shape for name, values in arrays.items()}
+        raise ValueError(f"data_collator returned {shapes} for {count} rows ({where}); expected {count} rows each.")
+    real = arrays["attention_mask"] != 0
+    return [_without_padding(*row, where) for row in zip(arrays["input_ids"], arrays["labels"], real, strict=True)]
+
+
+def _without_padding(ids: np.ndarray, labels: np.ndarray, real: np.ndarray, where: str) -> dict[str, list[int]]:
+    length = int(real.sum())
+    if not real[:length].all():
+        raise ValueError(
+            f"data_collator masks tokens of {where} before others that it does not mask, as with padding on the left. "
+            "Set tokenizer.padding_side = 'right'."
+        )
+    end = max(length, int(np.flatnonzero(labels != IGNORED)[-1]) + 1 if (labels != IGNORED).any() else 0)
+    if end > length + 1:  # one more: an EOS token that is also the pad token
+        raise ValueError(f"data_collator gives padding of {where} labels other than -100. Set them to -100.")
+    return {"input_ids": ids[:end].tolist(), "labels": labels[:end].tolist()}
 
 
 # The format of a dataset, determined by its first row, and checks of the options

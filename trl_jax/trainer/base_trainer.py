@@ -46,6 +46,7 @@ from trl_jax.trainer.overrides import (
     check_set,
     classes_of_script,
     is_older_collator,
+    is_own_collator,
     loss_functions,
     mirrored_args,
     names_of_script,
@@ -121,10 +122,12 @@ class BaseTrainer(abc.ABC):
     _collator_class: ClassVar[type | None] = None  # only its pad_to_multiple_of is used; other classes are refused
     _vision_collator: ClassVar[type[VisionCollator] | None] = None  # for rows with images; its options are used
     _older_collators: ClassVar[tuple[str, ...]] = ()  # others that are accepted, by name
+    _may_call_collator: ClassVar[bool] = False  # whether a script's own collator is called
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # padding_side etc. of a tokenizer we load ourselves
     _old_arguments: ClassVar[Mapping[str, str]] = {}  # removed constructor arguments -> what to write today
     _data_collator: Any = None
     _build_optimizer: Any = None  # set by a script
+    _calls_collator: bool = False  # whether it is a script's own
     _compute_loss_func: Callable | None = None
     compute_loss_func = InitOnlyArg(
         lambda trainer: trainer._compute_loss_func, "Pass it to the constructor, or override compute_loss."
@@ -195,7 +198,9 @@ class BaseTrainer(abc.ABC):
         check_overridden(type(self), {**self._never_called, **self._once_called})
         warn_of_patched_trainer(type(self))
         own = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
-        check_collator(data_collator, own, self._older_collators)
+        self._calls_collator = self._may_call_collator and is_own_collator(data_collator, own, self._older_collators)
+        if not self._calls_collator:
+            check_collator(data_collator, own, self._older_collators)
         if isinstance(data_collator, VisionCollator):
             processing_class = one_processor(data_collator.processor, processing_class)
         args = self._config(args, model)
@@ -270,7 +275,8 @@ class BaseTrainer(abc.ABC):
         """
         collator, progress = self.data_collator, Progress()
         self._printed = progress.printed
-        self._editable = Editable(args, None, (args if collator is None else collator).pad_to_multiple_of)
+        padding = args if collator is None or self._calls_collator else collator
+        self._editable = Editable(args, None, padding.pad_to_multiple_of)
         self._mirrored = {name: arg.of(args) for name, arg in mirrored_args(type(self)).items()}
         self._read_once = read_once(self)
         self._editable.task = self.make_task()

@@ -546,9 +546,9 @@ def check_places(trainer: str, order: Sequence[str], given: Mapping[str, Any]) -
 
 
 NO_COLLATOR = (
-    "trl_jax does not call user-defined collate functions. Leave data_collator out and train on the columns directly "
-    "(`messages`, or `prompt` and `completion`, with `images` if there are any): the trainer applies the chat template "
-    "and the processor, and the config determines which tokens have labels."
+    "trl_jax calls user-defined collate functions only in SFTTrainer, for rows of text. Leave data_collator out and "
+    "train on the columns directly (`messages`, or `prompt` and `completion`, with `images` if there are any): the "
+    "trainer applies the chat template and the processor, and the config determines which tokens have labels."
 )
 
 
@@ -601,9 +601,16 @@ def _instead_of(collator: Any, known: tuple[type, ...]) -> str:
     )
 
 
+def is_own_collator(collator: Any, known: tuple[type, ...], older: tuple[str, ...] = ()) -> bool:
+    """Whether a collator is a script's own: neither of a class in `known`, nor one that is named in `older`, nor
+    transformers' for masked language models."""
+    masks = type(collator).__module__ == _TRANSFORMERS and vars(collator).get("mlm", False)
+    return callable(collator) and type(collator) not in known and not is_older_collator(collator, older) and not masks
+
+
 def check_collator(collator: Any, known: tuple[type, ...], older: tuple[str, ...] = ()) -> None:
     """Raise ValueError for a collator whose class is neither in `known` nor one of early TRL that is named in `older`,
-    because collators are never called."""
+    because these collators are never called."""
     if collator is None or type(collator) in known or is_older_collator(collator, older):
         if type(collator).__module__ == _TRANSFORMERS:
             _check_seq2seq(collator)

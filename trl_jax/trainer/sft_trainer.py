@@ -15,11 +15,20 @@ from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.config.rules import as_dict
 from trl_jax.data.checks import as_read, has_transform
+from trl_jax.data.sft import ScriptCollator
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
-from trl_jax.trainer.overrides import NEVER_READ, MirroredArg, accepting_old_keywords, as_config, is_older_collator
+from trl_jax.trainer.overrides import (
+    NEVER_READ,
+    NO_COLLATOR,
+    MirroredArg,
+    accepting_old_keywords,
+    as_config,
+    is_older_collator,
+    is_own_collator,
+)
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.setup import TrainerSpec
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ONLY_ANSWERS = ("DataCollatorForCompletionOnlyLM",)
+_SIGNATURE = ("input_ids", "labels", "seq_lengths")  # the columns that TRL leaves a collator
 
 _MOVED = (
     "dataset_kwargs", "dataset_num_proc", "dataset_text_field", "eval_packing", "max_length", "max_seq_length",
@@ -84,6 +94,7 @@ class SFTTrainer(BaseTrainer):
     config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
     _vision_collator = DataCollatorForVisionLanguageModeling
     _older_collators = (*_ONLY_ANSWERS, "DataCollatorForSeq2Seq")
+    _may_call_collator = True
     _label_smoothing = MirroredArg("label_smoothing_factor")
     _never_read = NEVER_READ | {
         "label_smoother": "Set label_smoothing_factor in SFTConfig.",
@@ -139,6 +150,8 @@ class SFTTrainer(BaseTrainer):
 
     def _check_images(self) -> None:
         args = self.args
+        if self._calls_collator:
+            raise ValueError(f"data_collator is the script's own. {NO_COLLATOR}")
         if args.packing:
             raise ValueError(
                 "Packing is not supported for vision datasets. Please set `packing=False` in the SFTConfig."
@@ -199,6 +212,9 @@ class SFTTrainer(BaseTrainer):
         options["formatting_func"] = self._formatting_func
         if is_older_collator(self.data_collator, _ONLY_ANSWERS):
             options["answer_marks"] = self.data_collator.marks
+        if self._calls_collator:
+            columns = _SIGNATURE if args.remove_unused_columns else None
+            options["collate"] = ScriptCollator(self.data_collator, args.per_device_train_batch_size, columns)
         task = SftTask(args.loss_type, self._label_smoothing, options, args.eval_packing, _is_padding_free(args))
         if isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             task = replace(task, image_options={name: vars(self.data_collator)[name] for name in _IMAGE_OPTIONS})
@@ -214,6 +230,11 @@ def _has_completions(dataset: Any) -> bool:
     return {"prompt", "completion"} <= {*(columns or next(iter(dataset), {}))}
 
 
+def _is_known(collator: Any) -> bool:
+    trainer = SFTTrainer
+    return not is_own_collator(collator, (trainer._collator_class, trainer._vision_collator), trainer._older_collators)
+
+
 def _is_padding_free(args: SFTConfig) -> bool:
     return args.padding_free or (args.packing and args.packing_strategy != "wrapped")
 
@@ -226,6 +247,11 @@ def _check_together(args: SFTConfig, data_collator: Any, compute_loss_func: Any)
     """Raise ValueError for incompatible arguments."""
     if data_collator is not None and _is_padding_free(args):
         raise ValueError("Passing a custom data collator is not supported when using padding-free.")
+    if args.packing and not _is_known(data_collator):
+        raise ValueError(
+            "packing=True: rows are packed before a collate function gets them. Leave data_collator out, or pass "
+            "packing=False."
+        )
     if args.packing and is_older_collator(data_collator, _ONLY_ANSWERS):
         raise ValueError(
             "You passed a `DataCollatorForCompletionOnlyLM` to the SFTTrainer. This is not compatible with the "
