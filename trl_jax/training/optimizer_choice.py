@@ -63,6 +63,8 @@ class ParamGroup(MutableMapping):
         return self._rates.of_group(self._number) * self._factor if name == "lr" else self._facts[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if name == "lr" and not self._factor:
+            raise ValueError(f"param_groups[{self._number}]['lr'] was set, but the group was made with lr=0.")
         if name == "lr":
             self._rates.set_for_group(self._number, float(value) / self._factor)
         elif name not in self._facts or self._facts[name] != value:
@@ -128,7 +130,7 @@ class OptimizerChoice:
 
     def make(
         self,
-        decayed: dict[str, bool] | dict[str, Any],
+        decayed: dict[str, Any],
         layout: TorchParamLayout,
         max_grad_norm: float | None,
         warmup_steps: int,

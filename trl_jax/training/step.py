@@ -369,8 +369,9 @@ def optimizer_of_groups(
         for path, index in found:
             places[path].append((index, groups.get(name)))
     for path, array in params.items():
-        factors[path] = _by_layer(path, array, places[path], "factor")
-        decays[path] = _by_layer(path, array, places[path], "weight_decay")
+        found = places[path] or [((), groups.get(backend.tensors[path]))]
+        factors[path] = _by_layer(path, array, found, "factor")
+        decays[path] = _by_layer(path, array, found, "weight_decay")
     return _optimizer(choice, backend, args, max_steps, decays, factors)
 
 
@@ -378,7 +379,7 @@ def _by_layer(path: str, array: jax.Array, places: list, field: str) -> Any:
     """The value of a parameter group's field for an array: a number, or one for each layer, in the array's rank."""
     values = [(index, 0.0 if group is None else vars(group)[field]) for index, group in places]
     if len({value for _, value in values}) <= 1:
-        return values[0][1] if values else 0.0
+        return values[0][1]
     found = np.full(array.shape[0], np.nan, np.float32)
     for index, value in values:
         layer = index[0] if index and isinstance(index[0], int) else slice(None)
