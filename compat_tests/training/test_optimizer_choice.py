@@ -111,6 +111,9 @@ def test_an_optimizer_that_is_set_on_the_trainer_trains(folder, tmp_path):
         trl_jax, model, tmp_path, config=CONFIG | {"max_steps": 1, "lr_scheduler_type": "constant"},
         processing_class=transformers.AutoTokenizer.from_pretrained(folder),
     )  # fmt: skip
+    trainer.lr_scheduler = None  # of scripts that train in stages
+    with pytest.raises(AttributeError, match="Pass optimizers=.optimizer, scheduler. to the constructor"):
+        trainer.lr_scheduler = get_cosine_schedule_with_warmup(torch.optim.SGD(model.parameters(), lr=1), 1, 2)
     before = {name: values.detach().clone() for name, values in model.named_parameters()}
     trainer.optimizer = torch.optim.SGD(model.score.parameters(), lr=0.5)
     trainer.train()

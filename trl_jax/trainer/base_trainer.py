@@ -690,6 +690,14 @@ class BaseTrainer(abc.ABC):
         """The schedule of the last train(); None before it."""
         return self._setup.progress.schedule
 
+    @lr_scheduler.setter
+    def lr_scheduler(self, made: Any) -> None:
+        if made is not None:
+            raise AttributeError(
+                "lr_scheduler was set on the trainer, whose train() makes its own. Pass optimizers=(optimizer, "
+                "scheduler) to the constructor, or set lr_scheduler_type and lr_scheduler_kwargs in the arguments."
+            )
+
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group of the optimizer.
 
