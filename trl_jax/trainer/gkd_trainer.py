@@ -29,7 +29,14 @@ from trl_jax.tasks.distillation import GkdTask, generalized_jsd_loss
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.gkd_config import GKDConfig
-from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, MirroredArg, accepting_old_keywords, as_config
+from trl_jax.trainer.overrides import (
+    NEVER_CALLED,
+    InitOnlyArg,
+    MirroredArg,
+    accepting_old_keywords,
+    as_config,
+    check_generate,
+)
 from trl_jax.training import model
 from trl_jax.training.data import Batches, Completer, GeneratedSteps
 from trl_jax.training.forward import balance_experts
@@ -121,7 +128,7 @@ class GKDTrainer(BaseTrainer):
             )
         if formatting_func is not None:
             logger.warning(self._idle_arguments["formatting_func"])
-        self._teacher, self._teacher_generation = teacher_model, None
+        self._passed_model, self._teacher, self._teacher_generation = model, teacher_model, None
         super().__init__(
             model, None if args is None else as_config(args, GKDConfig), data_collator, train_dataset, eval_dataset,
             processing_class, compute_metrics, callbacks, optimizers,
@@ -155,6 +162,10 @@ class GKDTrainer(BaseTrainer):
             "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "do_sample": True, "top_k": 0,
             "top_p": 1.0, "pad_token_id": self.processing_class.pad_token_id, "eos_token_id": own,
         }  # fmt: skip
+
+    def _refresh_task(self) -> None:
+        check_generate(self.model, self._passed_model, self._teacher)
+        super()._refresh_task()
 
     def make_task(self) -> GkdTask:
         return GkdTask(self.beta, self.args.max_length)

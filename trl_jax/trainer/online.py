@@ -50,6 +50,7 @@ from trl_jax.trainer.overrides import (
     Absent,
     MirroredArg,
     check_config,
+    check_generate,
     classes_of_script,
     names_of_script,
 )
@@ -198,6 +199,7 @@ class RolloutTrainer(BaseTrainer):
 
     def __init__(self, model: Any, **arguments: Any):
         """`arguments` are passed to `BaseTrainer`."""
+        self._passed_model = model
         spec = setup.TrainerSpec(self._reference, self._rollout, self._balance_experts)
         _settle_for_streams(arguments.get("args"), arguments.get("train_dataset"), arguments.get("eval_dataset"))
         super().__init__(model, spec=spec, **arguments)
@@ -207,6 +209,11 @@ class RolloutTrainer(BaseTrainer):
                 f"remove_unused_columns=True keeps only the prompts, whatever {type(self).__name__}."
                 "_set_signature_columns_if_needed adds. Leave it out, and reward functions get all columns."
             )
+
+    def _refresh_task(self) -> None:
+        if self.rollout_func is None:
+            check_generate(self.model, self._passed_model)
+        super()._refresh_task()
 
     @staticmethod
     def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:

@@ -27,7 +27,14 @@ from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online import eos_token_ids, sampling_options
 from trl_jax.trainer.online_dpo_config import OnlineDPOConfig
-from trl_jax.trainer.overrides import NEVER_CALLED, InitOnlyArg, accepting_old_keywords, as_config, refuse
+from trl_jax.trainer.overrides import (
+    NEVER_CALLED,
+    InitOnlyArg,
+    accepting_old_keywords,
+    as_config,
+    check_generate,
+    refuse,
+)
 from trl_jax.trainer.reference import loaded_reference, reference_as_model
 from trl_jax.training.data import Batches, Completer, GeneratedSteps, image_columns
 from trl_jax.training.policy_writer import up_to_end
@@ -141,7 +148,7 @@ class OnlineDPOTrainer(BaseTrainer):
             raise ValueError(_NO_EVALUATION)
         self.judge = judge
         self.reward_funcs = _checked_sources(reward_funcs, judge)
-        self._ref_model, self._fresh_adapter = ref_model, peft_config is not None
+        self._passed_model, self._ref_model, self._fresh_adapter = model, ref_model, peft_config is not None
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class, None, callbacks, optimizers,
             peft_config=peft_config, spec=TrainerSpec(self._reference),
@@ -164,6 +171,10 @@ class OnlineDPOTrainer(BaseTrainer):
             setup, Completer(setup, self.generation_kwargs), scores, frozenset(self.eos_token_ids),
             stop_rule(setup.model, self.generation_kwargs, setup.processing_class),
         )  # fmt: skip
+
+    def _refresh_task(self) -> None:
+        check_generate(self.model, self._passed_model)
+        super()._refresh_task()
 
     @property
     def beta(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -466,6 +467,24 @@ def check_set(
             f"{compiled[0]} was set on the trainer instance, but trl_jax calls the method of its class. Define "
             f"{compiled[0]} in a subclass of {cls.__name__}."
         )
+
+
+def check_generate(*models: Any) -> None:
+    """Raise ValueError if a script replaced `generate` of a model, which is never called to complete prompts.
+
+    Args:
+        models: loaded models, folders, Hub names or None.
+    """
+    for model in models:
+        if model is None or isinstance(model, str | os.PathLike):
+            continue
+        parts = (model, model.get_base_model()) if "peft_config" in vars(model) else (model,)
+        if any("generate" in vars(part) for part in parts):
+            raise ValueError(
+                f"generate of the {type(model).__name__} was replaced by the script, and trl_jax never calls it to "
+                "complete prompts. Undo it, and set the sampling with generation_kwargs (GRPO, RLOO), or write the "
+                "completions in a rollout_func(prompts, trainer)."
+            )
 
 
 def refuse(**given: Any) -> None:
