@@ -559,3 +559,70 @@ def test_rewards_see_parsed_messages_under_grpo_as_in_trl(kind, checkpoint, tmp_
     rows = Dataset.from_list(prompt_rows(8, "chat"))
     getattr(trl_jax, f"{kind}Trainer")(folder, look, args, rows, processing_class=words).train()
     assert set(seen) == ({"template"} if kind == "GRPO" else {None})
+
+
+class ResetsReference(TrainerCallback):
+    """Makes the policy the reference after the second step."""
+
+    trainer = None
+
+    def on_step_end(self, args, state, control, **rest):
+        if state.global_step == 2:
+            self.trainer.ref_model.load_state_dict(self.trainer.model.state_dict())
+
+
+def written_by_generate(prompts, trainer):
+    """A rollout_func that samples with `generate`."""
+    import torch
+
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    done = [trainer.model.generate(torch.tensor([own]), max_new_tokens=4, do_sample=True, top_k=0) for own in ids]
+    written = [row[0, len(own) :].tolist() for row, own in zip(done, ids, strict=True)]
+    return {"prompt_ids": ids, "completion_ids": written, "logprobs": None}
+
+
+# name -> (the steps, beta, a rollout_func, a callback)
+OWN_WAYS = {
+    "a reference that is reset": (4, 0.5, None, ResetsReference),
+    "completions of generate": (3, 0.0, written_by_generate, None),
+}
+
+
+@pytest.mark.parametrize("name", OWN_WAYS)
+def test_what_a_script_does_with_its_models_counts_as_in_trl(name, checkpoint, tmp_path):
+    import torch
+
+    trl, (steps, beta, rollout_func, callback) = pytest.importorskip("trl"), OWN_WAYS[name]
+    torch.set_num_threads(1)
+    runs = []
+    for package in (trl_jax, trl):
+        config = BASE | STEPS | {"max_steps": steps, "beta": beta}
+        trainer = package.GRPOTrainer(
+            str(checkpoint(**SMALL)), length_reward, package.GRPOConfig(str(tmp_path / package.__name__), **config),
+            Dataset.from_list(prompt_rows(8)), rollout_func=rollout_func,
+        )  # fmt: skip
+        if callback is not None:
+            trainer.add_callback(callback)
+            trainer.callback_handler.callbacks[-1].trainer = trainer
+        trainer.train()
+        runs.append([timeless(log) for log in trainer.state.log_history])
+    for mine, other in zip(*runs, strict=True):
+        assert_same(mine, other, same_order=True)
+    if beta:
+        divergences = [log["kl"] for log in runs[0][:4]]
+        assert divergences[::2] == [0.0, 0.0] and min(divergences[1::2]) > 0
+
+
+@pytest.mark.parametrize("where", ["the torch model", "trainer.model"])
+def test_a_replaced_generate_is_refused(where, checkpoint, tmp_path):
+    """It would never be called: such scripts constrain completions, for example with a logits processor."""
+    transformers, folder = pytest.importorskip("transformers"), str(checkpoint(**SMALL))
+    args = trl_jax.GRPOConfig(str(tmp_path), **BASE | STEPS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    trainer = trl_jax.GRPOTrainer(model, length_reward, args, Dataset.from_list(prompt_rows(8)))
+    patched = model if where == "the torch model" else trainer.model
+    patched.generate = lambda *given, **options: type(patched).generate(patched, *given, **options)
+    with pytest.raises(ValueError, match="generate of the .* was replaced by the script.*rollout_func"):
+        trainer.train()
+    trainer.rollout_func = written_by_generate  # which may call it
+    trainer._refresh_task()

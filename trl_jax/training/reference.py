@@ -100,7 +100,23 @@ class ReferenceModel:
         if isinstance(backend, NativeBackend) and not self.shared:
             own, backend = backend.without_bits(own)
         shared = {path: policy.frozen[path] for path in self.shared}
-        return PreTrainedModel(own, backend, self.config, policy.folder, policy.name_or_path, shared)
+        view = _ReferenceView(own, backend, self.config, policy.folder, policy.name_or_path, shared)
+        view._reference = self
+        return view
+
+    def take(self, params: dict[str, Any]) -> None:
+        """Replace its arrays by those of its model, by the model's paths.
+
+        Raises:
+            ValueError: it is stored in another form than its model's.
+        """
+        arrays = {PREFIX + path: _copied(array) for path, array in params.items()}
+        if arrays.keys() != self.arrays.keys():
+            raise ValueError(
+                "load_state_dict: this reference is stored in 16 bits or fewer, so its values cannot be set during a "
+                "run. Pass a ref_model in float32, or set sync_ref_model=True, which moves it with the policy."
+            )
+        self.arrays = arrays
 
     def outputs(self, arrays: dict[str, Any], batch: Batch, **options: Any) -> Any:
         """The outputs of the reference's head, without gradients.
@@ -114,6 +130,21 @@ class ReferenceModel:
         model = merge(self.backend.graph, jax.lax.stop_gradient(arrays))
         with layers_of(PREFIX):
             return jax.lax.stop_gradient(model(batch.tokens, batch.positions, batch.reads, **options))
+
+
+class _ReferenceView(PreTrainedModel):
+    """A reference as a model: `load_state_dict` also sets the reference that the steps compute with."""
+
+    _reference: ReferenceModel | None = None  # None for copies
+
+    def load_values(self, *given: Any) -> Any:
+        loaded = super().load_values(*given)
+        if self._reference is not None:
+            self._reference.take(self.params)
+        return loaded
+
+    def _copied(self, copied: Any) -> Any:
+        return super()._copied(lambda state: copied(state | {"_reference": None}))
 
 
 def _mixed(reference: dict[str, jax.Array], policy: dict[str, jax.Array], mixup_alpha: float) -> dict[str, jax.Array]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.core.torch_random import TorchGenerator, default_generator
 from trl_jax.data import prompts as prompt_rows
 from trl_jax.data.batch import Batch
 from trl_jax.data.checks import has_transform
@@ -57,6 +57,8 @@ def rollout_steps(
     """Assemble the source of steps for online training."""
     args, tools = setup.args, parts.sampling.tools
     streams, line = [TorchGenerator(args.seed + rank) for rank in range(setup.shards)], ProgressLine(setup.events)
+    if parts.rollout_func is not None:
+        streams[0] = default_generator()  # from which `model.generate` in the rollout_func samples, too, as in TRL
     seeds = None if parts.server is None else TorchGenerator(args.seed)
     alone = several() and _completes_alone(parts, args.compute_dtype)
     logps = CompletionLogps(setup, forward, sharded_step)
