@@ -149,6 +149,7 @@ def test_what_may_be_overridden_is_called(checkpoint, tmp_path, monkeypatch):
     trainer.save_model()
     assert seen == CALLED
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+    assert trainer._get_output_dir(trial=None) == str(tmp_path)  # where such a _save_checkpoint writes its own files
 
 
 def test_a_checkpoint_out_of_turn_is_refused(checkpoint, tmp_path):

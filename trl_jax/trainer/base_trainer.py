@@ -488,6 +488,11 @@ class BaseTrainer(abc.ABC):
         finally:
             self._saving = None
 
+    def _get_output_dir(self, trial: Any) -> str:
+        """`args.output_dir`. A `_save_checkpoint` of a script's own adds files to the checkpoints in it."""
+        del trial
+        return self.args.output_dir
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint and, as TRL does, the model card to `args.output_dir`, and push it. Scripts may override
         it; the arguments are those of transformers and have no effect here.
