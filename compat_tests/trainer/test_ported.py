@@ -130,6 +130,8 @@ def test_parameters_cast_to_float32(checkpoint):
             parameter.data = parameter.data.float()
         with pytest.raises(ValueError, match="Cannot set other values for .*: these are a copy. Change model.params"):
             parameter.data = parameter.data + 1
+        with pytest.raises(ValueError, match="was cast to bfloat16, which rounds it.* Leave the cast out"):
+            parameter.data = parameter.data.to(torch.bfloat16)
     assert all((parameter.numpy() == before[name]).all() for name, parameter in model.named_parameters())
 
 

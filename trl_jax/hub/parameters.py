@@ -503,8 +503,13 @@ class Parameter(metaclass=_RelatedToTensors):
 
     @data.setter
     def data(self, values: Any) -> None:
-        given = values if isinstance(values, np.ndarray | Parameter) or not is_torch(values) else as_array(values.cpu())
-        if not np.array_equal(np.asarray(given, np.float32), np.asarray(self, np.float32)):
+        given, own = as_array(values.detach().cpu()) if is_torch(values) else np.asarray(values), np.asarray(self)
+        if not np.array_equal(given.astype(np.float32), own.astype(np.float32)):
+            if given.shape == own.shape and np.array_equal(given, own.astype(given.dtype)):
+                raise ValueError(
+                    f"{self._name or 'A parameter'} was cast to {given.dtype.name}, which rounds it, and weights are "
+                    "float32 while they train. Leave the cast out."
+                )
             raise ValueError(
                 f"Cannot set other values for {self._name or 'a parameter'}: these are a copy. Change model.params, or "
                 "call model.load_state_dict({name: values}, strict=False)."
