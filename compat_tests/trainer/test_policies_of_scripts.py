@@ -613,15 +613,16 @@ def test_what_a_script_does_with_its_models_counts_as_in_trl(name, checkpoint, t
         assert divergences[::2] == [0.0, 0.0] and min(divergences[1::2]) > 0
 
 
-@pytest.mark.parametrize("where", ["the torch model", "trainer.model"])
-def test_a_replaced_generate_is_refused(where, checkpoint, tmp_path):
+@pytest.mark.parametrize("where", ["the torch model", "its class", "trainer.model"])
+def test_a_replaced_generate_is_refused(where, checkpoint, tmp_path, monkeypatch):
     """It would never be called: such scripts constrain completions, for example with a logits processor."""
     transformers, folder = pytest.importorskip("transformers"), str(checkpoint(**SMALL))
     args = trl_jax.GRPOConfig(str(tmp_path), **BASE | STEPS)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     trainer = trl_jax.GRPOTrainer(model, length_reward, args, Dataset.from_list(prompt_rows(8)))
-    patched = model if where == "the torch model" else trainer.model
-    patched.generate = lambda *given, **options: type(patched).generate(patched, *given, **options)
+    patched = {"the torch model": model, "its class": type(model), "trainer.model": trainer.model}[where]
+    before = patched.generate
+    monkeypatch.setattr(patched, "generate", lambda *given, **options: before(*given, **options))
     with pytest.raises(ValueError, match="generate of the .* was replaced by the script.*rollout_func"):
         trainer.train()
     trainer.rollout_func = written_by_generate  # which may call it

@@ -479,12 +479,19 @@ def check_generate(*models: Any) -> None:
         if model is None or isinstance(model, str | os.PathLike):
             continue
         parts = (model, model.get_base_model()) if "peft_config" in vars(model) else (model,)
-        if any("generate" in vars(part) for part in parts):
+        if any(map(_writes_otherwise, parts)):
             raise ValueError(
                 f"generate of the {type(model).__name__} was replaced by the script, and trl_jax never calls it to "
                 "complete prompts. Undo it, and set the sampling with generation_kwargs (GRPO, RLOO), or write the "
                 "completions in a rollout_func(prompts, trainer)."
             )
+
+
+def _writes_otherwise(model: Any) -> bool:
+    """Whether `generate` of a model or of its class is a script's."""
+    own = next((vars(kind)["generate"] for kind in type(model).__mro__ if "generate" in vars(kind)), None)
+    libraries = "peft", "torch", "transformers", "trl_jax"
+    return "generate" in vars(model) or (isinstance(own, FunctionType) and _package_of(own) not in libraries)
 
 
 def refuse(**given: Any) -> None:
