@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 
@@ -571,6 +572,12 @@ class ResetsReference(TrainerCallback):
             self.trainer.ref_model.load_state_dict(self.trainer.model.state_dict())
 
 
+class ReplacesReference(ResetsReference):
+    def on_step_end(self, args, state, control, **rest):
+        if state.global_step == 2:
+            self.trainer.ref_model = copy.deepcopy(self.trainer.model).eval()
+
+
 def written_by_generate(prompts, trainer):
     """A rollout_func that samples with `generate`."""
     import torch
@@ -584,11 +591,12 @@ def written_by_generate(prompts, trainer):
 # name -> (the steps, beta, a rollout_func, a callback)
 OWN_WAYS = {
     "a reference that is reset": (4, 0.5, None, ResetsReference),
+    "a reference that is replaced": (4, 0.5, None, ReplacesReference),
     "completions of generate": (3, 0.0, written_by_generate, None),
 }
 
 
-@pytest.mark.parametrize("name", OWN_WAYS)
+@pytest.mark.parametrize("name", usually("a reference that is reset".__ne__, OWN_WAYS))
 def test_what_a_script_does_with_its_models_counts_as_in_trl(name, checkpoint, tmp_path):
     import torch
 
@@ -611,6 +619,14 @@ def test_what_a_script_does_with_its_models_counts_as_in_trl(name, checkpoint, t
     if beta:
         divergences = [log["kl"] for log in runs[0][:4]]
         assert divergences[::2] == [0.0, 0.0] and min(divergences[1::2]) > 0
+
+
+@pytest.mark.parametrize("config", [{}, {"beta": 0.1}], ids=["no reference", "a reference"])
+def test_a_reference_that_cannot_be_set_is_refused(config, make):
+    trainer = make(**config)
+    trainer.ref_model = trainer.ref_model  # no change
+    with pytest.raises(AttributeError, match="Set beta in the arguments|set beta in the arguments"):
+        trainer.ref_model = None if config else trainer.model
 
 
 @pytest.mark.parametrize("where", ["the torch model", "its class", "trainer.model"])

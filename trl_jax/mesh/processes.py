@@ -341,6 +341,9 @@ class Accelerator(ProcessState):
             )
         return objects[0] if len(objects) == 1 else objects
 
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Does nothing, as in TRL, whose trainers start none of accelerate's trackers. `trainer.log(values)` logs."""
+
     def free_memory(self, *objects: Any) -> tuple:
         return objects
 

@@ -54,7 +54,7 @@ from trl_jax.trainer.overrides import (
     classes_of_script,
     names_of_script,
 )
-from trl_jax.trainer.reference import policy_reference, reference_as_model
+from trl_jax.trainer.reference import policy_reference, reference_as_model, set_reference
 from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.logging import tell
@@ -751,8 +751,13 @@ class OnlineTrainer(RolloutTrainer):
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The current reference model; None if `beta` is 0, or with an adapter."""
+        """The current reference model; None if `beta` is 0, or with an adapter. Setting it, or loading a state dict
+        into it, changes the reference's values from the next generation on."""
         return reference_as_model(self._setup.reference, self.model, self._ref_model)
+
+    @ref_model.setter
+    def ref_model(self, ref_model: Any) -> None:
+        set_reference(self, ref_model)
 
     def __init__(
         self,

@@ -140,6 +140,27 @@ def reference_as_model(
     return reference.as_model(policy)
 
 
+def set_reference(trainer: Any, ref_model: Any) -> None:
+    """Give the reference of a trainer the values of another model, for `trainer.ref_model = ref_model`.
+
+    Raises:
+        AttributeError: the trainer has no reference model of its own, or `ref_model` is None.
+    """
+    if "parts" not in vars(trainer):
+        return  # set before super().__init__, which overwrites it, as in TRL
+    current = trainer.ref_model
+    if current is None and ref_model is not None:
+        raise AttributeError(
+            f"ref_model was set on a {type(trainer).__name__} without a reference model of its own. With an adapter, "
+            "the reference is the base model: put the adapter on the model that is to be the reference. Without a KL "
+            "penalty there is none: set beta in the arguments."
+        )
+    if current is not None and ref_model is None:
+        raise AttributeError("ref_model was set to None, but the steps compute with it. Set beta in the arguments.")
+    if current is not None:
+        current.load_state_dict(ref_model.state_dict())
+
+
 def check_image_arguments(args: BaseConfig) -> None:
     """Raise ValueError for arguments that are not supported for rows with images."""
     if args.precompute_ref_log_probs:
@@ -264,6 +285,10 @@ class ReferenceTrainer(BaseTrainer):
                 f"log-probabilities are inputs[{self._setup.task.columns.optional[0]!r}] and so on."
             )
         return reference_as_model(self._setup.reference, self.model, self._ref_model)
+
+    @ref_model.setter
+    def ref_model(self, ref_model: Any) -> None:
+        set_reference(self, ref_model)
 
     @staticmethod
     def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:
