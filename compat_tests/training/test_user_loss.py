@@ -527,6 +527,7 @@ def test_what_scripts_reach_into(folder, tmp_path, capsys):
     trainer = make(trl_jax, folder, tmp_path, config=config())
     accelerator, model = trainer.accelerator, trainer.model
     assert accelerator.unwrap_model(model) is model is trainer.model_wrapped and accelerator.is_main_process
+    assert accelerator.log({"loss": 1.0}, step=1) is None  # as in TRL, where no tracker of accelerate is started
     accelerator.print("said")
     accelerator.wait_for_everyone()
     assert capsys.readouterr().out == "said\n"
