@@ -223,6 +223,27 @@ def test_an_adapter_of_the_text_leaves_the_tower(llava, tmp_path, caplog):
     assert any(path.startswith("vision.") for path in further.model.frozen)
 
 
+@pytest.mark.parametrize("targets", usually({"all-linear"}.__contains__, ["all-linear", "names"]))
+def test_peft_loads_an_adapter_of_the_text_of_gemma_4(targets, tmp_path, monkeypatch):
+    """The linear layers of its tower are inner modules, which PEFT does not find by the names of the text's layers."""
+    processor = tiny_tiled(tmp_path, "gemma4", monkeypatch)
+    texts = Dataset.from_list([{"messages": user("bake?") + assistant("gladly")}] * 4)
+    lora = {"r": 4, "target_modules": targets if targets == "all-linear" else ["q_proj", "v_proj"]}
+    given = {"processing_class": processor.tokenizer, "max_steps": 1}
+    made = trainer(trl_jax, "SFT", str(tmp_path), tmp_path / "out", texts, lora, **given)
+    made.train()
+    made.model.save_pretrained(tmp_path / "saved")
+    base = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "saved").eval()
+    ids = processor.tokenizer("bake the bread", return_tensors="pt").input_ids
+    assert np.allclose(loaded(input_ids=ids).logits.detach(), made.model(input_ids=ids).logits, atol=1e-5)
+    again = trainer(trl_jax, "SFT", str(tmp_path / "saved"), tmp_path / "again", texts, **given)
+    same(made.model, again.model)
+    again.model.save_pretrained(tmp_path / "saved_again")
+    configs = [peft.LoraConfig.from_pretrained(tmp_path / name).target_modules for name in ("saved", "saved_again")]
+    assert configs[0] == configs[1]
+
+
 @only_thorough
 def test_the_reference_is_the_adapter_as_it_was(llava, tmp_path):
     folder = adapter(llava, tmp_path / "adapter")

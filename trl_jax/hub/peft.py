@@ -26,6 +26,7 @@ from trl_jax.hub.peft_adapters import (
     pass_over_towers,
     principal_parts,
     saved_in,
+    spared_towers,
     with_carried,
 )
 from trl_jax.hub.peft_backend import AdaptedBackend, LoraBackend
@@ -121,6 +122,7 @@ def _plan_for(base: NativeBackend, lora: LoraConfig, folder: Path | None) -> Ada
             plan = for_tower(folder, plan, frozenset(map(source.config.vision.module, owners)))
         elif source.config.family.carried is not None:
             plan = with_carried(folder, plan, re.compile(source.config.family.carried).search)
+    plan = spared_towers(plan, (_name_in_peft(base, tensor) for tensor in source.carried))
     if plan.note is not None:
         logger.warning("LoraConfig: %s", plan.note)
     return plan

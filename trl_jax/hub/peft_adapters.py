@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from trl_jax.hub.modules import Module, current_name, modules_of, of_vision
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter_error, refuse_beyond
 from trl_jax.hub.peft_targets import (
+    ADAPTABLE,
     TENSOR,
     Targets,
     fully_trained,
@@ -123,6 +124,21 @@ def for_tower(folder: Path, plan: AdapterPlan, unread: frozenset[str]) -> Adapte
     order = tuple((layer, kept.index(number)) for layer, number in plan.order if number in kept)
     plan = replace(plan, modules=tuple(plan.modules[number] for number in kept), order=order)
     return with_carried(folder, plan, lambda name: name.partition(".lora_")[0] in unread)
+
+
+def spared_towers(plan: AdapterPlan, carried: Iterable[str]) -> AdapterPlan:
+    """The plan with full names in `target_modules` if shorter ones also select modules of a vision tower that PEFT
+    cannot adapt: those of Gemma 4, whose matrix is in an inner module `linear`. PEFT could not load the adapter.
+
+    Args:
+        carried: names in transformers' model of the tower's tensors, which are not computed.
+    """
+    outer = (name.removesuffix(".linear.weight") for name in carried if name.endswith(".linear.weight"))
+    if not any(is_selected(plan.config, name) for name in outer):
+        return plan
+    named = ((plan.modules[at].module, layer) for layer, at in plan.order)
+    names = {module.names()[layer] for module, layer in named if module.kind in ADAPTABLE}
+    return replace(plan, config=replace(plan.config, target_modules=names))
 
 
 def with_carried(folder: Path, plan: AdapterPlan, is_carried: Callable[[str], Any]) -> AdapterPlan:
