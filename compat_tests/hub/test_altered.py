@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from compat_tests.effort import usually
+from compat_tests.hub.vision.models import CASES
 from compat_tests.models import encoders
 from compat_tests.models.families import SHAPES
 from compat_tests.parity.dpo_cases import SMALL
@@ -163,3 +165,13 @@ def test_models_as_transformers_makes_them_are_accepted(family, checkpoint):
 def test_encoders_are_accepted(checkpoint):
     folder = checkpoint("bert", num_hidden_layers=1)
     assert accepted(AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1), "score")
+
+
+@pytest.mark.parametrize(
+    "case", usually({"gemma3", "mistral3"}.__contains__, [name for name in CASES if " " not in name])
+)
+def test_vision_language_models_as_transformers_makes_them_are_accepted(case, tmp_path):
+    """The whole model's config decides whether the head is tied, not its text part's."""
+    config = getattr(transformers, CASES[case].config_class)(**CASES[case].values)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    assert accepted(AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32))

@@ -612,7 +612,8 @@ def _gradient_hooks(model: Any) -> Iterator[str]:
 
 def _tied(base: Any) -> Iterator[str]:
     head, table = base.get_output_embeddings(), base.get_input_embeddings()
-    if head is not None and head.weight is table.weight and not base.config.get_text_config().tie_word_embeddings:
+    # As in transformers, the config of the whole model decides, also for a vision-language model.
+    if head is not None and head.weight is table.weight and not base.config.tie_word_embeddings:
         yield "its head and embedding are tied, but its config has tie_word_embeddings=False"
 
 
