@@ -447,6 +447,23 @@ def test_image_tokens_are_never_sampled(llava, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("passed", ["nothing", "processor", "tokenizer"])
+def test_image_tokens_are_suppressed_without_images_as_in_trl(passed, llava, tmp_path):
+    """With a processor, whatever the rows have."""
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    classes = {"nothing": None, "processor": transformers.AutoProcessor, "tokenizer": transformers.AutoTokenizer}
+    given = None if classes[passed] is None else classes[passed].from_pretrained(llava)
+    rows = prompts().remove_columns("images")
+
+    def made(package):
+        args = package.GRPOConfig(str(tmp_path / package.__name__), **SAME | POLICY)
+        return package.GRPOTrainer(llava, lambda prompts, **_: [0.0] * len(prompts), args, rows, processing_class=given)
+
+    wanted, own = made(trl).generation_kwargs.get("suppress_tokens"), made(trl_jax)
+    assert own.parts.rollout_steps.rollout.writer._sampling.options.get("suppress_tokens") == wanted
+    assert (wanted is None) == (passed == "tokenizer")
+
+
 def test_images_are_kept_out_of_the_table(llava, tmp_path):
     options = POLICY | {"log_completions": True, "max_steps": 1, "log_multimodal": False}
     made = trainer(trl_jax, "GRPO", llava, tmp_path, **options)

@@ -349,7 +349,7 @@ class RolloutTrainer(BaseTrainer):
         server = self._server(run) if self._uses_server and args.contacts_servers else None
         rewards = self._rewards(run)
         tools, template_options = self._tools(run)
-        options = sampling_options(args, tokenizer, model, run.encoder, new_tokens=args.max_completion_length)
+        options = sampling_options(args, tokenizer, model, image_token_of(run), new_tokens=args.max_completion_length)
         if not self._uses_server and rollout_func is None:
             check_completes(model, options)
         of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # a user's subclass may read _logs
@@ -545,13 +545,26 @@ def eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
     return ids if own in ids or own is None else [own, *ids]
 
 
+def image_token_of(run: setup.Setup) -> int | None:
+    """The image token if the run has a processor, as in TRL also if no row has an image; else None."""
+    if run.encoder is not None:
+        return run.encoder.image_token_id
+    # some configs have no such field, and a processor may be passed for a text model
+    return None if run.reader is None else getattr(run.model.config, "image_token_id", None)
+
+
 def sampling_options(
-    args: BaseConfig, tokenizer: Any, model: PreTrainedModel, encoder: Any = None, *, new_tokens: int | None
+    args: BaseConfig,
+    tokenizer: Any,
+    model: PreTrainedModel,
+    image_token: int | None = None,
+    *,
+    new_tokens: int | None,
 ) -> dict[str, Any]:
-    """GenerationConfig fields for sampling completions. With images, the image token is suppressed, because a sampled
-    one would have no image.
+    """GenerationConfig fields for sampling completions.
 
     Args:
+        image_token: suppressed, because a sampled one would have no image.
         new_tokens: maximum number of tokens of a completion.
     """
     options = {name: vars(args)[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
@@ -559,7 +572,7 @@ def sampling_options(
     ids = {"eos_token_id": eos_token_ids(tokenizer, model), "pad_token_id": tokenizer.pad_token_id}
     ids["bos_token_id"] = tokenizer.bos_token_id
     options |= {"max_new_tokens": new_tokens, "do_sample": True} | ids
-    options |= {} if encoder is None else {"suppress_tokens": [encoder.image_token_id]}
+    options |= {} if image_token is None else {"suppress_tokens": [image_token]}
     options |= args.generation_kwargs or {}
     return options if options["eos_token_id"] is not None else options | {"eos_token_id": ids["eos_token_id"]}
 
