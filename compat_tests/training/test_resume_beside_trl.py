@@ -13,6 +13,7 @@ from compat_tests.parity.grpo_cases import STEPS, length_reward, prompt_rows
 from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows
+from compat_tests.trainer.vision_models import tiny_llava
 
 ROWS = {"GRPO": prompt_rows(8), "SFT": text_rows(16)}  # four steps per epoch for each
 CONFIG = BASE | {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
@@ -96,10 +97,12 @@ def test_another_rate_counts_in_a_second_run(checkpoint, tmp_path):
     assert found == [[CONFIG["learning_rate"], CONFIG["learning_rate"] / 2], [0.01, 0.005]]
 
 
-def test_the_experts_of_a_resumed_run_are_the_trained_ones(checkpoint, tmp_path):
-    """A checkpoint names each expert, but the parameters in TRL hold all experts of a layer: it loads none."""
+@pytest.mark.parametrize("model_type", ["qwen2_moe", thorough("llava")])
+def test_a_resumed_run_has_the_trained_weights(model_type, checkpoint, tmp_path):
+    """A checkpoint names each expert, and the weights of llava, otherwise than TRL's model: it loads none of them."""
     trl, found = pytest.importorskip("trl"), []
-    folder = checkpoint(**SMALL | {"model_type": "qwen2_moe"})
+    of_experts = model_type != "llava"
+    folder = checkpoint(**SMALL | {"model_type": model_type}) if of_experts else tiny_llava(tmp_path / "llava")
     for package in (trl, trl_jax):
         out = tmp_path / package.__name__
         whole, resumed = (sft(package, folder, out, max_steps=2) for _ in range(2))
