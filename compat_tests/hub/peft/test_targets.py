@@ -32,6 +32,14 @@ UNLIKE_NAMES = {
 # These are enough for a family whose layers are other families' layers under other names: they cover all modules in
 # order.
 FEW = {"several ends", "all", "layers", "a table", "the head, too", "patterns of rank", "the usual", "once and today"}
+# Families whose routers are linear layers for PEFT, which cannot run them, because they return tuples.
+ROUTED_APART = {
+    "phimoe": (r"mlp.router \(and 2 more\)", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    "llama4_text": (
+        r"feed_forward.router \(and 2 more\)",
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+    ),
+}
 PATTERNS = {"rank_pattern": {r"\.1\..*": 3}, "alpha_pattern": {r".*\.0\..*": 32}}
 
 
@@ -58,7 +66,7 @@ def both(request):
             model.score = torch.nn.Linear(64, 1, bias=False)
         else:
             model = AutoModelForSequenceClassification.from_config(config)
-    if request.param == "phimoe":
+    if request.param in ROUTED_APART:
         without_linear_routers(model)
     facts = native_config(json.loads(config.to_json_string(use_diff=False)), Path("config.json"))
     return request.param, model, modules_of(facts)
@@ -68,10 +76,10 @@ def without_linear_routers(model):
     """Hides routers that PEFT takes for linear layers; a test below shows what would happen."""
     from torch import nn
 
-    for layer in model.model.layers:
+    for owner in [module for module in model.modules() if "router" in dict(module.named_children())]:
         router = nn.Module()
-        router.weight = layer.mlp.router.weight
-        layer.mlp.router = router
+        router.weight = owner.router.weight
+        owner.router = router
 
 
 @pytest.fixture
@@ -200,22 +208,23 @@ def test_ways_of_naming_modules(both, untouched):
         assert (told, set(config.target_parameters or ())) == (told, set(theirs.target_parameters or ()))
 
 
-def test_a_router_that_gives_more_than_a_linear_map_does():
-    """PEFT adapts phimoe's router as a module, and then the model cannot run. As a parameter it works: see
+@pytest.mark.parametrize("model_type", ROUTED_APART)
+def test_a_router_that_gives_more_than_a_linear_map_does(model_type):
+    """PEFT adapts the router as a module, and then the model cannot run. As a parameter phimoe's works: see
     hub/peft/runs.py."""
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    config = config_of("phimoe")
+    config, (shown, linear) = config_of(model_type), ROUTED_APART[model_type]
     modules = modules_of(native_config(json.loads(config.to_json_string(use_diff=False)), Path("config.json")))
     wanted = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
     theirs = peft.get_peft_model(AutoModelForCausalLM.from_config(config), wanted)
     with pytest.raises(AttributeError, match="'tuple' object has no attribute"):
         theirs(input_ids=torch.tensor([[5, 6, 7]]))
-    names, _, _ = ours(modules, "phimoe", {"target_modules": "all-linear"})
-    assert {name.rpartition(".")[2] for name in names[0]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(ValueError, match=r"selects model.layers.0.mlp.router \(and 2 more\), which is not a linear"):
-        ours(modules, "phimoe", {"target_modules": ["router"]})
+    names, _, _ = ours(modules, model_type, {"target_modules": "all-linear"})
+    assert {name.rpartition(".")[2] for name in names[0]} == linear
+    with pytest.raises(ValueError, match=rf"selects model.layers.0.{shown}, which is not a linear"):
+        ours(modules, model_type, {"target_modules": ["router"]})
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])

@@ -39,7 +39,7 @@ class Family:
         carried: a regular expression of tensors that do not affect texts; saved unchanged.
         in_float32: a regular expression of tensors that stay float32 if the model is loaded in 16 bits (transformers'
             `_keep_in_fp32_modules_strict`).
-        linear_router: whether transformers' expert router is a linear layer, which PEFT adapts like others.
+        linear_router: whether transformers' expert router is a linear layer that PEFT can adapt like others.
         in_transformers: whether transformers has a class of this model with the score head.
         mean_of_micro_batches: whether transformers averages the loss of a step over its micro-batches, regardless of
             their numbers of targets (`accepts_loss_kwargs = False`).

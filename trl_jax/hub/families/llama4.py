@@ -97,4 +97,4 @@ def _of_experts(ours: str, theirs: str, arch: Arch) -> Names:
     }
 
 
-FAMILY = Family("llama4_text", "Llama4Text", arch, names, linear_router=True, in_transformers=False)
+FAMILY = Family("llama4_text", "Llama4Text", arch, names, in_transformers=False)

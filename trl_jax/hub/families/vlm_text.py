@@ -160,7 +160,7 @@ FAMILIES = (
     _family("idefics3", "Idefics3", _LLAMAS, llama.names, _IDEFICS),
     _family("internvl", "InternVL", _LLAMAS, llama.names, _LLAVA),
     _family("lfm2_vl", "Lfm2Vl", {"lfm2": lfm2.arch}, lfm2.names, _PROJECTED),
-    _family("llama4", "Llama4", {"llama4_text": llama4.arch}, llama4.names, _LLAMA4, linear_router=True),
+    _family("llama4", "Llama4", {"llama4_text": llama4.arch}, llama4.names, _LLAMA4),
     _family("llava", "Llava", _LLAMAS, llama.names, _LLAVA),
     _family("llava_next", "LlavaNext", _LLAMAS, llama.names, _LLAVA),
     _family("llava_next_video", "LlavaNextVideo", _LLAMAS, llama.names, _LLAVA),
