@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from datasets import Dataset
-from transformers import TrainingArguments
+from transformers import AutoTokenizer, TrainingArguments
 
 import trl_jax
 from compat_tests.effort import only_thorough, thorough, usual, usually
+from compat_tests.models import towers
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.tiny import text_rows, tiny_model, tiny_tokenizer
 from compat_tests.trainer.trainers import FACTS
@@ -229,17 +230,22 @@ def test_documents_of_a_row_are_apart_without_packing(folder, tmp_path):
     assert abs(whole["eval_loss"] - apart["eval_loss"]) > 1e-3
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", thorough("opt")])
+@pytest.mark.parametrize("family", ["gpt_oss", *map(thorough, ("opt", "glm4v", "qwen2_5_vl", "qwen2_vl"))])
 def test_documents_are_apart_where_the_masks_of_transformers_ignore_their_boundaries(family, tmp_path):
     """TRL's loss without padding is not its loss with padding for these types; trl_jax has the latter in both."""
     trl = pytest.importorskip("trl")
-    folder = tiny_model(tmp_path / "model", family, head="causal", num_hidden_layers=1)
+    folder = tmp_path / "model"
+    if family in towers.CASES:
+        towers.build(folder, family)
+    else:
+        tiny_model(folder, family, head="causal", num_hidden_layers=1)
     rows, found = Dataset.from_list(text_rows(4, "prompt", seed=1)), []
     for package, free in ((trl, False), (trl_jax, True), (trl, True)):
         config = {"padding_free": free, "max_length": None, "pad_to_multiple_of": None, "use_cpu": True}
         out = tmp_path / f"{package.__name__}{free}"
         config |= {"per_device_eval_batch_size": 4}
-        found.append(make(package, folder, out, config=config, eval_dataset=rows).evaluate()["eval_loss"])
+        given = {"processing_class": AutoTokenizer.from_pretrained(folder), "eval_dataset": rows}
+        found.append(make(package, folder, out, config=config, **given).evaluate()["eval_loss"])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert abs(found[2] - found[0]) > 1e-3
 
