@@ -65,11 +65,13 @@ def test_the_processor_that_was_passed_is_saved_as_in_trl(model, llava, tmp_path
     for package in (trl, trl_jax):
         processor = transformers.AutoProcessor.from_pretrained(llava)
         processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+        processor.tokenizer._processor_class = None  # as if a script had built the processor
+        processor.tokenizer.init_kwargs.pop("processor_class", None)
         given = transformers.AutoModelForImageTextToText.from_pretrained(llava) if model == "object" else llava
         out = tmp_path / package.__name__
         trainer(package, "SFT", given, out, messages(2), processing_class=processor).save_model(out)
-        saved.append(json.loads((out / "processor_config.json").read_text()))
-    assert saved[0]["image_processor"]["image_mean"] == [0.1, 0.2, 0.3] and saved[1] == saved[0]
+        saved.append([(out / name).read_text() for name in ("processor_config.json", "tokenizer_config.json")])
+    assert json.loads(saved[0][0])["image_processor"]["image_mean"] == [0.1, 0.2, 0.3] and saved[1] == saved[0]
     assert not (out / "preprocessor_config.json").exists()
 
 

@@ -704,9 +704,14 @@ def keep_processor_files(before: Path, folder: Path) -> None:
 
 
 def save_processor(processor: Any, folder: Path) -> None:
-    """Write a processor's settings to processor_config.json, as its `save_pretrained` does. Its tokenizer and its chat
-    template are left out: the trainer's own are saved."""
+    """Write a processor's settings to processor_config.json, and its class to the tokenizer's, as its `save_pretrained`
+    does. Its tokenizer and its chat template are left out: the trainer's own were saved."""
     (folder / "processor_config.json").write_text(processor.to_json_string(), encoding="utf-8")
+    path, name = folder / "tokenizer_config.json", type(processor).__name__
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    if facts.get("processor_class") != name:
+        text = json.dumps(facts | {"processor_class": name}, indent=2, sort_keys=True, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 # Sharded reading: each device's part is read on its own.
