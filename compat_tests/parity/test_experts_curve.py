@@ -101,12 +101,16 @@ def test_answers_to_other_prompts_are_not_balanced(checkpoint, tmp_path):
 @only_thorough
 @pytest.mark.parametrize(
     ("family", "config"),
-    [("phimoe", "Phimoe"), ("granitemoe", "GraniteMoe"), ("granitemoehybrid", "GraniteMoeHybrid")],
-)
+    [
+        ("phimoe", "Phimoe"), ("granitemoe", "GraniteMoe"), ("granitemoehybrid", "GraniteMoeHybrid"),
+        ("glm4_moe", "Glm4Moe"),
+    ],
+)  # fmt: skip
 def test_trl_asks_for_a_number_that_these_types_call_otherwise(family, config, checkpoint, tmp_path):
     """With `num_experts` in the config TRL does train: see test_sft_models.py."""
     layers = {"layer_types": ["attention"] * SMALL["num_hidden_layers"]} if family == "granitemoehybrid" else {}
-    folder, options = checkpoint(family, **SMALL | layers), CONFIG | {"trainer": "SFT", "max_steps": 1}
+    folder = checkpoint(family, **SMALL | layers)
+    options = CONFIG | {"trainer": "SFT", "max_steps": 1, "router_aux_loss_coef": 0.05}
     with pytest.raises(AttributeError, match=f"'{config}Config' object has no attribute 'num_experts'"):
         reference.run_trl(folder, text_rows(4), tmp_path / "theirs", **options)
     ours = reference.run_ours(folder, text_rows(4), tmp_path / "ours", **options)
