@@ -187,5 +187,5 @@ def test_prompts_are_cut_as_trls_padded_columns_are():
     assert [own.tolist() for own in pair.texts] == [[1, 2, 3], [1, 2, 4, 5]]
     assert [own.tolist() for own in pair.labels] == [[IGNORED, IGNORED, 3], [IGNORED, IGNORED, 4, 5]]
     assert [beta_of([0.3, 0.2], epoch) for epoch in range(3)] == [0.3, 0.2, 0.2] and beta_of(0.1, 7) == 0.1
-    with pytest.raises(TypeError, match="these are made of completions"):
+    with pytest.raises(TypeError, match="cannot be made into examples before they have completions"):
         OnlineDpoTask().example({})
