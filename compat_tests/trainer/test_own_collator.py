@@ -67,6 +67,33 @@ def test_a_scripts_collator_trains_as_in_trl(kind, config, streams, checkpoint, 
     assert found[1] == [pytest.approx(log, rel=1e-4) for log in found[0]]
 
 
+MOST = 0  # tokens of a row
+
+
+class Short:
+    def __init__(self, words):
+        self.words = words
+
+    def __call__(self, rows):
+        assert all(type(row) is dict for row in rows)
+        texts = [row["prompt"] for row in rows]
+        batch = self.words(texts, padding=True, truncation=True, max_length=MOST, return_tensors="pt")
+        return {**batch, "labels": batch["input_ids"]}
+
+
+def test_rows_are_dicts_and_are_not_cached(checkpoint, tmp_path, monkeypatch):
+    """The cache knows a function of a module by its name only."""
+    folder = str(checkpoint(**FACTS, head="causal"))
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    Dataset.from_list(text_rows(4, "prompt")).save_to_disk(str(tmp_path / "rows"))
+    rows = Dataset.load_from_disk(str(tmp_path / "rows"))
+    args = trl_jax.SFTConfig(str(tmp_path / "out"), **BASE | RAW)
+    for most in (5, 3):
+        monkeypatch.setitem(globals(), "MOST", most)
+        trainer = trl_jax.SFTTrainer(folder, args, Short(words), rows, processing_class=words)
+        assert list(map(len, trainer.train_dataset["input_ids"])) == [most] * 4
+
+
 def test_a_collator_that_does_more_than_that_is_refused(checkpoint, tmp_path):
     folder = str(checkpoint(**FACTS, head="causal"))
     words = transformers.AutoTokenizer.from_pretrained(folder)

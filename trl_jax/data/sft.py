@@ -629,9 +629,13 @@ def collated(dataset: Dataset | IterableDataset, collate: ScriptCollator, where:
             "is random, or depends on other rows, in train_dataset.map."
         )
     names = dataset.column_names or list(first[0])
-    options = {} if isinstance(dataset, IterableDataset) else {"desc": f"Collating {where}"}
+    options = {
+        "desc": f"Collating {where}",
+        "load_from_cache_file": False,
+    }  # the hash of an imported function is its name
+    options = {} if isinstance(dataset, IterableDataset) else options
     return dataset.map(
-        lambda row, index: _rows_of_batch(collate.function([row]), 1, f"row {index} of {where}")[0],
+        lambda row, index: _rows_of_batch(collate.function([dict(row)]), 1, f"row {index} of {where}")[0],
         with_indices=True, remove_columns=names, **options,
     )  # fmt: skip
 
