@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_grpo_curve import assert_same, assert_same_runs
 from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.prompts import check_prompts, completion_texts, prompt_ids
+from trl_jax.trainer.overrides import check_generate
 
 STEPS = grpo_cases.STEPS | {"num_generations": 4, "max_steps": 2}
 # Both share the code, and RLOO would compile another program.
@@ -645,3 +647,14 @@ def test_a_replaced_generate_is_refused(where, checkpoint, tmp_path, monkeypatch
         trainer.train()
     trainer.rollout_func = written_by_generate  # which may call it
     trainer._refresh_task()
+
+
+def test_only_a_generate_of_the_script_is_refused(checkpoint, monkeypatch):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint(**SMALL)))
+    model.generate = partial(model.generate)  # as a mock leaves it
+    check_generate(model)
+    del model.generate
+    monkeypatch.setattr(type(model), "generate", torch.no_grad()(lambda *given: given))
+    with pytest.raises(ValueError, match="generate of the .* was replaced by the script"):
+        check_generate(model)

@@ -490,8 +490,17 @@ def check_generate(*models: Any) -> None:
 def _writes_otherwise(model: Any) -> bool:
     """Whether `generate` of a model or of its class is a script's."""
     own = next((vars(kind)["generate"] for kind in type(model).__mro__ if "generate" in vars(kind)), None)
+    made = vars(model).get("generate")
+    while isinstance(made, partial) and not made.args and not made.keywords:
+        made = made.func
+    if made is not None and (own is None or made != MethodType(own, model)):
+        return True
     libraries = "peft", "torch", "transformers", "trl_jax"
-    return "generate" in vars(model) or (isinstance(own, FunctionType) and _package_of(own) not in libraries)
+    while isinstance(own, FunctionType):  # a decorator and the function that it wraps may be of different packages
+        if _package_of(own) not in libraries:
+            return True
+        own = vars(own).get("__wrapped__")
+    return False
 
 
 def refuse(**given: Any) -> None:
