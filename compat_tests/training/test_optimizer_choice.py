@@ -105,6 +105,44 @@ def test_create_optimizer_may_make_one_of_torch(checkpoint, tmp_path):
     assert rates.seen[3:] == rates.seen[:3]
 
 
+def test_a_scheduler_continues_where_it_is(folder, tmp_path):
+    """It has taken two steps before, and continues in a second train()."""
+    found = []
+    for package in (trl, trl_jax):
+        model, rates = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1), Rates()
+        tx = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=0.1, decoupled_weight_decay=True)
+        schedule = transformers.get_linear_schedule_with_warmup(tx, 0, 10)
+        tx.step(), schedule.step(), schedule.step()
+        trainer = make(
+            package, model, tmp_path, config=CONFIG | {"max_steps": 2}, optimizers=(tx, schedule), callbacks=[rates],
+            processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        )  # fmt: skip
+        trainer.train()
+        trainer.train()
+        found.append((rates.seen, [log["loss"] for log in trainer.state.log_history[:2]]))
+    assert [step[-1] for step in found[1][0]] == [pytest.approx(step[-1]) for step in found[0][0]]
+    assert found[1][0][-1][-1] == [pytest.approx(4e-4)]
+    assert found[1][1] == pytest.approx(found[0][1], abs=1e-5)
+
+
+class OneGroup(TrainerCallback):
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        optimizer.param_groups[1]["lr"] = 0.5
+
+
+def test_the_rate_of_a_single_group_cannot_be_set(folder, tmp_path):
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    groups = [{"params": model.model.parameters()}, {"params": model.score.parameters(), "lr": 1e-2}]
+    trainer = make(
+        trl_jax, model, tmp_path, config=CONFIG, optimizers=(torch.optim.AdamW(groups, lr=1e-3), None),
+        callbacks=[OneGroup()], processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"lr was set to \[0.001, 0.5\], and the ratio .* is fixed here: \[1.0, 10.0\]"
+    ):
+        trainer.train()
+
+
 def test_an_optimizer_that_is_set_on_the_trainer_trains(folder, tmp_path):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     trainer = make(
@@ -127,7 +165,14 @@ def test_what_it_cannot_follow_is_refused(folder, tmp_path):
     other, parameters = torch.nn.Linear(1, 1).parameters(), list(model.parameters())
     plain = torch.optim.AdamW(parameters)
     halves = [{"params": parameters[:3]}, {"params": parameters[3:], "eps": 1e-3}]
+    hooked, used = torch.optim.SGD(parameters, lr=1), torch.optim.AdamW(parameters)
+    hooked.register_step_post_hook(print)
+    parameters[0].grad = torch.ones_like(parameters[0])
+    used.step()
     cases = (
+        (hooked, None, "the SGD has a hook of the script, print"),
+        (used, None, "the AdamW has the averages of earlier steps"),
+        (plain, get_cosine_schedule_with_warmup(used, 1, 3), "the LambdaLR was made for another optimizer"),
         (torch.optim.AdamW(other), None, "no parameter of the AdamW belongs to the model"),
         (torch.optim.AdamW(parameters, amsgrad=True), None, r"AdamW\(amsgrad=True\) is not supported"),
         (torch.optim.AdamW(halves), None, "the parameter groups differ in eps; only lr and weight_decay may differ"),

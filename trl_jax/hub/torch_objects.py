@@ -765,19 +765,40 @@ def param_groups(optimizer: Any, *models: Any) -> list[ParamGroup]:
     ]
 
 
-def rates_of(scheduler: Any) -> Callable[[int], float]:
+def check_unused(optimizer: Any) -> None:
+    """Raise ValueError for a torch optimizer with hooks or with averages of earlier steps, which JAX would ignore."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    if hooks:
+        raise ValueError(
+            f"optimizers: the {type(optimizer).__name__} has a hook of the script, {_name_of(hooks[0])}, which would "
+            "never be called. Use a TrainerCallback."
+        )
+    if any(value is not None for averages in optimizer.state.values() for value in averages.values()):
+        raise ValueError(
+            f"optimizers: the {type(optimizer).__name__} has the averages of earlier steps, which JAX does not read. "
+            "Create a new optimizer, or resume with train(resume_from_checkpoint=...)."
+        )
+
+
+def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
     """Number of finished steps -> the learning rate that a torch scheduler gives the first parameter group.
 
     Raises:
         TypeError: it is not a scheduler whose rates depend on the step only, and are the same multiple of each group's
             learning rate.
+        ValueError: it is the scheduler of another optimizer.
     """
     from torch.optim import lr_scheduler as schedulers
 
+    if isinstance(scheduler, schedulers.LRScheduler) and scheduler.optimizer is not optimizer:
+        raise ValueError(
+            f"optimizers: the {type(scheduler).__name__} was made for another optimizer, whose learning rate it sets. "
+            "Make it for the optimizer that is passed with it."
+        )
     base = float(scheduler.base_lrs[0]) if "base_lrs" in vars(scheduler) else 0.0
     if type(scheduler) is schedulers.LambdaLR and all(one is scheduler.lr_lambdas[0] for one in scheduler.lr_lambdas):
-        factor = scheduler.lr_lambdas[0]
-        return lambda step: base * factor(step)
+        factor, done = scheduler.lr_lambdas[0], scheduler.last_epoch
+        return lambda step: base * factor(done + step)
     simple = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"
     if type(scheduler).__name__ not in simple.split() or len(set(scheduler.base_lrs)) > 1:
         raise TypeError(

@@ -13,7 +13,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.config.optimizers import OPTIMIZERS, parsed
 from trl_jax.config.rules import as_dict, plain
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.torch_objects import is_torch_optimizer, param_groups, rates_of
+from trl_jax.hub.torch_objects import check_unused, is_torch_optimizer, param_groups, rates_of
 from trl_jax.training.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
 from trl_jax.training.schedules import ADAPTIVE, Plateau, learning_rates
 
@@ -217,6 +217,7 @@ def of_torch(optimizer: Any, scheduler: Any, *models: Any) -> OptimizerChoice:
             f"optimizers: no parameter of the {kind.__name__} belongs to the model that is trained. Create it with "
             "model.parameters() of the model that is passed, after changes such as get_peft_model(model, ...)."
         )
+    check_unused(optimizer)
     first = groups[0].options
     shared = {key: value for key, value in first.items() if key not in _OF_GROUPS}
     for key in shared:
@@ -226,7 +227,7 @@ def of_torch(optimizer: Any, scheduler: Any, *models: Any) -> OptimizerChoice:
             raise ValueError(f"optimizers: {kind.__name__}({key}=True) is not supported. Leave it out.")
     rates = [float(group.options.get("initial_lr", group.options["lr"])) for group in groups]
     decays = [float(group.options["weight_decay"]) for group in groups]
-    if kind.__name__ == "Adam" and any(decays):
+    if not shared.get("decoupled_weight_decay", True) and any(decays):
         raise ValueError("optimizers: Adam with weight_decay adds it to the gradient; use AdamW, or weight_decay=0.")
     if not rates[0]:
         raise ValueError("optimizers: the first parameter group has lr=0. Leave out what should not train.")
@@ -236,7 +237,7 @@ def of_torch(optimizer: Any, scheduler: Any, *models: Any) -> OptimizerChoice:
         rates[0],
         "sgd" if momentum else "adamw_torch",
         Hyperparameters(b1, b2, shared.get("eps", 1e-8), decays[0], momentum),
-        schedule=None if scheduler is None else rates_of(scheduler),
+        schedule=None if scheduler is None else rates_of(scheduler, optimizer),
         groups=tuple(
             Group(decay, rate / rates[0], group.names) for group, rate, decay in zip(groups, rates, decays, strict=True)
         ),
@@ -313,7 +314,8 @@ class LearningRate:
         return self._rate(max(step - self._start, 0))
 
     def begin_at(self, step: int) -> None:
-        """Restart the schedule after this many steps of the run, because the optimizer was restarted there."""
+        """Start the schedule after this many steps of the run, where the optimizer was restarted. If negative, the
+        schedule continues that of an earlier run with so many steps."""
         self._start = step
 
     def get_last_lr(self) -> list[float]:
@@ -322,8 +324,8 @@ class LearningRate:
 
     @property
     def last_epoch(self) -> int:
-        """Number of finished steps, as in torch."""
-        return self._finished()
+        """Number of steps since the schedule started, as in torch."""
+        return self._finished() - self._start
 
     def of_group(self, number: int) -> float:
         """The learning rate of a parameter group in the next step, divided by the group's factor."""
@@ -361,8 +363,9 @@ class LearningRate:
         self._last_taken = self._finished()
         if any(not math.isclose(rate, rates[0], rel_tol=1e-12) for rate in rates):
             raise ValueError(
-                f"param_groups: lr was set to {sorted(set(rates))}, and all parameters train at one rate here. Set "
-                "the lr of every group."
+                "param_groups: lr was set to "
+                f"{[rate * factor for rate, factor in zip(rates, self._factors, strict=True)]}, and the ratio between "
+                f"the groups is fixed here: {list(self._factors)}. Set the lr of every group."
             )
         return rates[0]
 

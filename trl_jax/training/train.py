@@ -203,6 +203,10 @@ class Training:
         length = setup.length
         factors = [group.factor for group in self.choice.groups] or [1.0] * GROUPS
         schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: setup.state.global_step, factors)
+        if setup.progress.schedule is not None and self.choice.groups and self.choice.schedule is not None:
+            schedule.begin_at(
+                -setup.progress.schedule.last_epoch
+            )  # as in TRL, a scheduler continues in a second train()
         setup.progress.schedule = setup.events.handler.lr_scheduler = schedule
         self._show(tx)
         self._checkpointer.forget_dataset()
