@@ -341,6 +341,29 @@ def test_a_data_loader_of_torch_gives_rows_and_their_order(checkpoint, tmp_path)
         ours.train()
 
 
+@pytest.mark.parametrize("count", [6, 5], ids=["full batches", "a short last batch"])
+def test_a_data_loader_keeps_its_generator(count, checkpoint, tmp_path):
+    """TRL's order, unless Accelerate prepares the loader; a resumed run continues the generator's stream."""
+    folder, rows = checkpoint(**CAUSAL), Dataset.from_list(text_rows(count))
+
+    def make(package, out):
+        class Own(package.SFTTrainer):
+            def get_train_dataloader(self):
+                generator = torch.Generator().manual_seed(3)
+                options = {"shuffle": True, "generator": generator, "collate_fn": self.data_collator}
+                return torch.utils.data.DataLoader(self.train_dataset.remove_columns("text"), 2, **options)
+
+        steps = {"num_train_epochs": 2, "max_steps": -1, "save_strategy": "steps", "save_steps": 3}
+        return Own(model=str(folder), args=package.SFTConfig(str(out), **CONFIG | steps), train_dataset=rows)
+
+    theirs, ours = both(make, tmp_path)
+    assert len(logged(ours)) == 4 and logged(ours) == pytest.approx(logged(theirs), abs=1e-5)
+    assert logged(ours, "num_tokens") == logged(theirs, "num_tokens")
+    resumed = make(trl_jax, ours.args.output_dir)
+    resumed.train(resume_from_checkpoint=f"{ours.args.output_dir}/checkpoint-3")
+    assert logged(resumed) == logged(ours)
+
+
 def test_rates_of_groups_are_optaxs(checkpoint, tmp_path):
     class Own(trl_jax.RewardTrainer):
         def create_optimizer(self):

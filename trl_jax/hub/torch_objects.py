@@ -833,12 +833,29 @@ def _with_optimizer_of_its_own(scheduler: Any) -> Any:
     return replayed
 
 
-def seed_random_sampler(sampler: Any, seed: int) -> None:
-    """Seed a sampler if it is torch's RandomSampler, as accelerate's SeedableRandomSampler is seeded in each epoch."""
+def with_seed(sampler: Any, seed: int, *, replaces: bool) -> Any:
+    """A copy of torch's RandomSampler with this seed, as accelerate's SeedableRandomSampler is seeded in each epoch;
+    other samplers as they are.
+
+    Args:
+        replaces: whether the seed replaces the generator of a sampler that has one.
+    """
     torch = sys.modules.get("torch")
-    if torch is not None and type(sampler) is torch.utils.data.RandomSampler:
-        sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(seed)
+    if torch is None or type(sampler) is not torch.utils.data.RandomSampler:
+        return sampler
+    if sampler.generator is not None and not replaces:
+        return sampler
+    seeded = copy.copy(sampler)
+    seeded.generator = torch.Generator()
+    seeded.generator.manual_seed(seed)
+    return seeded
+
+
+def draw_base_seed(generator: Any) -> None:
+    """Advance a generator as torch's DataLoader does at the start of an epoch, where it draws the seed of workers."""
+    import torch
+
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 def _as_long(values: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
 
 import jax
 import numpy as np
@@ -287,7 +288,7 @@ class Accelerator(ProcessState):
     def __init__(self, args: Any, end: Any):
         super().__init__(args)
         self.mixed_precision = "bf16" if args.compute_dtype == "bfloat16" else "no"
-        self._end = end
+        self._end, self._prepared = end, WeakSet()
         self.state = SimpleNamespace(
             deepspeed_plugin=None,
             fsdp_plugin=None,
@@ -339,7 +340,11 @@ class Accelerator(ProcessState):
             raise AttributeError(
                 "trainer.accelerator has no prepare, except for data loaders: arrays are where JAX puts them."
             )
+        self._prepared.update(objects)
         return objects[0] if len(objects) == 1 else objects
+
+    def has_prepared(self, loader: Any) -> bool:
+        return loader in self._prepared
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Does nothing, as in TRL, whose trainers start none of accelerate's trackers. `trainer.log(values)` logs."""

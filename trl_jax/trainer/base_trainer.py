@@ -851,7 +851,8 @@ class BaseTrainer(abc.ABC):
     def _own_batches(self) -> Any:
         """The result of `get_train_dataloader`; an override may also return a torch DataLoader."""
         own, method = partial(self.batches, training=True), f"{type(self).__name__}.get_train_dataloader"
-        return data.in_order_of(self.get_train_dataloader(), own, self.args, self.data_collator, method)
+        made = self.get_train_dataloader()
+        return data.in_order_of(made, own, self.args, self.data_collator, method, self.accelerator.has_prepared)
 
     def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
         """A dataloader over a prepared dataset, which an overridden get_train_dataloader may return."""

@@ -6,9 +6,10 @@ import abc
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from queue import Empty, Queue
 from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from trl_jax.data.image_rows import Encoder
 from trl_jax.data.layout_plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch, StepLayout, Weighting
 from trl_jax.hub.generate import complete
-from trl_jax.hub.torch_objects import is_data_loader, seed_random_sampler
+from trl_jax.hub.torch_objects import draw_base_seed, is_data_loader, with_seed
 from trl_jax.hub.vision.processor import native_of
 from trl_jax.mesh.jax_internals import devices_have_started
 from trl_jax.mesh.mesh import SEQUENCE, ShardingPlan, distributed
@@ -201,30 +202,39 @@ class RowOrder:
 
 class SampledOrder:
     """The order of a user-defined sampler, which is iterated once per epoch, as in TRL. As in Accelerate, torch's
-    RandomSampler is seeded by the epoch, and `set_epoch` is called if the sampler has it.
+    RandomSampler is seeded by the epoch, and `set_epoch` is called if the sampler has it. A resumed run also draws the
+    orders of the epochs before, so that a sampler with its own generator continues where it was.
     """
 
-    def __init__(self, sampler: Any, loader: ExampleLoader, method: str):
+    def __init__(self, sampler: Any, loader: ExampleLoader, method: str, generator: Any = None, prepared: bool = True):
         """
         Args:
             method: the method that returned the sampler, for errors.
+            generator: of the DataLoader.
+            prepared: whether Accelerate prepares the DataLoader; if not, a RandomSampler keeps its generator.
         """
         self._sampler, self._loader, self._method = sampler, loader, method
+        self._generator, self._prepared = generator, prepared
         self._known: tuple[int, np.ndarray] | None = None
         self._lock = Lock()  # one thread makes batches, and others compile ahead
 
     def __call__(self, epoch: int) -> np.ndarray:
         with self._lock:
-            if self._known is None or self._known[0] != epoch:
+            last = -1 if self._known is None else self._known[0]
+            for missing in range(last + 1, epoch) if last < epoch else ():
+                self._drawn(missing)
+            if last != epoch:
                 self._known = epoch, self._drawn(epoch)
             return self._known[1]
 
     def _drawn(self, epoch: int) -> np.ndarray:
         rows = len(self._loader.dataset)
-        seed_random_sampler(self._sampler, self._loader.seed + epoch)
-        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+        sampler = with_seed(self._sampler, self._loader.seed + epoch, replaces=self._prepared)
+        if self._generator is not None:
+            draw_base_seed(self._generator)
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
             set_epoch(epoch)
-        found = list(self._sampler)
+        found = list(islice(sampler, self._count(sampler)))
         order = np.asarray(found)
         if order.dtype.kind not in "iu" or order.ndim != 1 or order.size and not 0 <= order.min() <= order.max() < rows:
             raise TypeError(
@@ -236,6 +246,14 @@ class SampledOrder:
                 "Repeat or leave out rows with train_dataset.select(indices)."
             )
         return order
+
+    def _count(self, sampler: Any) -> int | None:
+        """The number of indices to take, or None to take all, after which a RandomSampler draws again from its
+        generator. A DataLoader that Accelerate has not prepared stops before that if its last batch is full."""
+        if self._prepared or not isinstance(sampler, Sized):
+            return None
+        full = self._loader.drop_last or len(sampler) % self._loader.batch_size == 0
+        return len(sampler) if full else None
 
 
 def _image_example_maker(
@@ -395,7 +413,14 @@ def _without_features(example: Example) -> Example:
     return example._replace(images=tuple(image._replace(features=()) for image in example.images))
 
 
-def in_order_of(made: Any, batches: Callable[[Dataset], Batches], args: BaseConfig, collator: Any, method: str) -> Any:
+def in_order_of(
+    made: Any,
+    batches: Callable[[Dataset], Batches],
+    args: BaseConfig,
+    collator: Any,
+    method: str,
+    prepared: Callable[[Any], bool],
+) -> Any:
     """The result of a user-defined get_train_dataloader. For a torch DataLoader over prepared rows: batches of its
     rows, in the order of its sampler.
 
@@ -403,6 +428,7 @@ def in_order_of(made: Any, batches: Callable[[Dataset], Batches], args: BaseConf
         batches: dataset -> its batches.
         collator: the trainer's.
         method: for errors.
+        prepared: whether a DataLoader was prepared by `trainer.accelerator`.
 
     Raises:
         TypeError, ValueError: the DataLoader differs from the trainer's in more than rows and sampler.
@@ -426,7 +452,7 @@ def in_order_of(made: Any, batches: Callable[[Dataset], Batches], args: BaseConf
                 "the DataLoader's rows and sampler are used, and batches are made as by the trainer."
             )
     own = batches(made.dataset)
-    own.steps.sampler_order = SampledOrder(made.sampler, own.steps, method)
+    own.steps.sampler_order = SampledOrder(made.sampler, own.steps, method, made.generator, prepared(made))
     return own
 
 
