@@ -76,22 +76,31 @@ class Short:
 
     def __call__(self, rows):
         assert all(type(row) is dict for row in rows)
-        texts = [row["prompt"] for row in rows]
+        for row in rows:
+            row["parts"].append("gladly")  # in a fresh row, as in each of TRL's batches
+        texts = ["".join(row["parts"]) for row in rows]
         batch = self.words(texts, padding=True, truncation=True, max_length=MOST, return_tensors="pt")
-        return {**batch, "labels": batch["input_ids"]}
+        return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
 def test_rows_are_dicts_and_are_not_cached(checkpoint, tmp_path, monkeypatch):
     """The cache knows a function of a module by its name only."""
     folder = str(checkpoint(**FACTS, head="causal"))
     words = transformers.AutoTokenizer.from_pretrained(folder)
-    Dataset.from_list(text_rows(4, "prompt")).save_to_disk(str(tmp_path / "rows"))
+    Dataset.from_list([{"parts": [row["prompt"]]} for row in text_rows(4, "prompt")]).save_to_disk(
+        str(tmp_path / "rows")
+    )
     rows = Dataset.load_from_disk(str(tmp_path / "rows"))
     args = trl_jax.SFTConfig(str(tmp_path / "out"), **BASE | RAW)
-    for most in (5, 3):
+    for most in (40, 5, 3):
         monkeypatch.setitem(globals(), "MOST", most)
         trainer = trl_jax.SFTTrainer(folder, args, Short(words), rows, processing_class=words)
-        assert list(map(len, trainer.train_dataset["input_ids"])) == [most] * 4
+        trainer.data_collator = trainer.data_collator  # no change
+        for collate in (answers(words), trl_jax.trainer.sft_trainer.DataCollatorForLanguageModeling(0)):
+            with pytest.raises(ValueError, match="was set on the trainer, but .* Pass it to the constructor"):
+                trainer.data_collator = collate
+        lengths = list(map(len, trainer.train_dataset["input_ids"]))
+        assert max(lengths) < 40 if most == 40 else lengths == [most] * 4
 
 
 def test_a_collator_that_does_more_than_that_is_refused(checkpoint, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -618,9 +619,9 @@ def collated(dataset: Dataset | IterableDataset, collate: ScriptCollator, where:
         if isinstance(dataset, IterableDataset)
         else list(dataset.select(range(min(collate.batch_size, len(dataset)))))
     )
-    alone = [_rows_of_batch(collate.function([dict(row)]), 1, where)[0] for row in first]
-    again = _rows_of_batch(collate.function([dict(first[0])]), 1, where)[0]
-    together = _rows_of_batch(collate.function([dict(row) for row in first]), len(first), where)
+    alone = [_rows_of_batch(collate.function([copy.deepcopy(row)]), 1, where)[0] for row in first]
+    again = _rows_of_batch(collate.function([copy.deepcopy(first[0])]), 1, where)[0]
+    together = _rows_of_batch(collate.function(copy.deepcopy(first)), len(first), where)
     if again != alone[0] or together != alone:
         raise ValueError(
             f"data_collator gives a row of {where} other ids or labels "

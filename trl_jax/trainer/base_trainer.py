@@ -198,7 +198,7 @@ class BaseTrainer(abc.ABC):
         check_overridden(type(self), {**self._never_called, **self._once_called})
         warn_of_patched_trainer(type(self))
         own = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
-        self._calls_collator = self._may_call_collator and is_own_collator(data_collator, own, self._older_collators)
+        self._calls_collator = self._is_own_collator(data_collator)
         if not self._calls_collator:
             check_collator(data_collator, own, self._older_collators)
         if isinstance(data_collator, VisionCollator):
@@ -409,6 +409,11 @@ class BaseTrainer(abc.ABC):
             check_originals(self._originals, trains=trains)
         self.parts.training.follow_torch_model(trains=trains)
 
+    def _is_own_collator(self, collator: Any) -> bool:
+        """Whether a collator is a script's own, which this trainer calls."""
+        known = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
+        return self._may_call_collator and is_own_collator(collator, known, self._older_collators)
+
     @property
     def data_collator(self) -> Any:
         """The collator that was passed, or TRL's. Only its `pad_to_multiple_of` affects the layout of steps."""
@@ -418,6 +423,13 @@ class BaseTrainer(abc.ABC):
     def data_collator(self, collator: Any) -> None:
         if "parts" not in vars(self):
             return  # set before super().__init__, which overwrites it, as in TRL
+        if self._calls_collator and collator is self._data_collator:
+            return
+        if self._calls_collator or self._is_own_collator(collator):
+            raise ValueError(
+                "data_collator was set on the trainer, but a collate function is called when rows are prepared. Pass "
+                "it to the constructor."
+            )
         later = tuple(name for name in self._older_collators if name == "DataCollatorForSeq2Seq")
         check_collator(collator, () if self._collator_class is None else (self._collator_class,), later)
         if not is_older_collator(collator, later):  # whose max_length is a padded length

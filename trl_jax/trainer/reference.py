@@ -152,8 +152,9 @@ def set_reference(trainer: Any, ref_model: Any) -> None:
     if current is None and ref_model is not None:
         raise AttributeError(
             f"ref_model was set on a {type(trainer).__name__} without a reference model of its own. With an adapter, "
-            "the reference is the base model: put the adapter on the model that is to be the reference. Without a KL "
-            "penalty there is none: set beta in the arguments."
+            "the reference is the base model: put the adapter on the model that is to be the reference. With "
+            "precompute_ref_log_probs=True, it is only needed before training. Without a KL penalty there is none: set "
+            "beta in the arguments."
         )
     if current is not None and ref_model is None:
         raise AttributeError("ref_model was set to None, but the steps compute with it. Set beta in the arguments.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,7 @@ class SFTTrainer(BaseTrainer):
         data_collator: DataCollatorForLanguageModeling
         | DataCollatorForVisionLanguageModeling
         | DataCollatorForCompletionOnlyLM
+        | Callable[[list[dict[str, Any]]], Mapping[str, Any]]
         | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
