@@ -59,7 +59,7 @@ def trained(trainer):
 
 @BOTH
 def test_there_are_no_batches_before_completions(kind, make):
-    words = rf"get_train_dataloader\(\) of {kind.__name__}.*The prompts are trainer.train_dataset"
+    words = rf"get_train_dataloader\(\) of {kind.__name__}.*The prompts are in trainer.train_dataset"
     with pytest.raises(TypeError, match=words):
         make(kind=kind).get_train_dataloader()
     for name in ("get_train_dataloader", "_get_train_sampler"):
