@@ -105,6 +105,30 @@ def test_create_optimizer_may_make_one_of_torch(checkpoint, tmp_path):
     assert rates.seen[3:] == rates.seen[:3]
 
 
+def test_create_optimizer_may_group_parameters_as_transformers_does(folder, tmp_path):
+    found = []
+    for package in (trl, trl_jax):
+
+        class Grouped(package.RewardTrainer):
+            def create_optimizer(self):
+                if self.optimizer is None:
+                    cls, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+                    decayed, groups = self.get_decay_parameter_names(self.model), ([], [])
+                    for name, parameter in self.model.named_parameters():
+                        groups[name in decayed].append(parameter)
+                    slow, other = groups
+                    self.optimizer = cls(
+                        [{"params": other, "weight_decay": 0.3}, {"params": slow, "lr": 1e-4}], **options
+                    )
+                return self.optimizer
+
+        args = package.RewardConfig(str(tmp_path), **CONFIG)
+        trainer = Grouped(folder, args, train_dataset=table(16))
+        trainer.train()
+        found.append([log["loss"] for log in trainer.state.log_history[:3]])
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
 def test_a_scheduler_continues_where_it_is(folder, tmp_path):
     """It has taken two steps before, and continues in a second train()."""
     found = []

@@ -524,8 +524,8 @@ def _makes_torchs(node: ast.AST, module: Module) -> bool:
     scope = module.scopes.get(node, module.top)
     called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
     made = [one for func in called for one in meanings(func, scope) if isinstance(one, Imported)]
-    known = tuple(f"torch.optim.{name}" for name in (*TORCH_OPTIMIZERS, "lr_scheduler"))
-    others = [one for one in made if not one.path.startswith(known)]
+    others = [one for one in made if not one.path.startswith("torch.optim.lr_scheduler.")]
+    others = [one for one in others if not (one.path.startswith("torch.optim.") and short(one) in TORCH_OPTIMIZERS)]
     return any(one.path.startswith(("torch.optim.", "bitsandbytes.optim.")) for one in others)
 
 

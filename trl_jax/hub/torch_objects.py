@@ -751,6 +751,16 @@ def is_torch_optimizer(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.optim.Optimizer)
 
 
+def optimizer_class(args: Any) -> tuple[type, dict[str, Any]]:
+    """The torch class of `args.optim`, and its arguments, as transformers' Trainer chooses them."""
+    from transformers import Trainer
+    from transformers.training_args import OptimizerNames
+
+    chosen = copy.copy(args)
+    vars(chosen)["optim"] = OptimizerNames(args.optim)
+    return Trainer.get_optimizer_cls_and_kwargs(chosen)
+
+
 def param_groups(optimizer: Any, *models: Any) -> list[ParamGroup]:
     """The groups of a torch optimizer that has parameters of these models, which have the same names."""
     names: dict[int, list[str]] = {}

@@ -24,7 +24,7 @@ from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.parameters import counting_as_tensors
 from trl_jax.hub.peft_config import as_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import check_originals, originals, takes_tensors
+from trl_jax.hub.torch_objects import check_originals, optimizer_class, originals, takes_tensors
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import Accelerator, is_first, together
 from trl_jax.tasks.policy import check_changes
@@ -546,6 +546,17 @@ class BaseTrainer(abc.ABC):
             if "can only optimize Tensors" in str(error):
                 raise TypeError(f"{type(self).__name__}.create_optimizer: {OF_TORCH}") from error
             raise
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: BaseConfig, model: Any = None) -> tuple[type, dict[str, Any]]:
+        """The torch class of `args.optim`, and its arguments, for a `create_optimizer` of a script's own that makes
+        parameter groups. `model` has no effect.
+
+        Raises:
+            ImportError: torch is not installed.
+        """
+        del model
+        return optimizer_class(args)
 
     def get_decay_parameter_names(self, model: PreTrainedModel) -> list[str]:
         """The names of the parameters with weight decay. A script may override it."""
