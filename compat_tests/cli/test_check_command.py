@@ -92,6 +92,8 @@ class Surrogate(GRPOTrainer):
 class Old(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False):
         return model(**inputs).loss
+    def create_optimizer(self):
+        return torch.optim.Adamax(self.model.parameters())
 
 class Recorded(GRPOTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -143,7 +145,7 @@ def test_methods_that_a_subclass_may_override_are_known():
         "Pairs.compute_loss": CHANGED, "Surrogate._calculate_rewards = ...": REFUSED,
         "Calling._compute_loss": REFUSED, "Calling.compute_loss": REFUSED, "Compared._compute_loss": REFUSED,
         "Compared.compute_loss": REFUSED, "Recorded.compute_loss": CHANGED, "Taught._compute_loss": REFUSED,
-        "Groups.prediction_step": CHANGED, "Groups.create_optimizer": WORKS,
+        "Groups.prediction_step": CHANGED, "Groups.create_optimizer": WORKS, "Old.create_optimizer": REFUSED,
         "Groups.get_decay_parameter_names": WORKS, "Groups.training_step": WORKS, "Groups._get_train_sampler": WORKS,
     } | {name: kind for name, kind in found.items() if name.startswith("Surrogate(")}  # fmt: skip
 
@@ -249,6 +251,7 @@ def test_no_script(tmp_path, capsys):
 
 COLLATE = """
 from functools import partial
+from transformers import DataCollatorForLanguageModeling
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 class Collator:
@@ -261,6 +264,7 @@ SFTTrainer("m", data_collator=collate_fn)
 SFTTrainer("m", data_collator=mine)
 SFTTrainer("m", data_collator=partial(collate_fn, processor=None))
 SFTTrainer("m", data_collator=lambda examples: examples)
+SFTTrainer("m", data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False))
 SFTTrainer("m", data_collator=good)
 SFTTrainer("m", data_collator=DataCollatorForVisionLanguageModeling(processor))
 SFTTrainer("m", data_collator=lambda examples: processor(images=[one["image"] for one in examples]))
@@ -269,7 +273,7 @@ SFTTrainer("m", data_collator=lambda examples: processor(images=[one["image"] fo
 
 def test_collate_functions_of_a_script():
     found = [one for one in findings(read(COLLATE)) if one.what == "SFTTrainer(data_collator=...)"]
-    assert [one.kind for one in found] == [CHANGED] * 4 + [WORKS] * 2 + [REFUSED]
+    assert [one.kind for one in found] == [CHANGED] * 5 + [WORKS] * 2 + [REFUSED]
     assert all("once for each row" in one.text for one in found if one.kind == CHANGED)
     assert "train on the columns directly" in found[-1].text
 

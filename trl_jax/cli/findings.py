@@ -370,14 +370,17 @@ def _of_collator(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
     made = meaning.by if isinstance(meaning, Made) else meaning
     if made == Constant(None):
         return "works", None
-    if isinstance(made, Defined) and trainer._may_call_collator and not _OF_IMAGES.search(ast.unparse(made.node)):
+    of_script = isinstance(made, Defined) and not _OF_IMAGES.search(ast.unparse(made.node))
+    of_transformers = isinstance(made, Imported) and package_of(made.path) == "transformers"
+    converted = short(made) == "DataCollatorForSeq2Seq"
+    if trainer._may_call_collator and (of_script or (of_transformers and not converted)):
         return "changed", (
             "It is called once for each row, before training, and returns input_ids, labels and attention_mask. The "
             "run stops at once if a row's ids or labels depend on other rows, or differ in a second call."
         )
     if isinstance(made, Defined):
         return "refused", NO_COLLATOR
-    homes = {"transformers"} if isinstance(made, Imported) and short(made) == "DataCollatorForSeq2Seq" else PACKAGES
+    homes = {"transformers"} if converted else PACKAGES
     if isinstance(made, Imported) and package_of(made.path) in homes and short(made) in own:
         return "works", None
     if isinstance(made, Imported):
