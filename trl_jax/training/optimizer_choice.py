@@ -193,8 +193,8 @@ def check_optax(tx: Any) -> None:
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"optimizers: a {_full_name(type(tx))} cannot update JAX arrays; pass an optax transformation, as in "
-            f"{_SHOW}, or name the optimizer by the config's optim. An AdamW, Adam or SGD of torch is taken if its "
-            "parameters are those of the torch model that is passed as model."
+            f"{_SHOW}, or name the optimizer by the config's optim. torch's AdamW, Adam and SGD are accepted with "
+            "the parameters of the torch model that is passed as model, or from create_optimizer with self.model's."
         )
 
 
