@@ -253,6 +253,21 @@ def test_what_is_unfrozen_between_two_runs_trains(make):
     assert changed(trl) == 0 and changed(trl_jax) > 1e-3
 
 
+def test_a_learning_rate_that_is_set_between_two_runs(make):
+    """In TRL, the second run keeps the optimizer of the first, and its rate."""
+    pytest.importorskip("trl")
+    import trl
+
+    def rates(package):
+        trainer = make(package, "SFT", max_steps=1, learning_rate=1e-2, lr_scheduler_type="constant")
+        trainer.train()
+        trainer.args.learning_rate = 1e-3
+        trainer.train()
+        return [log["learning_rate"] for log in trainer.state.log_history if "loss" in log][-1]
+
+    assert (rates(trl), rates(trl_jax)) == (1e-2, 1e-3)
+
+
 def test_groups_of_parameters_have_the_rate_of_the_next_step():
     steps = SimpleNamespace(finished=0)
     rates = LearningRate(lambda step: 0.1 * (step + 1), lambda: steps.finished)

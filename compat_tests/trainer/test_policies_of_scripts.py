@@ -223,6 +223,25 @@ def test_a_script_reads_the_arguments_on_the_trainer(kind, checkpoint, tmp_path)
         ours.generation_config.temperature = 0.5
 
 
+def test_the_number_of_completions_that_a_script_sets_twice(checkpoint, tmp_path):
+    """TRL's next generation has that many. Ours is compiled for the first number, so it stops; setting it back, as an
+    evaluation of a script's own does, changes nothing."""
+
+    class Sets(TrainerCallback):
+        def on_step_end(self, args, state, control, **options):
+            for number in (4, last):
+                args.num_generations = trainer.num_generations = number
+
+    args = trl_jax.GRPOConfig(str(tmp_path), **BASE | STEPS | {"max_steps": 2, "num_generations": 2})
+    rows = Dataset.from_list(prompt_rows(8))
+    trainer = trl_jax.GRPOTrainer(str(checkpoint(**SMALL)), length_reward, args, rows, callbacks=[Sets()])
+    last = 2
+    trainer.train()
+    last = 4
+    with pytest.raises(AttributeError, match="num_generations was set on the trainer.* in GRPOConfig"):
+        trainer.train()
+
+
 SET_IN_STEPS = {  # what a callback sets before each step
     "GRPO loss": [
         {

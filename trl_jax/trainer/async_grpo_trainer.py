@@ -19,9 +19,9 @@ from trl_jax.rollout.server import Limits
 from trl_jax.rollout.tools import Environments
 from trl_jax.tasks.policy import AsyncGrpoTask
 from trl_jax.trainer.async_grpo_config import AsyncGRPOConfig
-from trl_jax.trainer.online import OnlineTrainer, argument, clip_range
+from trl_jax.trainer.online import OnlineTrainer, clip_range
 from trl_jax.trainer.online_config import OnlineConfig
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, accepting_old_keywords, as_config, refuse
+from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, accepting_old_keywords, argument, as_config, refuse
 
 _FOR_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "

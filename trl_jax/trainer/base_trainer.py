@@ -44,7 +44,9 @@ from trl_jax.trainer.overrides import (
     check_overridden,
     check_same_rows,
     check_set,
+    check_set_alike,
     classes_of_script,
+    init_only_args,
     is_older_collator,
     is_own_collator,
     loss_functions,
@@ -240,6 +242,7 @@ class BaseTrainer(abc.ABC):
             lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs, torch_model), torch_model, spec.rollout,
         )  # fmt: skip
         self._originals = originals(self._other_models(), torch_model)
+        self._init_only = init_only_args(self)
 
     # Construction, step by step.
 
@@ -322,7 +325,7 @@ class BaseTrainer(abc.ABC):
             save_model=lambda *given, **options: self.save_model(*given, **options),
             script_values=lambda: script_values(self),
             set_by_script=lambda: vars(self).keys(),
-            refresh_task=lambda: self._refresh_task(),
+            refresh_task=self._refresh_before_step,
             user_step=user_step,
         )
 
@@ -435,6 +438,10 @@ class BaseTrainer(abc.ABC):
         if not is_older_collator(collator, later):  # whose max_length is a padded length
             check_lengths(collator, self.args)
         self._data_collator, self._editable.pad_to_multiple_of = collator, collator.pad_to_multiple_of
+
+    def _refresh_before_step(self) -> None:
+        check_set_alike(self, self._init_only)
+        self._refresh_task()
 
     def _refresh_task(self) -> None:
         """Update the run's task from the current arguments and attributes.

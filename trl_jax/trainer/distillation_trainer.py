@@ -19,8 +19,14 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.distillation import DistillationTask, ScriptedDistillationTask, TokenDivergences
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.distillation_config import DistillationConfig
-from trl_jax.trainer.online import RolloutTrainer, argument
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_TEACHER, accepting_old_keywords, as_config, names_of_script
+from trl_jax.trainer.online import RolloutTrainer
+from trl_jax.trainer.overrides import (
+    NEVER_CALLED_WITH_TEACHER,
+    accepting_old_keywords,
+    argument,
+    as_config,
+    names_of_script,
+)
 from trl_jax.training import model
 from trl_jax.training.reference import ReferenceModel, given
 from trl_jax.training.setup import Policy

@@ -31,9 +31,9 @@ from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.gkd_config import GKDConfig
 from trl_jax.trainer.overrides import (
     NEVER_CALLED,
-    InitOnlyArg,
     MirroredArg,
     accepting_old_keywords,
+    argument,
     as_config,
     check_generate,
 )
@@ -100,7 +100,7 @@ class GKDTrainer(BaseTrainer):
         ("training_step", "compute_loss", "prediction_step", "generalized_jsd_loss"), _FOR_LOSS
     ) | {"generate_on_policy_outputs": _FOR_SAMPLING}  # fmt: skip
     lmbda, beta, seq_kd = map(MirroredArg, ("lmbda", "beta", "seq_kd"))
-    temperature = InitOnlyArg(lambda trainer: trainer.args.temperature, "Set temperature in GKDConfig.")
+    temperature = argument("temperature")
     generalized_jsd_loss = staticmethod(also_of_tensors(generalized_jsd_loss))
 
     @accepting_old_keywords()

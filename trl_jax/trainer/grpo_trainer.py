@@ -21,8 +21,8 @@ from trl_jax.rollout.completions_log import CompletionsRepo
 from trl_jax.rollout.tools import Environments
 from trl_jax.tasks.policy import EntropyBonus, EntropySettings, GrpoTask
 from trl_jax.trainer.grpo_config import GRPOConfig
-from trl_jax.trainer.online import OnlineTrainer, argument, clip_range
-from trl_jax.trainer.overrides import MirroredArg, accepting_old_keywords, as_config
+from trl_jax.trainer.online import OnlineTrainer, clip_range
+from trl_jax.trainer.overrides import MirroredArg, accepting_old_keywords, argument, as_config
 
 logger = logging.getLogger(__name__)
 

@@ -49,6 +49,7 @@ from trl_jax.trainer.overrides import (
     ONCE_CALLED_WITH_REWARDS,
     Absent,
     MirroredArg,
+    argument,
     check_config,
     check_generate,
     classes_of_script,
@@ -133,24 +134,6 @@ def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
 
 
 _FOR_SAMPLING = "generation_config of {}: its arguments control sampling. Set generation_kwargs in its config."
-
-
-def argument(name: str, read: Callable[[Any], Any] | None = None) -> property:
-    """A trainer attribute that returns an argument's value, or `read(args)`. Setting another value raises
-    AttributeError, because it would have no effect."""
-
-    def get(self: BaseTrainer) -> Any:
-        return getattr(self.args, name) if read is None else read(self.args)
-
-    def put(self: BaseTrainer, value: Any) -> None:
-        if "_editable" not in vars(self) or value is get(self) or value == get(self):
-            return  # unchanged, or set before super().__init__, which overwrites it, as in TRL
-        raise AttributeError(
-            f"{name} was set on the trainer, which reads its arguments once: the step is compiled from them. Set "
-            f"{name} in {self.config_class.__name__}."
-        )
-
-    return property(get, put, doc=f"`args.{name}`.")
 
 
 def clip_range() -> tuple[MirroredArg, MirroredArg]:

@@ -29,8 +29,8 @@ from trl_jax.trainer.online import eos_token_ids, sampling_options
 from trl_jax.trainer.online_dpo_config import OnlineDPOConfig
 from trl_jax.trainer.overrides import (
     NEVER_CALLED,
-    InitOnlyArg,
     accepting_old_keywords,
+    argument,
     as_config,
     check_generate,
     refuse,
@@ -112,10 +112,8 @@ class OnlineDPOTrainer(BaseTrainer):
     _reward_functions: RewardFunctions | None = None
     reward_func_names: Sequence[str] = ()
     reward_processing_classes: Sequence[Any] = ()
-    temperature, top_p, top_k, min_p, repetition_penalty, max_length, use_vllm = (
-        InitOnlyArg(lambda trainer, name=name: vars(trainer.args)[name], f"Set {name} in OnlineDPOConfig.")
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_length", "use_vllm")
-    )
+    temperature, top_p, top_k, min_p = map(argument, ("temperature", "top_p", "top_k", "min_p"))
+    repetition_penalty, max_length, use_vllm = map(argument, ("repetition_penalty", "max_length", "use_vllm"))
 
     @accepting_old_keywords()
     def __init__(

@@ -152,6 +152,10 @@ class InitOnlyArg:
     which says what to do instead."""
 
     def __init__(self, read: Callable[[Any], Any], instead: str):
+        """
+        Args:
+            instead: a sentence; `{config}` is the name of the trainer's config class.
+        """
         self._read, self._instead = read, instead
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -161,8 +165,41 @@ class InitOnlyArg:
         return self if trainer is None else self._read(trainer)
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        if "parts" in vars(trainer) and value is not self._read(trainer) and value != self._read(trainer):
-            raise AttributeError(f"{self._name} was set on the trainer, which does not read it again. {self._instead}")
+        if "parts" not in vars(trainer):
+            return  # set before super().__init__, which overwrites it, as in TRL
+        if value is not self._read(trainer) and value != self._read(trainer):
+            raise self.error(trainer)
+        vars(trainer).setdefault("_set_alike", {})[self._name] = value  # like the argument, which may have changed
+
+    def error(self, trainer: Any) -> AttributeError:
+        instead = self._instead.format(config=trainer.config_class.__name__)
+        return AttributeError(f"{self._name} was set on the trainer, which does not read it again. {instead}")
+
+
+def argument(name: str, read: Callable[[Any], Any] | None = None) -> InitOnlyArg:
+    """A trainer attribute with an argument's value, or `read(args)`."""
+    find = (lambda args: getattr(args, name)) if read is None else read
+    return InitOnlyArg(lambda trainer: find(trainer.args), f"Set {name} in {{config}}.")
+
+
+def init_only_args(trainer: Any) -> dict[str, Any]:
+    """The current values of the trainer's arguments that are only read in the constructor, by attribute."""
+    kinds = reversed(type(trainer).__mro__)
+    return {
+        name: one.__get__(trainer) for kind in kinds for name, one in vars(kind).items() if type(one) is InitOnlyArg
+    }
+
+
+def check_set_alike(trainer: Any, then: dict[str, Any]) -> None:
+    """Raise AttributeError if an argument was changed and the trainer's attribute was then set to the same value, which
+    the next step would not follow.
+
+    Args:
+        then: `init_only_args` after the constructor.
+    """
+    for name, value in vars(trainer).get("_set_alike", {}).items():
+        if value is not then[name] and value != then[name]:
+            raise inspect.getattr_static(type(trainer), name).error(trainer)
 
 
 def mirrored_args(kind: type) -> dict[str, MirroredArg]:

@@ -14,8 +14,8 @@ from trl_jax.config.renamed import OLD_RLOO_ARGUMENTS
 from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.policy import RlooTask
-from trl_jax.trainer.online import OnlineTrainer, argument, clip_range
-from trl_jax.trainer.overrides import accepting_old_keywords, as_config
+from trl_jax.trainer.online import OnlineTrainer, clip_range
+from trl_jax.trainer.overrides import accepting_old_keywords, argument, as_config
 from trl_jax.trainer.rloo_config import RLOOConfig
 
 
