@@ -208,10 +208,10 @@ def test_layers_without_positions(built, load_with):
     folder = built("llama4_text", "growing")
     right = load_with(folder)
     arch, wanted = right.source.config.arch, scores(right)
-    kinds = tuple(replace(kind, unplaced=False) for kind in arch.kinds)
+    kinds = tuple(replace(kind, no_rope=False) for kind in arch.kinds)
     for wrong in (
         {"kinds": kinds},
-        {"query_growth": replace(arch.query_growth, unplaced=False)},
+        {"query_growth": replace(arch.query_growth, no_rope=False)},
         {"query_growth": replace(arch.query_growth, first=0)},
     ):
         assert _off(scores(load_with(folder, **wrong)), wanted) > 1e-4

@@ -20,7 +20,7 @@ from trl_jax.mesh.mesh import SEQUENCE, TENSOR, ShardedParams, only, platform
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.decoder import Features, in_a_stack
-from trl_jax.models.model import merge
+from trl_jax.models.model import logical_axes, merge
 from trl_jax.nn.cache import Cache, CacheFill, Kept, Room, grown_ring
 from trl_jax.nn.linear import Quantized
 
@@ -519,7 +519,8 @@ def cast_matrices(graph: Any, arrays: Mapping[str, Any], dtype: jnp.dtype, head_
     """Paths of the matrices that `matrices_in` casts; `arrays` may be shapes."""
     if dtype == jnp.float32:
         return []
-    names = [path for path, axes in _axes(graph, arrays).items() if _is_matrix(path, axes) and path in arrays]
+    axes_of = logical_axes(lambda: merge(graph, _zeros_like(arrays)))
+    names = [path for path, axes in axes_of.items() if _is_matrix(path, axes) and path in arrays]
     if head_dtype == jnp.float32:
         names = [path for path in names if not path.startswith("lm_head.")]
     return [path for path in names if arrays[path].dtype == jnp.float32]
@@ -530,14 +531,7 @@ def _cast(arrays: dict[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array
     return jax.tree.map(lambda array: array.astype(dtype), arrays)
 
 
-def _axes(graph: Any, arrays: dict[str, jax.Array]) -> dict[str, tuple[str, ...]]:
-    """The logical axes of a model's parameters, by path."""
-    state = nnx.to_flat_state(nnx.split(nnx.eval_shape(lambda: merge(graph, _shapes(arrays))))[1])
-    named = ((".".join(map(str, path)), leaf.get_metadata()) for path, leaf in state)
-    return {path: metadata["axes"] for path, metadata in named if "axes" in metadata}
-
-
-def _shapes(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _zeros_like(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {path: jnp.zeros(array.shape, array.dtype) for path, array in arrays.items()}
 
 

@@ -238,7 +238,8 @@ class _Generation:
         first, longest = self._used, self._slots.longest(count)
         state, most = self._switch_rope(state, longest)
         steps = min(self._steps - first, most)
-        if self._slots.num_tokens(count)[alive].max() + steps > state.capacity < self._request.max_new_tokens:
+        needed = self._slots.num_tokens(count)[alive].max() + steps
+        if needed > state.capacity and state.capacity < self._request.max_new_tokens:
             state = grow(state, capacity=cache_capacity(state.capacity + 1))
         sampling = self._inputs_of(self._slots.members)
         state, status = next_tokens(

@@ -93,10 +93,10 @@ class PreferenceLoss:
                 all pairs together and give each pair the same value.
         """
         factor, total = pairs.wpo_weight if self.weighted else 1.0, jnp.zeros(())
-        for name, of_loss in zip(self.names, self.weights, strict=True):
+        for name, loss_weight in zip(self.names, self.weights, strict=True):
             together = name in WHOLE_BATCH
             losses = WHOLE_BATCH[name](self, pairs, weight > 0) if together else PER_PAIR[name](self, pairs)
-            total += of_loss * jnp.sum(weight * losses * factor)
+            total += loss_weight * jnp.sum(weight * losses * factor)
         return total
 
     def scores(self, pairs: PairLogps) -> tuple[jax.Array, jax.Array]:

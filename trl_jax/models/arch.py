@@ -278,7 +278,7 @@ class LayerKind:
     experts: whether it has experts, in place of the MLP or in addition to it.
     mlp: whether it has an MLP or experts at all.
     heads, mlp_size: None to use those of the Arch.
-    unplaced: it has no position encoding and no norm of queries and keys.
+    no_rope: it has no position encoding and no norm of queries and keys.
     reuses: it computes no keys and values, and attends to those of the last `reused` layer with the same heads.
     """
 
@@ -287,7 +287,7 @@ class LayerKind:
     mlp: bool = True
     heads: Heads | None = None
     mlp_size: int | None = None
-    unplaced: bool = False
+    no_rope: bool = False
     reused: bool = False
     reuses: bool = False
 
@@ -534,10 +534,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries at position p are scaled by `1 + beta * log(1 + floor((p + first) / original_length))`; with `unplaced`,
+    """Queries at position p are scaled by `1 + beta * log(1 + floor((p + first) / original_length))`; with `no_rope`,
     only in layers without position encoding (Nakanishi 2025, arXiv:2501.19399)."""
 
     beta: float
     original_length: int
     first: int = 0
-    unplaced: bool = False
+    no_rope: bool = False

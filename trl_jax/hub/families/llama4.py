@@ -42,7 +42,7 @@ def arch(config: ConfigReader) -> Arch:
         query_growth=_growth(config),
         experts=experts if any(with_experts) else None,
         kinds=tuple(
-            LayerKind(experts=mixed, unplaced=not there) for mixed, there in zip(with_experts, placed, strict=True)
+            LayerKind(experts=mixed, no_rope=not there) for mixed, there in zip(with_experts, placed, strict=True)
         ),
     )
 
@@ -75,7 +75,7 @@ def _chunks(config: ConfigReader, placed: list[bool]) -> tuple[int | None, ...]:
 def _growth(config: ConfigReader) -> QueryGrowth | None:
     beta, length = config.number("attn_scale", 0.1), config.size("floor_scale", 8192)
     there = config.value("attn_temperature_tuning", True)  # some checkpoints have a number here
-    return QueryGrowth(beta, length, first=1, unplaced=True) if there else None
+    return QueryGrowth(beta, length, first=1, no_rope=True) if there else None
 
 
 def names(arch: Arch) -> Names:

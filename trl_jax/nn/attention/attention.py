@@ -46,15 +46,16 @@ class Attention(nnx.Module):
         self.k_norm = _head_norm(arch, heads.count, heads.channels) if makes else None
         self.v_norm = Norm(heads.channels, kind="rms_plain", eps=arch.norm_eps) if arch.v_norm and makes else None
         self.prefix = nnx.data(None)
-        self.arch, self.channels, self.unplaced = arch, heads.channels, kind.unplaced
+        self.arch, self.channels, self.no_rope = arch, heads.channels, kind.no_rope
 
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
     ) -> tuple[jax.Array, KeysValues]:
         """`[R, T, D]` to `[R, T, D]`, and the keys and values for the cache; dropout is only supported for padded
         rows."""
-        q_RTHC, (k_RTKC, v_RTKC) = self._queries(x_RTD, inputs), inputs.reused or self._keys_values(x_RTD, inputs)
-        if inputs.query_scale is not None and (self.unplaced or not self.arch.query_growth.unplaced):
+        q_RTHC = self._queries(x_RTD, inputs)
+        k_RTKC, v_RTKC = self._keys_values(x_RTD, inputs) if inputs.reused is None else inputs.reused
+        if inputs.query_scale is not None and (self.no_rope or not self.arch.query_growth.no_rope):
             q_RTHC = q_RTHC * inputs.query_scale.astype(q_RTHC.dtype)
         scores = {"softcap": self.arch.softcap, "sinks": None if self.sinks is None else self.sinks[...]}
         out = attend(q_RTHC, k_RTKC, v_RTKC, inputs, **scores, dropout=dropout)
@@ -65,13 +66,13 @@ class Attention(nnx.Module):
 
     def _queries(self, x_RTD: jax.Array, inputs: AttentionInputs) -> jax.Array:
         """Queries, normed and rotated."""
-        return self._rotated(self._projected(self.q(x_RTD), self.q_norm), self.q_norm, inputs)
+        return self._norm_and_rotate(self._split_heads(self.q(x_RTD), self.q_norm), self.q_norm, inputs)
 
     def _keys_values(self, x_RTD: jax.Array, inputs: AttentionInputs) -> KeysValues:
         """Keys and values, gathered from all devices if tokens are striped."""
         k = self.k(x_RTD)
-        v_RTKC = self._projected(k if self.v is None else self.v(x_RTD))
-        k_RTKC = self._rotated(self._projected(k, self.k_norm), self.k_norm, inputs)
+        v_RTKC = self._split_heads(k if self.v is None else self.v(x_RTD))
+        k_RTKC = self._norm_and_rotate(self._split_heads(k, self.k_norm), self.k_norm, inputs)
         v_RTKC = v_RTKC if self.v_norm is None else self.v_norm(v_RTKC)
         if self.prefix is not None and inputs.cache is None:  # tokens after the prefill are not virtual
             k_RTKC, v_RTKC = self.prefix(k_RTKC, v_RTKC, inputs.virtual)
@@ -79,7 +80,7 @@ class Attention(nnx.Module):
             return KeysValues(inputs.striped.gathered(k_RTKC), inputs.striped.gathered(v_RTKC))
         return KeysValues(k_RTKC, v_RTKC)
 
-    def _projected(self, y: jax.Array, norm: Norm | None = None) -> jax.Array:
+    def _split_heads(self, y: jax.Array, norm: Norm | None = None) -> jax.Array:
         """Norm over all heads (if the arch has one), clip, and split into heads."""
         if self.arch.qk_norm == "full" and norm is not None:
             y = norm(y)
@@ -87,9 +88,9 @@ class Attention(nnx.Module):
             y = jnp.clip(y, -self.arch.clip_qkv, self.arch.clip_qkv)
         return y.reshape(*y.shape[:-1], -1, self.channels)
 
-    def _rotated(self, y: jax.Array, norm: Norm | None, inputs: AttentionInputs) -> jax.Array:
+    def _norm_and_rotate(self, y: jax.Array, norm: Norm | None, inputs: AttentionInputs) -> jax.Array:
         """Norm per head (if the arch has one) and apply the rope, to queries or keys."""
-        arch, per_head = self.arch, self.arch.qk_norm in ("head", "each_head") and not self.unplaced
+        arch, per_head = self.arch, self.arch.qk_norm in ("head", "each_head") and not self.no_rope
         if per_head and not arch.qk_norm_after_rope:
             y = norm(y)
         if inputs.cos is not None:
