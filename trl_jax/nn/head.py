@@ -83,7 +83,7 @@ class _Saved(NamedTuple):
     log_sum: jax.Array
     chunks: jax.Array
     d_hidden: jax.Array | None
-    differentiated: tuple[Yes | None, ...]
+    differentiated: tuple[Perturbed | None, ...]
 
 
 def _token_outputs(head, hidden, weight, bias, targets, with_d_hidden=False):
@@ -108,7 +108,7 @@ def _token_outputs(head, hidden, weight, bias, targets, with_d_hidden=False):
         found = (*(jnp.where(target >= 0, output, 0) for output in found), log_sum)
         if d_hidden is not None:
             d_z = head.d_products(at_target - weights / total[:, None], z).astype(hidden.dtype)
-            d_hidden = head.put(chunk, d_hidden, product("nv,vd->nd", d_z, weight))
+            d_hidden = head.put(chunk, d_hidden, einsum_f32("nv,vd->nd", d_z, weight))
         return tuple(head.put(chunk, array, rows) for array, rows in zip(outputs, found, strict=True)), d_hidden
 
     zeros, d_hidden = jnp.zeros(len(targets), jnp.float32), jnp.zeros_like(hidden) if with_d_hidden else None
@@ -122,10 +122,10 @@ def _outputs(head, hidden, weight, bias, targets):
 
 
 def _outputs_forward(head, *primals):
-    arrays, asked = jax.tree.map(lambda primal: primal.value, primals), differentiated(primals[:3])
+    arrays, perturbed = jax.tree.map(lambda primal: primal.value, primals), differentiated(primals[:3])
     # With a frozen weight, only hidden states need a gradient: the derivative saved here, times a cotangent per row.
-    outputs, *saved = _token_outputs(head, *arrays, with_d_hidden=asked == (Yes(), None, None))
-    return outputs, _Saved(arrays, outputs.entropy, *saved, asked)
+    outputs, *saved = _token_outputs(head, *arrays, with_d_hidden=perturbed == (Perturbed(), None, None))
+    return outputs, _Saved(arrays, outputs.entropy, *saved, perturbed)
 
 
 def _outputs_backward(head, saved, cotangents):
@@ -238,7 +238,7 @@ class _DivergenceSaved(NamedTuple):
     arrays: tuple[jax.Array, jax.Array, jax.Array | None]
     teacher: tuple[jax.Array, jax.Array, jax.Array | None]
     targets: jax.Array
-    asked: tuple[Yes | None, ...]
+    perturbed: tuple[Perturbed | None, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -270,7 +270,7 @@ def _divergences_backward(compared, saved, cotangents):
     def d_logits(chunk, z):
         return compared.d_logits(*compared.log_probs(chunk, z, saved.teacher)) * head.take(chunk, of_divergence)
 
-    return *gradients(head, saved.arrays, saved.asked, head.chunks(targets), d_logits), None, None
+    return *gradients(head, saved.arrays, saved.perturbed, head.chunks(targets), d_logits), None, None
 
 
 _divergences.defvjp(_divergences_forward, _divergences_backward, symbolic_zeros=True)
@@ -284,7 +284,7 @@ _divergences.defvjp(_divergences_forward, _divergences_backward, symbolic_zeros=
 LOGITS_PER_CHUNK = {"cpu": 3 << 19, "gpu": 1 << 27, "tpu": 1 << 27}
 MIN_ROWS_PER_CHUNK = {"cpu": 192, "gpu": 256, "tpu": 256}
 _MULTIPLE = 64
-product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+einsum_f32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def chunk_rows(places: int, vocabulary: int) -> int:
@@ -318,7 +318,7 @@ class Head:
             z = rounded(jnp.einsum("nd,vd->nv", hidden, weight), hidden.dtype)
             z = z if bias is None else rounded(z + bias, hidden.dtype)
         else:
-            z = product("nd,vd->nv", hidden, weight)
+            z = einsum_f32("nd,vd->nv", hidden, weight)
             z = z if bias is None else z + bias
         z = z * self.scale
         return tempered(z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap), self.temperature)
@@ -348,24 +348,24 @@ class Head:
         return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), chunk * self.rows, 0)
 
 
-class Yes(NamedTuple):
+class Perturbed(NamedTuple):
     """True, as a pytree without arrays: residuals of a custom_vjp cannot contain a bool."""
 
 
-def differentiated(primals: Sequence) -> tuple[Yes | None, ...]:
+def differentiated(primals: Sequence) -> tuple[Perturbed | None, ...]:
     """Which of hidden states, weight and bias need a gradient, given the primals of a custom_vjp with symbolic
     zeros."""
-    return tuple(Yes() if primal is not None and primal.perturbed else None for primal in primals)
+    return tuple(Perturbed() if primal is not None and primal.perturbed else None for primal in primals)
 
 
 def gradients(
     head: Head,
     arrays: tuple[jax.Array, jax.Array, jax.Array | None],
-    asked: Sequence[Yes | None],
+    perturbed: Sequence[Perturbed | None],
     chunks: jax.Array,
     d_logits: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array | None, ...]:
-    """Gradients of hidden states, weight and bias; None for those not in `asked`.
+    """Gradients of hidden states, weight and bias; None for those not in `perturbed`.
 
     Args:
         d_logits: (chunk, its logits) -> their gradient `[rows, V]`, zero in rows without a target.
@@ -379,9 +379,9 @@ def gradients(
         z = head.logits(hidden_rows, cast_weight, cast_bias)
         d_z = head.d_products(d_logits(chunk, z), z).astype(hidden.dtype)
         if d_hidden is not None:
-            d_hidden = head.put(chunk, d_hidden, product("nv,vd->nd", d_z, cast_weight))
+            d_hidden = head.put(chunk, d_hidden, einsum_f32("nv,vd->nd", d_z, cast_weight))
         if d_weight is not None:
-            d_weight += product("nv,nd->vd", d_z, hidden_rows)
+            d_weight += einsum_f32("nv,nd->vd", d_z, hidden_rows)
         if d_bias is not None:
             d_bias += jnp.sum(d_z, axis=0, dtype=jnp.float32)
         return d_hidden, d_weight, d_bias
@@ -389,7 +389,7 @@ def gradients(
     kinds = hidden.dtype, jnp.float32, jnp.float32
     zeros = tuple(
         None if one is None else jnp.zeros(array.shape, kind)
-        for one, array, kind in zip(asked, arrays, kinds, strict=True)
+        for one, array, kind in zip(perturbed, arrays, kinds, strict=True)
     )
     d_hidden, d_weight, d_bias = jax.lax.fori_loop(0, chunks, add, zeros)
     return d_hidden, *(None if d is None else d.astype(a.dtype) for d, a in ((d_weight, weight), (d_bias, bias)))

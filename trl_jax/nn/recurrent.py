@@ -21,10 +21,10 @@ from trl_jax.nn.text_order import PreviousTokens, TextOrder
 # Chunked scans over states (Dao and Gu 2024, arXiv:2405.21060, section 6)
 
 CHUNK = 64  # tokens
-einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+einsum_highest = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-class Seen(NamedTuple):
+class ChunkMasks(NamedTuple):
     """Which tokens and states precede the tokens of each chunk; `[R, N, ...]`, or `[1, N, ...]` if it is the same for
     all rows.
 
@@ -53,7 +53,7 @@ class Decays(NamedTuple):
     between: `[K, G, I, J]`, from token j to token i; 0 if j does not precede i in its text.
     """
 
-    seen: Seen
+    seen: ChunkMasks
     before: jax.Array
     between: jax.Array
 
@@ -63,7 +63,7 @@ class Decays(NamedTuple):
         return self.before.shape[2]
 
 
-def decays(g_RTKG: jax.Array, order: TextOrder | None, *, continued: bool = False) -> Decays:
+def chunk_decays(g_RTKG: jax.Array, order: TextOrder | None, *, continued: bool = False) -> Decays:
     """Decays from the log decays `g_RTKG` of single tokens.
 
     Args:
@@ -72,8 +72,8 @@ def decays(g_RTKG: jax.Array, order: TextOrder | None, *, continued: bool = Fals
     """
     size = min(CHUNK, 1 << (g_RTKG.shape[1] - 1).bit_length())  # a power of two
     g = in_chunks(g_RTKG, size)
-    seen = _seen_in_rows(g.shape[1], size, continued) if order is None else _seen_in_texts(order, size)
-    before = einsum("rnij,rnjkg->rnikg", seen.mask.astype(g.dtype), g)
+    seen = _masks_of_rows(g.shape[1], size, continued) if order is None else _masks_of_texts(order, size)
+    before = einsum_highest("rnij,rnjkg->rnikg", seen.mask.astype(g.dtype), g)
     between = jnp.moveaxis(before[:, :, :, None] - before[:, :, None], (2, 3), (4, 5))
     between = jnp.exp(jnp.where(seen.mask[:, :, None, None], between, -jnp.inf))
     return Decays(seen, jnp.exp(before), between)
@@ -86,20 +86,20 @@ def in_chunks(x: jax.Array, size: int) -> jax.Array:
     return x.reshape(len(x), -1, size, *x.shape[2:])
 
 
-def _seen_in_rows(count: int, size: int, continued: bool) -> Seen:
+def _masks_of_rows(count: int, size: int, continued: bool) -> ChunkMasks:
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (1, count, size, size))
     after_last = (jnp.arange(count)[:, None] > 0) | continued
-    return Seen(mask, jnp.broadcast_to(after_last, (1, count, size)))
+    return ChunkMasks(mask, jnp.broadcast_to(after_last, (1, count, size)))
 
 
-def _seen_in_texts(order: TextOrder, size: int) -> Seen:
+def _masks_of_texts(order: TextOrder, size: int) -> ChunkMasks:
     first = order.first.reshape(len(order.first), -1, size)
     place = jnp.arange(order.first.shape[1], dtype=jnp.int32).reshape(-1, size)
     begin = place[:, :1]
     of_text = place[:, None] >= first[..., None]
     before = place[:, None] <= place[..., None]
     if order.context is None:
-        return Seen(of_text & before, first < begin)
+        return ChunkMasks(of_text & before, first < begin)
     context, end = (x.reshape(first.shape) for x in (order.context, order.context_end))
     of_text |= (place[:, None] >= context[..., None]) & (place[:, None] < end[..., None])
     has = context < end
@@ -107,7 +107,7 @@ def _seen_in_texts(order: TextOrder, size: int) -> Seen:
     after_context = has & (end < begin) & ~(first < begin)
     has, end, begin = has[..., -1], end[..., -1], begin[:, 0]  # for the chunk's last token
     row = jnp.where(has & (end > begin), end - 1 - begin, -1)
-    return Seen(of_text & before, after_last, after_context, row, has & (end < begin), has & (end == begin))
+    return ChunkMasks(of_text & before, after_last, after_context, row, has & (end < begin), has & (end == begin))
 
 
 class _ChunkInputs(NamedTuple):
@@ -147,15 +147,15 @@ def scanned(
         read: `[R, N, S, K, G, I, C]`, the keys that read this contribution.
         state: `[R, K, G, C, V]`, the state before the first token if rows are `continued`; None for zeros.
     """
-    attended = einsum("rnikc,rnjkc->rnkij", q, k)[:, :, :, None] * decays.between
+    attended = einsum_highest("rnikc,rnjkc->rnkij", q, k)[:, :, :, None] * decays.between
     steps = _ChunkInputs(u, read, q, from_states(decays), attended, k, *_state_weights(decays))
 
     def chunk(states, step):
-        u = step.u if step.read is None else step.u - einsum("rskgic,rskgcv->rkgiv", step.read, states)
-        seen = jnp.sum(step.decay[..., None] * einsum("rikc,rskgcv->rskgiv", step.queries, states), axis=1)
-        kept = einsum("rzskg,rskgcv->rzkgcv", step.kept, states)
-        kept += einsum("rzkgj,rjkc,rkgjv->rzkgcv", step.written, step.keys, u)
-        return kept, seen + einsum("rkgij,rkgjv->rkgiv", step.attended, u)
+        u = step.u if step.read is None else step.u - einsum_highest("rskgic,rskgcv->rkgiv", step.read, states)
+        seen = jnp.sum(step.decay[..., None] * einsum_highest("rikc,rskgcv->rskgiv", step.queries, states), axis=1)
+        kept = einsum_highest("rzskg,rskgcv->rzkgcv", step.kept, states)
+        kept += einsum_highest("rzkgj,rjkc,rkgjv->rzkgcv", step.written, step.keys, u)
+        return kept, seen + einsum_highest("rkgij,rkgjv->rkgiv", step.attended, u)
 
     rows, _, count, heads, group, _ = steps.decay.shape
     states = jnp.zeros((rows, count, heads, group, k.shape[-1], u.shape[-1]), u.dtype)
@@ -212,22 +212,22 @@ def delta_rule(
         order: the texts in each row; None if each row is one text.
         state_RKGCV: the state before each row, which then continues a text; only without `order`.
     """
-    between = decays(g_RTKG, order, continued=state_RKGCV is not None)
-    q, k, v, beta = (in_chunks(x, between.size) for x in (q_RTKC, k_RTKC, v_RTKGV, beta_RTKG))
-    u, read = _corrections(k, v, beta, between)
-    out, states = scanned(q, k, u, between, read, state_RKGCV)
+    decays = chunk_decays(g_RTKG, order, continued=state_RKGCV is not None)
+    q, k, v, beta = (in_chunks(x, decays.size) for x in (q_RTKC, k_RTKC, v_RTKGV, beta_RTKG))
+    u, read = _corrections(k, v, beta, decays)
+    out, states = scanned(q, k, u, decays, read, state_RKGCV)
     return out[:, : q_RTKC.shape[1]], states
 
 
 def _corrections(k, v, beta, decays: Decays) -> tuple[jax.Array, jax.Array]:
     """`u` of all tokens for zero states, and the keys that read each state's contribution to it; both in one solve."""
     strength = jnp.moveaxis(beta, 2, -1)
-    system = einsum("rnikc,rnjkc->rnkij", k, k)[:, :, :, None] * decays.between * strength[..., None]
+    system = einsum_highest("rnikc,rnjkc->rnkij", k, k)[:, :, :, None] * decays.between * strength[..., None]
     given = jnp.moveaxis(v * beta[..., None], 2, 4)
-    read = einsum("rnikc,rnskgi->rnskgic", k, from_states(decays) * strength[:, :, None])
+    read = einsum_highest("rnikc,rnskgi->rnskgic", k, from_states(decays) * strength[:, :, None])
     count, width = read.shape[2], k.shape[-1]
     parts = [given, *(read[:, :, state] for state in range(count))]
-    solved = einsum("rnkgij,rnkgjv->rnkgiv", _inverse(system), jnp.concatenate(parts, axis=-1))
+    solved = einsum_highest("rnkgij,rnkgjv->rnkgiv", _inverse(system), jnp.concatenate(parts, axis=-1))
     u, read = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     return u, jnp.moveaxis(read.reshape(*read.shape[:-1], count, width), -2, 2)
 
@@ -243,7 +243,7 @@ def _inverse(system: jax.Array) -> jax.Array:
         halves = system.reshape(*system.shape[:-2], len(at), 2, width, len(at), 2, width)
         below = jnp.moveaxis(jnp.diagonal(halves[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
         first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
-        corner = -einsum("...ij,...jk,...kl->...il", second, below, first)
+        corner = -einsum_highest("...ij,...jk,...kl->...il", second, below, first)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         found, width = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2), 2 * width
     return found[..., 0, :, :]
@@ -256,7 +256,7 @@ def _inverse_forward(system):
 
 def _inverse_backward(inverse, gradient):
     """d(X^-1) = -X^-1 dX X^-1, however the inverse was computed."""
-    product = -einsum("...ji,...jk,...lk->...il", inverse, gradient, inverse)
+    product = -einsum_highest("...ji,...jk,...lk->...il", inverse, gradient, inverse)
     return (jnp.tril(product, -1),)
 
 
@@ -266,9 +266,9 @@ _inverse.defvjp(_inverse_forward, _inverse_backward)
 def delta_step(q_RKC, k_RKC, v_RKGV, g_RKG, beta_RKG, state_RKGCV) -> tuple[jax.Array, jax.Array]:
     """Outputs `[R, K, G, V]` of one more token, and the state after it."""
     state = state_RKGCV * jnp.exp(g_RKG)[..., None, None]
-    u = beta_RKG[..., None] * (v_RKGV - einsum("rkc,rkgcv->rkgv", k_RKC, state))
+    u = beta_RKG[..., None] * (v_RKGV - einsum_highest("rkc,rkgcv->rkgv", k_RKC, state))
     state = state + k_RKC[:, :, None, :, None] * u[..., None, :]
-    return einsum("rkc,rkgcv->rkgv", q_RKC, state), state
+    return einsum_highest("rkc,rkgcv->rkgv", q_RKC, state), state
 
 
 # The state space model of Mamba-2, chunked (Dao and Gu 2024, arXiv:2405.21060)
@@ -291,16 +291,16 @@ def state_space(
         order: the texts in each row; None if each row is one text.
         state_RKGCV: the state before each row, which then continues a text; only without `order`.
     """
-    between = decays(g_RTKG, order, continued=state_RKGCV is not None)
-    C, B, x = (in_chunks(each, between.size) for each in (C_RTKC, B_RTKC, x_RTKGV))
-    out, states = scanned(C, B, jnp.moveaxis(x, 2, 4), between, state=state_RKGCV)
+    decays = chunk_decays(g_RTKG, order, continued=state_RKGCV is not None)
+    C, B, x = (in_chunks(each, decays.size) for each in (C_RTKC, B_RTKC, x_RTKGV))
+    out, states = scanned(C, B, jnp.moveaxis(x, 2, 4), decays, state=state_RKGCV)
     return out[:, : C_RTKC.shape[1]], states
 
 
 def state_space_step(C_RKC, B_RKC, x_RKGV, g_RKG, state_RKGCV) -> tuple[jax.Array, jax.Array]:
     """Outputs `[R, K, G, V]` of one more token, and the state after it."""
     state = state_RKGCV * jnp.exp(g_RKG)[..., None, None] + B_RKC[:, :, None, :, None] * x_RKGV[..., None, :]
-    return einsum("rkc,rkgcv->rkgv", C_RKC, state), state
+    return einsum_highest("rkc,rkgcv->rkgv", C_RKC, state), state
 
 
 # The gated short convolution of LFM2
