@@ -185,7 +185,7 @@ def test_later_turns_are_padded_within_the_limit(model, at_once, monkeypatch):
     texts, options = talk.prompts, {"group": 1, "turns": turns, "limit": Limit(at_once)}
     for prompts in (5, at_once):
         out = complete(model, texts, FEW, stream=TorchGenerator(0), **options)
-        assert [len(piece.members) for piece in turns._last.pieces] == [prompts]
+        assert [len(piece.request_rows) for piece in turns._last.pieces] == [prompts]
         texts = [ids + tokens.tolist() + [7] for ids, tokens in zip(texts, out.tokens, strict=True)]
     assert len(talk.steps) == 1
 

@@ -271,54 +271,54 @@ def grown_shapes(state: Decoding, *, capacity: int) -> Decoding:
 
 
 def selected(
-    state: Decoding, prompts: np.ndarray, members: np.ndarray, alive: np.ndarray, *, shards: Shards | None = None,
+    state: Decoding, prompts: np.ndarray, completions: np.ndarray, alive: np.ndarray, *, shards: Shards | None = None,
     keep: bool = False,
 ) -> Decoding:  # fmt: skip
     """Select a subset of completions. Consumes the cache of `state`, array by array like `grow`, unless `keep` is set.
 
     Args:
         prompts: int32 `[P']`, prompt indices within the shard; every shard has equally many.
-        members: int32 `[P', G']`, indices of completions within their prompt.
+        completions: int32 `[P', G']`, indices of completions within their prompt.
         alive: bool `[P', G']`, False for padding.
     """
 
     def select(array: jax.Array, axis: int, each: bool) -> jax.Array:
-        new = _selected_array(array, prompts, members if each else None, axis=axis, shards=shards)
+        new = _selected_array(array, prompts, completions if each else None, axis=axis, shards=shards)
         if not keep:
             array.delete()
         return new
 
     parts = [part.selected(select) for part in state.cache.parts]
     bare = state._replace(cache=state.cache._replace(parts=[]))
-    bare = _selected_rows(bare, prompts, members, alive, shards=shards)
+    bare = _selected_rows(bare, prompts, completions, alive, shards=shards)
     return bare._replace(cache=bare.cache._replace(parts=parts))
 
 
 @partial(jax.jit, static_argnames=("axis", "shards"))
 def _selected_array(
-    array: jax.Array, prompts: jax.Array, members: jax.Array | None, *, axis: int, shards: Shards | None
+    array: jax.Array, prompts: jax.Array, completions: jax.Array | None, *, axis: int, shards: Shards | None
 ) -> jax.Array:
-    """`array[prompts]` or `array[prompts, members]`, where prompts are on this axis."""
+    """`array[prompts]` or `array[prompts, completions]`, where prompts are on this axis."""
 
-    def of_shard(array: jax.Array, prompts: jax.Array, members: jax.Array | None) -> jax.Array:
-        at = (prompts,) if members is None else (prompts[:, None], members)
+    def of_shard(array: jax.Array, prompts: jax.Array, completions: jax.Array | None) -> jax.Array:
+        at = (prompts,) if completions is None else (prompts[:, None], completions)
         return array[(slice(None),) * axis + at]
 
     def specs(own: Shards) -> tuple:
         of_array = PartitionSpec(*[None] * axis, own.axes)
         return (of_array, own.rows, own.rows), of_array
 
-    return shard_mapped(shards, of_shard, specs)(array, prompts, members)
+    return shard_mapped(shards, of_shard, specs)(array, prompts, completions)
 
 
 @partial(jax.jit, static_argnames=("shards",))
 def _selected_rows(
-    state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax.Array, *, shards: Shards | None
+    state: Decoding, prompts: jax.Array, completions: jax.Array, alive: jax.Array, *, shards: Shards | None
 ) -> Decoding:
     """`selected` for a state without the parts of its cache."""
 
-    def of_shard(state: Decoding, prompts: jax.Array, members: jax.Array, alive: jax.Array) -> Decoding:
-        rows = (prompts[:, None] * _group(state) + members).reshape(-1)
+    def of_shard(state: Decoding, prompts: jax.Array, completions: jax.Array, alive: jax.Array) -> Decoding:
+        rows = (prompts[:, None] * _group(state) + completions).reshape(-1)
         logps = None if state.logps is None else state.logps[rows]
         own = {"tokens": state.tokens[rows], "lengths": state.lengths[rows], "alive": alive.reshape(-1), "logps": logps}
         return state._replace(cache=state.cache._replace(fill=state.cache.fill.selected(prompts)), **own)
@@ -326,7 +326,7 @@ def _selected_rows(
     def specs(own: Shards) -> tuple:
         return (Decoding.specs(own), *[own.rows] * 3), Decoding.specs(own)
 
-    return shard_mapped(shards, of_shard, specs)(state, prompts, members, alive)
+    return shard_mapped(shards, of_shard, specs)(state, prompts, completions, alive)
 
 
 @partial(jax.jit, static_argnames=("count",))

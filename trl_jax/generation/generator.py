@@ -139,7 +139,7 @@ class _Generation:
         )
         count = -(-slots * parts // self._shards) * self._shards
         self._slots = Slots(request, count, done, self._shards, continued and continued.shard_of)
-        self._prompt_capacity = padded_length(self._longest(self._slots.members), "auto")
+        self._prompt_capacity = padded_length(self._longest(self._slots.request_rows), "auto")
         self._stops = request.stops()
         self._inputs = request.sampling_inputs()  # for all rows of the request
         longest = padded_length(max(map(len, request.texts)), "auto")
@@ -149,8 +149,8 @@ class _Generation:
 
     def run(self, progress: Progress | None) -> None:
         slots, capacity = self._slots, cache_capacity(min(self._request.max_new_tokens, FIRST_CAPACITY))
-        noise = self._noise(0, slots.members.reshape(-1) >= 0)
-        state, status = self._first(slots.members, slots.longest(0), self._prompt_capacity, capacity, noise)
+        noise = self._noise(0, slots.request_rows.reshape(-1) >= 0)
+        state, status = self._first(slots.request_rows, slots.longest(0), self._prompt_capacity, capacity, noise)
         self._used += 1
         while True:
             alive = self._alive(state, status)
@@ -161,39 +161,39 @@ class _Generation:
                 break
             state, alive = self._compacted(state._replace(alive=alive), alive)
             state, status = self._advanced(state, alive, int(status.count))
-        slots.give(state, np.ones(slots.members.shape, bool))
-        self._keep(state, slots.members)
+        slots.give(state, np.ones(slots.request_rows.shape, bool))
+        self._keep(state, slots.request_rows)
 
     def _first(
-        self, members: np.ndarray, longest: int, prompt_capacity: int, capacity: int, noise: Noise | None
+        self, request_rows: np.ndarray, longest: int, prompt_capacity: int, capacity: int, noise: Noise | None
     ) -> tuple[Decoding, Status]:
-        """Prefill the prompts of `members` `[P', G]` and sample the first token of each completion.
+        """Prefill the prompts of these rows `[P', G]` and sample the first token of each completion.
 
         Args:
             longest: tokens of the longest text in the batch.
         """
         if self._continued is None:
-            logits, cache = self._prefilled(members, longest, prompt_capacity, capacity)
+            logits, cache = self._prefilled(request_rows, longest, prompt_capacity, capacity)
         else:
             room = Room(self._request.group, capacity)
             logits, cache = self._continued.prefilled(
-                self._weights, members[:, 0], room, prompt_capacity, self._max_tokens
+                self._weights, request_rows[:, 0], room, prompt_capacity, self._max_tokens
             )
             self._continued = None
-        state = initial_state(cache, members.reshape(-1) >= 0, capacity, logps=self._request.logps)
-        sampling = self._inputs_of(members)
+        state = initial_state(cache, request_rows.reshape(-1) >= 0, capacity, logps=self._request.logps)
+        sampling = self._inputs_of(request_rows)
         return first_tokens(logits, state, self._stops, noise, sampling, shards=self._weights.shards)
 
     def _prefilled(
-        self, members: np.ndarray, longest: int, prompt_capacity: int, capacity: int
+        self, request_rows: np.ndarray, longest: int, prompt_capacity: int, capacity: int
     ) -> tuple[jax.Array, Cache]:
-        request, weights, prompts = self._request, self._weights, self._slots.prompts(members)
+        request, weights, prompts = self._request, self._weights, self._slots.prompts(request_rows)
         tokens = np.full((len(prompts), prompt_capacity), request.pad, np.int32)
         for row, ids in zip(tokens, prompts, strict=True):
             row[: len(ids)] = ids
         return prefill(
             weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in prompts], np.int32),
-            np.int32(longest), self._seen(members, prompt_capacity), group=request.group, capacity=capacity,
+            np.int32(longest), self._seen(request_rows, prompt_capacity), group=request.group, capacity=capacity,
             max_tokens=self._max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype,
             by_layer=weights.layers is not None, shards=weights.shards,
         )  # fmt: skip
@@ -203,27 +203,27 @@ class _Generation:
         """Whether the cache is kept for another turn."""
         return self._turns is not None and self._turns.keeps
 
-    def _keep(self, state: Decoding, members: np.ndarray) -> None:
+    def _keep(self, state: Decoding, request_rows: np.ndarray) -> None:
         """Keep the cache of these completions, `[P, G]` with -1 for others, if there may be another turn."""
         if self._keeps:
-            self.kept.append(Piece(state.cache.parts, fetched(state.cache.fill.prompt_lengths), members))
+            self.kept.append(Piece(state.cache.parts, fetched(state.cache.fill.prompt_lengths), request_rows))
 
-    def _seen(self, members: np.ndarray, prompt_capacity: int) -> PromptImages:
-        """The images of these members' prompts."""
+    def _seen(self, request_rows: np.ndarray, prompt_capacity: int) -> PromptImages:
+        """The images of these rows' prompts."""
         texts = self._request.images
         if texts is None:
             return TEXT_ALONE
         return prompt_images(
-            [texts[row // self._request.group] for row in members[:, 0]], prompt_capacity, self._shards
+            [texts[row // self._request.group] for row in request_rows[:, 0]], prompt_capacity, self._shards
         )
 
-    def _longest(self, members: np.ndarray) -> int:
+    def _longest(self, request_rows: np.ndarray) -> int:
         """Tokens of the longest of these prompts."""
-        return max(map(len, self._slots.prompts(members)))
+        return max(map(len, self._slots.prompts(request_rows)))
 
-    def _inputs_of(self, members: np.ndarray) -> SamplingInputs:
+    def _inputs_of(self, request_rows: np.ndarray) -> SamplingInputs:
         """Sampling inputs for these rows."""
-        rows = members.reshape(-1)
+        rows = request_rows.reshape(-1)
         return self._inputs._replace(prompt_ids=self._inputs.prompt_ids[rows], pads=self._inputs.pads[rows])
 
     def _noise(self, count: int, alive: np.ndarray) -> Noise | None:
@@ -241,7 +241,7 @@ class _Generation:
         needed = self._slots.num_tokens(count)[alive].max() + steps
         if needed > state.capacity and state.capacity < self._request.max_new_tokens:
             state = grow(state, capacity=cache_capacity(state.capacity + 1))
-        sampling = self._inputs_of(self._slots.members)
+        sampling = self._inputs_of(self._slots.request_rows)
         state, status = next_tokens(
             weights.graph, weights.arrays, weights.layers, state, self._stops, noise, sampling, np.int32(first),
             np.int32(steps), np.int32(longest), dtype=weights.dtype,
@@ -304,7 +304,7 @@ class _Generation:
         noise = None if self._source is None else self._source.first(fresh.reshape(-1))
         longest = self._slots.longest(int(state.count) - 1)
         first, _ = self._first(fresh, longest, power_of_two(max(32, self._longest(fresh))), 1, noise)
-        longest = self._longest(self._slots.members)
+        longest = self._longest(self._slots.request_rows)
         if not self._prompt_capacity // 2 < longest <= self._prompt_capacity:
             self._prompt_capacity = power_of_two(max(32, longest))
             state = with_prompt_capacity(state, count=self._prompt_capacity)
@@ -315,7 +315,7 @@ class _Generation:
         without a watch, which identifies rows by their index."""
         if self._slots.waiting or self._watch is not None or self._used < self._steps:
             return state, alive
-        before = self._slots.members
+        before = self._slots.request_rows
         kept = self._slots.compact(state, alive)
         if kept is None:
             return state, alive
@@ -336,7 +336,7 @@ class Slots:
         shard_of: the shard of each prompt; None divides them in order.
 
     Attributes:
-        members: rows of the request, `[P, G]`; -1 for padding.
+        request_rows: rows of the request, `[P, G]`; -1 for padding.
         begun: the step at which each prompt started, `[P]`.
         waiting: indices of prompts without a slot yet.
     """
@@ -358,26 +358,26 @@ class Slots:
             runs = [[prompt for prompt in first if shard_of[prompt] == shard] for shard in range(shards)]
             most = max(map(len, runs))
             each = max(each, rounded_up(most, 1) if request.varies else most)
-        self.members, self.begun = np.full((shards * each, request.group), -1), np.zeros(shards * each, np.int32)
+        self.request_rows, self.begun = np.full((shards * each, request.group), -1), np.zeros(shards * each, np.int32)
         for shard, run in enumerate(runs):
-            self.members[shard * each : shard * each + len(run)] = self._rows_of(run)
+            self.request_rows[shard * each : shard * each + len(run)] = self._rows_of(run)
         self.waiting = deque(range(len(first), len(request.prompts)))
         self._lengths = np.zeros(request.rows, np.int32)
         self._checked, self._ends = np.zeros(request.rows, np.int32), np.full(request.rows, request.max_new_tokens)
-        self._ahead = max(map(len, self.prompts(self.members)))
+        self._ahead = max(map(len, self.prompts(self.request_rows)))
 
     @property
     def rows(self) -> np.ndarray:
-        """The members, `[P x G]`; row 0 for padding."""
-        return np.maximum(self.members, 0).reshape(-1)
+        """The rows of the request, `[P x G]`; 0 for padding."""
+        return np.maximum(self.request_rows, 0).reshape(-1)
 
     def num_tokens(self, count: int) -> np.ndarray:
         """Number of tokens of each row after `count` steps."""
-        return count - np.repeat(self.begun, self.members.shape[1])
+        return count - np.repeat(self.begun, self.request_rows.shape[1])
 
-    def prompts(self, members: np.ndarray) -> list[np.ndarray]:
-        """The prompts of these members as token ids, after any virtual tokens."""
-        return [self._request.texts[row // self._request.group] for row in members[:, 0]]
+    def prompts(self, request_rows: np.ndarray) -> list[np.ndarray]:
+        """The prompts of these rows as token ids, after any virtual tokens."""
+        return [self._request.texts[row // self._request.group] for row in request_rows[:, 0]]
 
     def longest(self, count: int) -> int:
         """Tokens of the longest text after `count` steps, including padding after ended completions."""
@@ -386,7 +386,7 @@ class Slots:
     @property
     def each(self) -> int:
         """Slots per shard."""
-        return len(self.members) // self._shards
+        return len(self.request_rows) // self._shards
 
     def free(self, alive: np.ndarray) -> list[np.ndarray]:
         """For each shard, the slots in which all completions have ended, numbered within the shard."""
@@ -403,11 +403,11 @@ class Slots:
         wanted = [(shard, slot) for shard, own in enumerate(free) for slot in own[:most]][: len(self.waiting)]
         numbers = [self.waiting.popleft() for _ in wanted]
         at = np.asarray([shard * self.each + slot for shard, slot in wanted])
-        ended = np.zeros(self.members.shape, bool)
+        ended = np.zeros(self.request_rows.shape, bool)
         ended[at] = True
         self.give(state, ended)
-        self.members[at], self.begun[at] = self._rows_of(numbers), int(state.count) - 1
-        lengths = np.asarray([len(prompt) for prompt in self.prompts(self.members)])
+        self.request_rows[at], self.begun[at] = self._rows_of(numbers), int(state.count) - 1
+        lengths = np.asarray([len(prompt) for prompt in self.prompts(self.request_rows)])
         self._ahead = int(np.max(lengths - self.begun))
         prompts, slots = np.full((self._shards, most), numbers[0]), np.full((self._shards, most), self.each, np.int32)
         for shard in range(self._shards):
@@ -420,33 +420,33 @@ class Slots:
         """Hand over and drop ended completions, if that at least halves the batch size.
 
         Returns:
-            Arguments of `decode.selected`: prompts `[P']` of each shard, their members `[P', G']`, and which of these
-            are alive. None if the batch stays as it is.
+            Arguments of `decode.selected`: prompts `[P']` of each shard, the indices `[P', G']` of their completions,
+            and which of these are alive. None if the batch stays as it is.
         """
-        alive = alive.reshape(self.members.shape)
+        alive = alive.reshape(self.request_rows.shape)
         prompts = [np.flatnonzero(own.any(axis=1)) for own in np.split(alive, self._shards)]
         shape = power_of_two(max(1, *map(len, prompts))), power_of_two(alive.sum(axis=1).max())
         if 2 * self._shards * shape[0] * shape[1] > alive.size:
             return None
         self.give(state, ~alive)
         at = np.zeros((self._shards, shape[0]), np.int32)
-        members, living = np.zeros((*at.shape, shape[1]), np.int32), np.zeros((*at.shape, shape[1]), bool)
+        completions, living = np.zeros((*at.shape, shape[1]), np.int32), np.zeros((*at.shape, shape[1]), bool)
         first = np.arange(self._shards)[:, None] * self.each
         for shard, of_shard in enumerate(prompts):
             at[shard, : len(of_shard)] = of_shard
             for place, prompt in enumerate(of_shard):
                 own = np.flatnonzero(alive[first[shard, 0] + prompt])
-                members[shard, place, : len(own)], living[shard, place, : len(own)] = own, True
+                completions[shard, place, : len(own)], living[shard, place, : len(own)] = own, True
         at, numbers = at.reshape(-1), (first + at).reshape(-1)
-        members, living = (each.reshape(-1, shape[1]) for each in (members, living))
-        self.members = np.where(living, self.members[numbers[:, None], members], -1)
+        completions, living = (each.reshape(-1, shape[1]) for each in (completions, living))
+        self.request_rows = np.where(living, self.request_rows[numbers[:, None], completions], -1)
         self.begun = self.begun[numbers]
-        return at, members, living
+        return at, completions, living
 
     def stopped(self, state: Decoding, alive: np.ndarray, stop: StopRule) -> np.ndarray:
         """Which completions continue, bool `[P x G]`, after `stop` has read their new tokens."""
         alive, texts, lengths = alive.copy(), fetched(state.in_order()), fetched(state.lengths)
-        for slot, row in enumerate(self.members.reshape(-1)):
+        for slot, row in enumerate(self.request_rows.reshape(-1)):
             length = int(lengths[slot])
             if row < 0 or length <= self._checked[row]:
                 continue
@@ -459,15 +459,15 @@ class Slots:
 
     def progress(self, state: Decoding, alive: np.ndarray) -> tuple[int, int]:
         """Number of ended completions, and number of tokens generated so far."""
-        members, lengths = self.members.reshape(-1), self._lengths.copy()
-        lengths[members[members >= 0]] = fetched(state.lengths)[members >= 0]
+        request_rows, lengths = self.request_rows.reshape(-1), self._lengths.copy()
+        lengths[request_rows[request_rows >= 0]] = fetched(state.lengths)[request_rows >= 0]
         left = len(self.waiting) * self._request.group + int(alive.sum())
         return self._request.rows - left, int(lengths.sum())
 
     def give(self, state: Decoding, which: np.ndarray) -> None:
         """Pass the ended completions selected by `which`, bool `[P, G]`, to `done`."""
-        taken = np.flatnonzero((which & (self.members >= 0)).reshape(-1))
-        rows, begun = self.members.reshape(-1)[taken], np.repeat(self.begun, self.members.shape[1])[taken]
+        taken = np.flatnonzero((which & (self.request_rows >= 0)).reshape(-1))
+        rows, begun = self.request_rows.reshape(-1)[taken], np.repeat(self.begun, self.request_rows.shape[1])[taken]
         at = (begun[:, None] + np.arange(state.capacity)) % state.capacity
         tokens = np.take_along_axis(fetched(state.tokens)[taken], at, axis=1)
         lengths = np.minimum(fetched(state.lengths)[taken], self._ends[rows])

@@ -70,8 +70,8 @@ class TurnCache:
         """
         places = {}
         for number, piece in enumerate(pieces):
-            for slot, member in np.argwhere(piece.members >= 0):
-                row = piece.members[slot, member]
+            for slot, member in np.argwhere(piece.request_rows >= 0):
+                row = piece.request_rows[slot, member]
                 # The last token was sampled, but is not in the cache.
                 places[_key(texts[row][:-1], _of(images, row))] = _Place(number, slot, member)
         lengths = sorted({length for length, *_ in places}, reverse=True)
@@ -121,12 +121,12 @@ class Piece(NamedTuple):
     """Part of the cache of a generation.
 
     prompt_lengths: int `[P]`, in tokens.
-    members: int `[P, G]`, the row of each completion that has ended; -1 for others.
+    request_rows: int `[P, G]`, the row of each completion that has ended; -1 for others.
     """
 
     parts: list[LayersCache]
     prompt_lengths: np.ndarray
-    members: np.ndarray
+    request_rows: np.ndarray
 
 
 class _Turn(NamedTuple):
@@ -228,13 +228,13 @@ class ContinuedTexts:
         piece = self.pieces[number]
         places = np.asarray(self.places, np.int32)[prompts]
         here = (prompts >= 0) & (places[:, 0] == number)
-        at, members = np.where(here, places[:, 1:].T, 0)
+        at, completions = np.where(here, places[:, 1:].T, 0)
         lengths = piece.prompt_lengths[at].astype(np.int32)
-        return CachedTexts(at % self._each(piece), members, lengths, known, here)
+        return CachedTexts(at % self._each(piece), completions, lengths, known, here)
 
     def _each(self, piece: Piece) -> int:
         """Prompts of a piece on each shard."""
-        return len(piece.members) // self.shards
+        return len(piece.request_rows) // self.shards
 
 
 @partial(jax.jit, static_argnames=("rows", "length", "room", "shards"))
