@@ -23,7 +23,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in ("__init__", "run_all"))
 # By default, these are covered by other comparisons with TRL: parity/test_curve.py, trainer/test_trainer_evaluate.py,
 # trainer/test_overriding.py, trainer/test_trainer_train.py, data/test_preference.py and cli/test_main_module.py.
-SELDOM = {"by_name", "margins", "user_metrics", "subclassed", "callbacks", "old_helpers", "old_tokenized"}
+SELDOM = {"by_name", "margins", "own_metrics", "subclassed", "callbacks", "old_helpers", "old_tokenized"}
 # Replacements that TRL 1.16 needs in old scripts.
 SINCE = {
     "old_keywords": {
