@@ -200,8 +200,9 @@ class BaseTrainer(abc.ABC):
         check_overridden(type(self), {**self._never_called, **self._once_called})
         warn_of_patched_trainer(type(self))
         own = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
-        self._calls_collator = self._is_own_collator(data_collator)
-        if not self._calls_collator:
+        if self._is_own_collator(data_collator):
+            self._calls_collator = True
+        else:
             check_collator(data_collator, own, self._older_collators)
         if isinstance(data_collator, VisionCollator):
             processing_class = one_processor(data_collator.processor, processing_class)
