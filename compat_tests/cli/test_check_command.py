@@ -121,6 +121,10 @@ class Calling(GRPOTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         torch.zeros(1).backward()
 
+class CallingOwn(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return torch.mean(self.model(inputs["prompt_ids"]).logits)
+
 class Compared(DPOTrainer):
     def _compute_loss(self, model, inputs, return_outputs):
         return torch.mean(self.ref_model(**inputs).logits)
@@ -143,7 +147,8 @@ def test_methods_that_a_subclass_may_override_are_known():
         "Surrogate.prediction_step": REFUSED, "Old.compute_loss": REFUSED,
         "Surrogate._generate_and_score_completions": WORKS, "Surrogate._generate_single_turn": REFUSED,
         "Pairs.compute_loss": CHANGED, "Surrogate._calculate_rewards = ...": REFUSED,
-        "Calling._compute_loss": REFUSED, "Calling.compute_loss": REFUSED, "Compared._compute_loss": REFUSED,
+        "Calling._compute_loss": CHANGED, "Calling.compute_loss": REFUSED, "Compared._compute_loss": REFUSED,
+        "CallingOwn._compute_loss": REFUSED,
         "Compared.compute_loss": REFUSED, "Recorded.compute_loss": CHANGED, "Taught._compute_loss": REFUSED,
         "Groups.prediction_step": CHANGED, "Groups.create_optimizer": WORKS, "Old.create_optimizer": REFUSED,
         "Groups.get_decay_parameter_names": WORKS, "Groups.training_step": WORKS, "Groups._get_train_sampler": WORKS,

@@ -22,6 +22,7 @@ from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE, read_weights
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.trainer.rloo_trainer import RLOOTrainer
+from trl_jax.training.completions_loss import UserCompletionsLoss
 from trl_jax.training.torch_errors import found_in_torch
 
 CONFIG = {
@@ -83,6 +84,30 @@ class Dapo(GRPOTrainer):
         return (per_token_loss * mask).sum() / normalizer
 
 
+class FromLogits(GRPOTrainer):
+    """GRPO without a clipped ratio, from the model's logits; with `from_logps`, from its log-probabilities."""
+
+    from_logps = False
+
+    def _compute_loss(self, model, inputs):
+        completion_ids, mask = inputs["completion_ids"], inputs["completion_mask"]
+        if self.from_logps:
+            logps, entropies, _ = logps_of(self, model, inputs)
+        else:
+            ids = jnp.concatenate([inputs["prompt_ids"], completion_ids], axis=1)
+            logits = model(input_ids=ids, logits_to_keep=completion_ids.shape[1] + 1).logits[:, :-1] / self.temperature
+            log_probs = jax.nn.log_softmax(logits)
+            logps = jnp.take_along_axis(log_probs, completion_ids[..., None], axis=-1)[..., 0]
+            entropies = -(jnp.exp(log_probs) * log_probs).sum(-1)
+        ratio = jnp.exp(logps - inputs.get("old_per_token_logps", jax.lax.stop_gradient(logps)))
+        losses = -ratio * inputs["advantages"][:, None] - 0.1 * entropies
+        return (losses * mask).sum() / mask.sum() / self.current_gradient_accumulation_steps
+
+
+class FromLogps(FromLogits):
+    from_logps = True
+
+
 class Quarter(GRPOTrainer):
     """Half of super()'s loss with halved advantages. Replaces two of the inputs, one of them by an equal mask."""
 
@@ -142,6 +167,21 @@ def test_the_surrogate_in_jax_numpy_is_the_built_in_one(trained):
     assert quarter["entropy"] == pytest.approx(history[0]["entropy"])
 
 
+def test_a_loss_on_logits_in_jax_numpy_is_the_one_on_log_probabilities(trained, monkeypatch):
+    computed = []  # whether a pass has computed logits
+
+    def spied(self, *given, loss=UserCompletionsLoss.loss):
+        computed.append("logits" in given[0])
+        return loss(self, *given)
+
+    monkeypatch.setattr(UserCompletionsLoss, "loss", spied)
+    config = {"temperature": 0.8, "evaluated": 4, "eval_strategy": "steps", "eval_steps": 2}
+    found, first = trained(FromLogits, "logits", **config), computed.copy()
+    computed.clear()
+    same(found, trained(FromLogps, "logps", **config), rtol=1e-4, atol=1e-5)
+    assert first[:2] == [False, True] and all(first[1:]) and computed and not any(computed)
+
+
 @only_thorough
 def test_the_loss_of_rloo_is_averaged_over_micro_batches(trained):
     same(trained(Rloo, "own"), trained(RLOOTrainer, "built-in"))
@@ -161,9 +201,13 @@ def test_a_geometric_mean_trains_an_adapter_and_resumes_bit_for_bit(trained, tmp
 
 REFUSED = {
     "another model": (lambda self, model, inputs: logps_of(self, self.model, inputs)[0].sum(), "not with self.model"),
-    "a call": (
+    "a call with other ids": (
         lambda self, model, inputs: model(inputs["prompt_ids"]).logits.sum(),
-        "full logits are never materialized",
+        r"model\(...\) was called with input_ids \[4, 32\], which are not the ids of the inputs \[4, 64\]",
+    ),
+    "a call with labels": (
+        lambda self, model, inputs: model(inputs["prompt_ids"], labels=inputs["prompt_ids"]).loss,
+        r"model\(...\) got labels; in a loss on completions it takes input_ids, attention_mask and logits_to_keep",
     ),
     "no scalar": (lambda self, model, inputs: logps_of(self, model, inputs)[0], r"an array \[4, 32\]; expected a JAX"),
     "a number": (
@@ -329,6 +373,65 @@ def test_a_script_in_torch_is_the_run_of_trl(checkpoint, tmp_path):
     assert groups[0] == groups[1]
 
 
+CALLING = """
+import torch
+import torch.nn.functional as F
+
+class Own(Trainer):
+    def _compute_loss(self, model, inputs):
+        ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+        C, mask_C = inputs["completion_ids"].size(1), inputs["completion_mask"]
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, return_dict=True).logits
+        assert logits.shape[:2] == ids.shape and logits.dtype == torch.float32
+        logits = logits[:, :-1, :][:, -C:, :] / self.temperature
+        log_probs = F.log_softmax(logits, dim=-1)
+        logps = log_probs.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        confident = F.softmax(logits, -1).topk(3, dim=-1).values.sum(-1)
+        with torch.no_grad():  # in two parts, as TRL's batch_size
+            parts = [model(ids[i : i + 2], mask[i : i + 2], logits_to_keep=C + 1)[0] for i in range(0, len(ids), 2)]
+        old = F.log_softmax(torch.cat(parts)[:, :-1] / self.temperature, -1)
+        old = old.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        ratio, advantages = torch.exp(logps - old), inputs["advantages"].unsqueeze(1)
+        losses = -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)
+        losses = losses - 0.01 * entropy + 0.1 * confident
+        if "ref_per_token_logps" in inputs:
+            log_ratio = inputs["ref_per_token_logps"] - logps
+            losses = losses + self.beta * (torch.exp(log_ratio) - log_ratio - 1)
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["own/entropy"].append(((entropy * mask_C).sum() / mask_C.sum()).item())
+        loss = ((losses * mask_C).sum(-1) / mask_C.sum(-1).clamp(min=1.0)).mean()
+        return loss / 2 if mode == "train" else loss
+"""
+
+
+@pytest.mark.parametrize("kind", usually("GRPO".__eq__, ("GRPO", "RLOO")))
+def test_a_script_in_torch_that_calls_the_model_is_the_run_of_trl(checkpoint, tmp_path, caplog, kind):
+    (tmp_path / "script.py").write_text(CALLING)
+    runs = []
+    for package in (trl, trl_jax):
+        names = {"Trainer": getattr(package, f"{kind}Trainer"), "__name__": "script"}
+        exec(compile(CALLING, str(tmp_path / "script.py"), "exec"), names)
+        own = CONFIG | {"max_steps": 3, "max_completion_length": 16, "temperature": 0.8, "beta": 0.1}
+        args = getattr(package, f"{kind}Config")(str(tmp_path / package.__name__), **BASE | own)
+        rows, ends = Dataset.from_list(prompt_rows(8)), []
+
+        def reward(completions, completion_ids, ends=ends, **columns):
+            ends += map(len, completion_ids)
+            return length_reward(completions)
+
+        trainer = names["Own"](str(checkpoint(**SMALL)), reward_funcs=reward, args=args, train_dataset=rows)
+        trainer.train()
+        trainer.save_model()
+        runs.append((trainer, read_weights(tmp_path / package.__name__), ends))
+    assert runs[0][2] == runs[1][2] and len(set(ends)) > 1
+    same(runs[1], runs[0], rtol=1e-4, atol=1e-5)
+    entropies = [[log["own/entropy"] for log in run[0].state.log_history[:3]] for run in runs]
+    assert entropies[1] == pytest.approx(entropies[0], rel=1e-4)
+    sizes = [record.getMessage() for record in caplog.records if "logits of completions" in record.getMessage()]
+    assert len(sizes) == 1 and "float32 [4, 32, 520]" in sizes[0]
+
+
 def test_a_method_that_arrays_have_with_another_meaning_makes_a_loss_one_in_torch(tmp_path):
     text = "def own(logps):\n    return logps.mean() + helper(logps)\n\ndef helper(x):\n    y = {}\n    return y\n"
     for imported, call, found in (
@@ -454,6 +557,17 @@ def test_what_a_loss_in_torch_cannot_do_is_said(checkpoint, tmp_path):
         (in_place, TypeError, "got another advantages than the inputs have. In torch"),
         (backwards, TypeError, r"calls \.backward\(\), which trl_jax does itself"),
         (lambda self, inputs, ids: self.model(ids).logits.mean(), TypeError, "calls self.model, whose outputs"),
+        (
+            lambda self, inputs, ids: self.given(ids, output_hidden_states=True).logits.mean(),
+            TypeError,
+            r"model\(...\) got output_hidden_states; in a loss on completions it takes input_ids",
+        ),
+        (lambda self, inputs, ids: self.given(ids.flip(1)).logits.mean(), TypeError, "not the ids of the inputs"),
+        (
+            lambda self, inputs, ids: self.given(ids, torch.zeros_like(ids)).logits.mean(),
+            TypeError,
+            "with another attention_mask than prompt_mask and completion_mask of the inputs",
+        ),
         (other_tokens, TypeError, "with other token ids than prompt_ids and completion_ids"),
         (many_numbers, ValueError, "logs more than 32 numbers"),
         (lambda self, inputs, ids: ids.float().mean(), TypeError, "a tensor without a gradient"),

@@ -548,7 +548,7 @@ def _stops_in_loss(node: ast.AST, trainer: type) -> str:
     ):
         return "It reads the model's parameters, which have no gradient in a loss. For a penalty set weight_decay."
     if "_get_per_token_logps_and_entropies" in dir(trainer) and "_get_per_token_divergences" not in dir(trainer):
-        stops, instead = _MODELS, "self._get_per_token_logps_and_entropies(model, ...)"
+        stops, instead = _MODELS[1:], "model(...), or self._get_per_token_logps_and_entropies(model, ...)"
     elif any(isinstance(one, ast.Attribute) and one.attr == "precompute_ref_logps" for one in ast.walk(node)):
         return ""  # like TRL's own loss, it only calls the reference model if this is false
     else:

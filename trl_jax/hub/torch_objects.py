@@ -887,6 +887,13 @@ def padded_gradient(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return found
 
 
+def padded_positions(values: Any, before: int, after: int) -> Any:
+    """Pad the second axis of a tensor `[rows, positions, V]` with NaN."""
+    import torch
+
+    return torch.nn.functional.pad(values, (0, 0, before, after), value=float("nan"))
+
+
 def _copied(outputs: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.array(values) for name, values in outputs.items()}
 

@@ -603,7 +603,8 @@ class OnlineTrainer(RolloutTrainer):
         with its gradient; in torch it is called from the compiled step.
 
         Args:
-            model: only to be passed to `_get_per_token_logps_and_entropies`; it cannot be called.
+            model: to be passed to `_get_per_token_logps_and_entropies`, or called with the ids of the inputs; see
+                `completions_loss.PolicyInPass`.
             inputs: TRL's, under TRL's names: `prompt_ids`, `prompt_mask` `[B, P]`, `completion_ids`, `completion_mask`
                 `[B, C]` (also 0 for tool results), `advantages` `[B]`, and, depending on the arguments,
                 `old_per_token_logps`, `ref_per_token_logps`, `sampling_per_token_logps`, `importance_sampling_ratio`

@@ -1,12 +1,15 @@
 """User-defined `_compute_loss` of online trainers, as a part of the compiled step.
 
 Log-probabilities are computed in the step's own layout; the script sees all per-token values in TRL's rows `[B, C]`. A
-loss in jax.numpy is compiled. A loss in torch is called back by the compiled step, and also returns its gradient.
+loss in jax.numpy is compiled. A loss in torch is called back by the compiled step, and also returns its gradient. If
+the script calls the model, the step is traced again, and computes the logits of the completions, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,9 +30,11 @@ from trl_jax.mesh.processes import several
 from trl_jax.rollout.rollout import TRL_LOGPS, Experience, ScoredCompletion
 from trl_jax.tasks.distillation import TokenDivergences
 from trl_jax.tasks.policy import micro_batches_of, ref_logps_of
-from trl_jax.training.forward import AUX_LOSS, with_aux_loss
+from trl_jax.training.forward import AUX_LOSS, LOGITS, TraceAgain, with_aux_loss
+from trl_jax.training.logging import tell
 from trl_jax.training.metrics import USER_METRIC, user_metrics, user_sums
 from trl_jax.training.script_loss import described
+from trl_jax.training.script_model import Outputs
 from trl_jax.training.state import Setup
 from trl_jax.training.torch_errors import (
     WrittenInTorch,
@@ -49,7 +54,10 @@ class UserCompletionsLoss:
     """Calls a user-defined loss instead of the task's, pass by pass.
 
     current: the pass that is being traced, or computed in torch; None outside.
+    needs_logits: whether the script was found to call the model.
     """
+
+    needs_logits = False
 
     def __init__(
         self,
@@ -85,6 +93,7 @@ class UserCompletionsLoss:
 
         Raises:
             TypeError: the script did not return a scalar, or used what a compiled loss does not have.
+            TraceAgain: it called the model, and the outputs have no logits yet.
         """
         setup, numbers = self._setup(), batch.completions.numbers
         share = 1 / setup.shards / (numbers["micro_batches"][0] if self._averaged else 1)
@@ -111,12 +120,27 @@ class UserCompletionsLoss:
         try:
             with setup.events.state_replaced(state), torch_explained(), refused:
                 loss = self._compute_loss(one.model, one.inputs)
+        except TraceAgain:
+            self.need_logits(one.inputs["completion_ids"])
+            raise
         finally:
             self.current = None
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(f"The trainer's own loss returned {described(loss)}; expected a JAX scalar, as of .mean().")
         check_bonus(setup, asked=one.default_sums is not None)
         return jnp.where(one.real, share * loss.astype(jnp.float32), 0), one.sums()
+
+    def need_logits(self, completion_ids: jax.Array | np.ndarray) -> None:
+        """Compute logits from the next trace on, because the script calls the model."""
+        setup, (rows, length) = self._setup(), completion_ids.shape
+        shape = rows, length, setup.vocab_size
+        tell(
+            setup.progress.printed,
+            "logits",
+            f"_compute_loss calls the model, so the step computes the logits of completions: float32 {list(shape)} for "
+            f"each micro-batch of a device, {4 * math.prod(shape) / 2**20:,.1f} MiB.",
+        )
+        self.needs_logits = True
 
     def with_rows(
         self, arrays: Batch, micro_batches: Sequence[Sequence[ScoredCompletion]], generations: Sequence[Experience]
@@ -214,7 +238,7 @@ class CompletionsPass:
 
     def __init__(self, setup: Setup, outputs: dict[str, jax.Array], batch: Batch, share: Any):
         self._setup, self._outputs, self._batch, self._share = setup, outputs, batch, share
-        self.model, self.real = PolicyInPass(setup.model), jnp.any(batch.weight > 0)
+        self.model, self.real = PolicyInPass(setup.model, self), jnp.any(batch.weight > 0)
         self.metrics: dict[str, list[Any]] = defaultdict(list)
         self.default_sums: dict[str, jax.Array] | None = None
         numbers = batch.completions.numbers
@@ -247,7 +271,7 @@ class CompletionsPass:
         return {name: jnp.asarray(value) for name, value in (inputs | dict(rows.extras)).items()}
 
     def _by_row(self, values: jax.Array) -> jax.Array:
-        """Gather values of reads `[N]` into rows of completions `[B, C]`; 0 for tokens that do not count."""
+        """Gather values of reads `[N, ...]` into rows of completions `[B, C, ...]`; 0 for tokens that do not count."""
         return values.at[self._batch.completions.read].get(mode="fill", fill_value=0)
 
     def _by_read(self, values: jax.Array, name: str) -> jax.Array:
@@ -282,9 +306,31 @@ class CompletionsPass:
             balance /= jnp.maximum(jnp.sum(self._batch.weight > 0), 1)
         return logps, entropies if entropy else None, balance
 
+    def logits(self, input_ids: Any, attention_mask: Any, logits_to_keep: int) -> jax.Array:
+        """The model's logits as `PolicyInPass.__call__` returns them. Values are NaN if the ids or the mask are not
+        those of the pass."""
+        if self._setup.task.compares_distributions:
+            raise TypeError(
+                "The model cannot be called in a loss of distillation, because full logits are never materialized. Use "
+                "self._get_per_token_divergences(model)."
+            )
+        rows = self._batch.completions
+        ids = jnp.concatenate([rows.prompt_ids, rows.completion_ids], axis=1)
+        if np.shape(input_ids) != ids.shape:
+            raise other_ids_error(input_ids, ids)
+        if LOGITS not in self._outputs:
+            raise TraceAgain
+        same = jnp.all(jnp.asarray(input_ids) == ids)  # checked at run time, as in `logps`
+        if attention_mask is not None:
+            mask = jnp.concatenate([rows.prompt_mask, self._given["completion_mask"]], axis=1)
+            same &= ~attends_otherwise(jnp.asarray(attention_mask), mask, rows.prompt_ids.shape[1])
+        first, before = logits_kept(rows.prompt_ids.shape[1], rows.completion_ids.shape[1], logits_to_keep)
+        found = jnp.where(same, self._by_row(self._outputs[LOGITS]), jnp.nan)[:, first:]
+        return jnp.pad(found, ((0, 0), (before, 1), (0, 0)), constant_values=jnp.nan)
+
     def parts(self) -> tuple[dict[str, jax.Array], str | None]:
-        """The differentiable values that a loss may use: `logps` and `entropy` `[B, C]` and, if available, `aux_loss`
-        and the task's `loss`; and the reason if the latter is missing."""
+        """The differentiable values that a loss may use: `logps` and `entropy` `[B, C]` and, if available, `aux_loss`,
+        the task's `loss` and `logits` `[B, C, V]`; and the reason if the task's loss is missing."""
         rows, refusal = self._batch.completions, None
         ids = jnp.concatenate([rows.prompt_ids, rows.completion_ids], axis=1)
         options = {"entropy": True, "aux_loss": AUX_LOSS in self._outputs}
@@ -294,6 +340,8 @@ class CompletionsPass:
             parts["loss"] = self.default_loss(self.inputs)
         except TypeError as error:
             refusal = str(error)
+        if LOGITS in self._outputs:
+            parts[LOGITS] = self._by_row(self._outputs[LOGITS])
         return {name: part for name, part in parts.items() if part is not None}, refusal
 
     def only_where(self, used: jax.Array) -> CompletionsPass:
@@ -379,18 +427,70 @@ def check_asked(own: Any, model: Any, ids: Any, input_ids: Any, completion: int,
         )
 
 
-class PolicyInPass:
-    """The model that a user-defined loss gets, to be passed to `_get_per_token_logps_and_entropies`."""
+def other_ids_error(input_ids: Any, ids: Any) -> TypeError:
+    return TypeError(
+        f"model(...) was called with input_ids {list(np.shape(input_ids))}, which are not the ids of the inputs "
+        f"{list(np.shape(ids))}: the step computes each token once. Pass prompt_ids and completion_ids, concatenated."
+    )
 
-    def __init__(self, model: Any):
-        self._model = model
 
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        raise TypeError(
-            "The model cannot be called in a loss on completions, because full logits are never materialized. Use "
-            "self._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, "
-            "compute_entropy=True), or, in distillation, self._get_per_token_divergences(model)."
+def attends_otherwise(mask: Any, wanted: Any, prompt: int) -> Any:
+    """Whether an attention mask hides a token from a later one, or shows the padding of prompts, other than the mask
+    `wanted` by the pass; both `[B, prompt + C]`. Tool answers may be in either mask, and padding at the end, too."""
+    later = wanted[:, ::-1].cumsum(1)[:, ::-1] - wanted
+    return ((mask < wanted) & (later > 0)).any() | (mask[:, :prompt] > wanted[:, :prompt]).any()
+
+
+def logits_kept(prompt: int, completion: int, logits_to_keep: int) -> tuple[int, int]:
+    """The first completion token whose logits are among the last `logits_to_keep` of a row (0: all), and the number of
+    positions before it. The last position of a row predicts the token after the completion."""
+    before, kept = prompt - 1, logits_to_keep or prompt + completion
+    return min(max(completion + 1 - kept, 0), completion), max(min(before, kept - completion - 1), 0)
+
+
+class PassOutputs(Outputs):
+    """The outputs of `PolicyInPass`: `logits`, by attribute, key or index."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"model(...) returns only logits in a loss on completions, and no {name}. Log-probabilities, entropies and "
+            "the load-balancing loss are results of self._get_per_token_logps_and_entropies(model, ...)."
         )
+
+
+class PolicyInPass:
+    """The model that a user-defined loss gets: to be called, or passed to `_get_per_token_logps_and_entropies`."""
+
+    def __init__(self, model: Any, one: CompletionsPass | TorchPass):
+        self._model, self._pass = model, one
+
+    def __call__(
+        self, input_ids: Any = None, attention_mask: Any = None, *, logits_to_keep: int = 0, **options: Any
+    ) -> PassOutputs:
+        """The logits of the pass, `[B, P + C, V]` or the last `logits_to_keep` positions, float32, before the division
+        by the temperature.
+
+        The step only predicts the tokens of completions. Logits are 0 where these do not count, and NaN at positions
+        that predict another token: in the prompt, and at the end of the row.
+
+        Args:
+            input_ids, attention_mask: `prompt_ids` and `completion_ids` of the inputs, concatenated, and their masks.
+            options: `use_cache` and `return_dict` have no effect; others must be None or False.
+
+        Raises:
+            TypeError: other ids, or other options.
+        """
+        given = {name for name, value in options.items() if value is not None and value is not False}
+        if refused := sorted(given - {"use_cache", "return_dict"}):
+            raise TypeError(
+                f"model(...) got {', '.join(refused)}; in a loss on completions it takes input_ids, attention_mask and "
+                "logits_to_keep, and returns logits, because the step has already run the model. Log-probabilities, "
+                "entropies and the load-balancing loss are results of "
+                "self._get_per_token_logps_and_entropies(model, ...)."
+            )
+        return PassOutputs(logits=self._pass.logits(input_ids, attention_mask, operator.index(logits_to_keep)))
+
+    forward = __call__
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -416,7 +516,6 @@ class TorchCalls:
     def __call__(self, one: CompletionsPass) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Trace a call of the script's loss. Returns the loss of the pass, and sums over micro-batches."""
         leaves, refusal = one.parts()
-        model = one.model
         numbers = {"micro_batches": jnp.asarray(one.micro_batches), "real": one.real}
         given = {"inputs": one.inputs, "widths": one.widths} | numbers
         results = jax.tree.map(
@@ -425,7 +524,7 @@ class TorchCalls:
         )
 
         def call(leaves: dict[str, Any], given: dict[str, Any]) -> tuple:
-            return self._call(model, leaves, given, refusal, results)
+            return self._call(leaves, given, refusal, results)
 
         def of_device(*given: Any) -> tuple:
             return jax.pure_callback(call, results, *given)
@@ -441,7 +540,7 @@ class TorchCalls:
             leaves["loss"] = used.default_loss(used.inputs)
         return _continued(loss, leaves, gradients), sums
 
-    def _call(self, model: Any, leaves: dict, given: dict, refusal: str | None, results: Any) -> tuple:
+    def _call(self, leaves: dict, given: dict, refusal: str | None, results: Any) -> tuple:
         """The loss, its gradients with respect to the leaves, and the numbers that the script logs, NaN in free slots.
 
         An error is stored for `finished`: raised here, it would become a long message of the XLA runtime.
@@ -452,23 +551,25 @@ class TorchCalls:
                     return _filled(results, np.nan)
                 if not given["real"]:  # the last step of an epoch may have fewer passes than others
                     return (*_filled(results[:2], 0), *_filled(results[2:], np.nan))
-                return self._computed(model, jax.tree.map(np.asarray, leaves), given, refusal)
+                return self._computed(jax.tree.map(np.asarray, leaves), given, refusal)
             except Exception as error:
+                if isinstance(error, TraceAgain):
+                    self._owner.need_logits(leaves["logps"])
                 self._error = error
                 return _filled(results, np.nan)
             finally:
                 self._owner.current = None
 
-    def _computed(self, model: Any, leaves: dict, given: dict, refusal: str | None) -> tuple:
+    def _computed(self, leaves: dict, given: dict, refusal: str | None) -> tuple:
         setup = self._setup
         arrays, (prompt, completion) = jax.tree.map(np.asarray, given["inputs"]), map(int, given["widths"])
         whole, length = leaves, arrays["completion_ids"].shape[1]  # the step's length is rounded up; TRL's is not
         arrays = {name: _cut(name, values, prompt, completion, length) for name, values in arrays.items()}
         leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
-        self._owner.current = one = TorchPass(model, arrays, leaves, int(given["micro_batches"]), refusal)
+        self._owner.current = one = TorchPass(setup.model, arrays, leaves, int(given["micro_batches"]), refusal)
         evaluates = contextlib.nullcontext() if setup.model.training else torch_objects.without_gradient()
         with parameters_refused(setup.model, read_in_jax_error, base_in_pass_error), evaluates:
-            loss = torch_scalar(self._compute_loss(model, one.inputs))
+            loss = torch_scalar(self._compute_loss(one.model, one.inputs))
         check_bonus(setup, asked=one.asked)
         if loss.requires_grad:
             gradients = {
@@ -478,7 +579,7 @@ class TorchCalls:
         elif setup.model.training:
             raise TypeError(
                 "The trainer's own loss returned a tensor without a gradient; expected one that is computed from "
-                "_get_per_token_logps_and_entropies, outside of torch.no_grad()."
+                "_get_per_token_logps_and_entropies or model(...), outside of torch.no_grad()."
             )
         else:
             gradients = jax.tree.map(np.zeros_like, whole)
@@ -521,7 +622,7 @@ def _cut(name: str, values: np.ndarray, prompt: int, completion: int, length: in
     """Cut prompts to their last `prompt` tokens, and rows of `length` to the first `completion`; keep other arrays."""
     if name in ("prompt_ids", "prompt_mask"):
         return values[:, values.shape[1] - prompt :]
-    return values[:, :completion] if np.ndim(values) == 2 and values.shape[1] == length else values
+    return values[:, :completion] if np.ndim(values) >= 2 and values.shape[1] == length else values
 
 
 class TorchPass:
@@ -533,10 +634,12 @@ class TorchPass:
     def __init__(self, model: Any, arrays: dict, leaves: dict, micro_batches: int, refusal: str | None):
         """
         Args:
-            leaves: what has gradients: `logps` and `entropy` `[B, C]` and, if available, `aux_loss` and `loss`.
+            model: the policy.
+            leaves: what has gradients; see `CompletionsPass.parts`.
             refusal: why the task's loss is not available.
         """
-        self.model, self.inputs, self.micro_batches = model, torch_objects.batch_tensors(arrays), micro_batches
+        self.model = PolicyInPass(model, self)
+        self.inputs, self.micro_batches = torch_objects.batch_tensors(arrays), micro_batches
         self._given, self._refusal, self.asked = arrays, refusal, False
         self._leaves = torch_objects.as_leaves(leaves)[0]
         self.metrics: dict[str, list[Any]] = defaultdict(list)
@@ -558,6 +661,34 @@ class TorchPass:
         asked = {"logps": True, "entropy": entropy, "aux_loss": aux_loss}
         # Clones, because the script may change them in place; under torch.no_grad() they have no gradient.
         return tuple(self._leaves[name].clone() if wanted else None for name, wanted in asked.items())
+
+    def logits(self, input_ids: Any, attention_mask: Any, logits_to_keep: int) -> Any:
+        """Like `CompletionsPass.logits`, also for some of the rows.
+
+        Raises:
+            TypeError: the ids or the mask are not those of the pass.
+            TraceAgain: the step has no logits yet.
+        """
+        given, found = self._given, np.asarray(torch_objects.as_arrays(input_ids))
+        ids = np.concatenate([given["prompt_ids"], given["completion_ids"]], axis=1)
+        if found.ndim != 2 or found.shape[1] != ids.shape[1]:
+            raise other_ids_error(found, ids)
+        equal = np.all(found[:, None] == ids, axis=-1)
+        if not equal.any(axis=-1).all():
+            raise other_ids_error(found, ids)
+        prompt, completion = given["prompt_ids"].shape[1], given["completion_ids"].shape[1]
+        rows = np.arange(len(ids)) if len(found) == len(ids) and equal.diagonal().all() else equal.argmax(axis=-1)
+        if attention_mask is not None:
+            mask = np.concatenate([given["prompt_mask"], given["completion_mask"]], axis=1)[rows]
+            if attends_otherwise(np.asarray(torch_objects.as_arrays(attention_mask)), mask, prompt):
+                raise TypeError(
+                    "model(...) was called with another attention_mask than prompt_mask and completion_mask of the "
+                    "inputs, but the step computes each token once. Pass these, concatenated, or no attention_mask."
+                )
+        if LOGITS not in self._leaves:
+            raise TraceAgain
+        first, before = logits_kept(prompt, completion, logits_to_keep)
+        return torch_objects.padded_positions(self._leaves[LOGITS][rows, first:], before, 1)
 
     def divergences(self, model: Any, beta: float) -> Any:
         """Raise TypeError: this is not available in torch."""

@@ -32,7 +32,7 @@ from trl_jax.tasks.task import TokenTask, metrics_by_micro_batch
 from trl_jax.training import data
 from trl_jax.training.data import ROW_IMAGES, Batches, Prefetched, RowImages, steps_of
 from trl_jax.training.devices import ShardedStep
-from trl_jax.training.forward import Forward, PolicyEqualsReference, aux_loss_sums, aux_loss_weight
+from trl_jax.training.forward import Forward, PolicyEqualsReference, TraceAgain, aux_loss_sums, aux_loss_weight
 from trl_jax.training.logging import tell_first
 from trl_jax.training.metrics import speed_metrics, task_metrics
 from trl_jax.training.rollout import RowReader, readable, shared_numbers
@@ -137,10 +137,16 @@ class CompletionEvaluator:
         setup = self._setup
         values = {} if setup.script_loss is None else {"values": setup.script_loss.values()}
         batch = data.placed_pass(self.arrays(rows), setup.sharding_plan)
-        found = jax.tree.map(fetched, self.sums(setup.arrays, batch, **values))
-        if setup.script_loss is not None:
-            found = setup.script_loss.finish(found)
-        return found
+
+        def computed() -> dict[str, np.ndarray]:
+            found = jax.tree.map(fetched, self.sums(setup.arrays, batch, **values))
+            return found if setup.script_loss is None else setup.script_loss.finish(found)
+
+        try:
+            return computed()
+        except TraceAgain:
+            self.recompile()
+            return computed()
 
 
 # Evaluation and prediction over prepared datasets.

@@ -15,7 +15,7 @@ from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.supervised import load_balancing_loss, real_examples, summed
 from trl_jax.models.model import merge
-from trl_jax.nn.head import Distributions
+from trl_jax.nn.head import Distributions, outputs_of_logits, tempered
 from trl_jax.nn.layers import Noise
 from trl_jax.nn.linear import Stream
 from trl_jax.training.reference import PREFIX, ReferenceModel
@@ -23,6 +23,13 @@ from trl_jax.training.state import Setup
 
 if TYPE_CHECKING:
     from trl_jax.config.base import BaseConfig
+
+LOGITS = "logits"
+
+
+class TraceAgain(Exception):
+    """A user-defined loss needs logits, which the function that is being traced, or was compiled, does not compute. It
+    will if it is traced again."""
 
 
 class Forward:
@@ -37,7 +44,8 @@ class Forward:
 
         With a score head: its outputs, float32 `[X]`. With a language model's head: a dict with the results of the
         task's `token_stats`, `ref_<name>` for those in `task.compared` (if the run has a reference), and `aux_loss`
-        `[X]`, the load-balancing loss of this pass (if the run adds it).
+        `[X]`, the load-balancing loss of this pass (if the run adds it), and `logits` `[N, V]`, before the division by
+        the temperature (if a user-defined loss needs them).
 
         Args:
             dtype: the compute dtype of the layers.
@@ -58,6 +66,8 @@ class Forward:
             common["images"] = _reference_images(batch.images)
             if isinstance(batch.images, Images) and self.reference_shares_tower():
                 common["images"] = jax.lax.stop_gradient(options["images"])
+        if setup.computes_logits:
+            del options["targets"], options["temperature"]
         outputs = model(batch.tokens, batch.positions, batch.reads, **options)
         if setup.task.head == "score":
             return outputs
@@ -68,6 +78,9 @@ class Forward:
         if setup.task.compares_distributions:
             others = reference.outputs(compared, batch, **common, **_windows(reference.backend, max_tokens))
             return sums | setup.task.token_stats(Distributions(outputs, others, batch.targets), batch)
+        if setup.computes_logits:
+            sums[LOGITS] = outputs
+            outputs = outputs_of_logits(tempered(outputs, setup.task.temperature), batch.targets)
         sums |= setup.task.token_stats(outputs, batch)
         if reference is None or not setup.task.compared:
             return sums
@@ -134,8 +147,15 @@ class Forward:
             remat: whether the backward pass recomputes layers instead of keeping their activations.
         """
         options = {"remat": remat} | self.random_options(key, batch.lengths)
-        outputs = self.outputs(params, batch, dtype=self._setup.args.compute_dtype, **options)
-        return self._with_aux_loss(*self._setup.objective.loss(outputs, batch), outputs, batch)
+
+        def computed() -> tuple[jax.Array, dict[str, jax.Array]]:
+            outputs = self.outputs(params, batch, dtype=self._setup.args.compute_dtype, **options)
+            return self._with_aux_loss(*self._setup.objective.loss(outputs, batch), outputs, batch)
+
+        try:
+            return computed()
+        except TraceAgain:  # XLA removes the first trace
+            return computed()
 
     def _with_aux_loss(
         self, loss: jax.Array, sums: dict[str, jax.Array], outputs: Any, batch: Batch | LossBatch

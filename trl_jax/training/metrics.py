@@ -250,6 +250,8 @@ class UserLossMetrics:
     def __init__(self, setup: Callable[[], Setup]):
         self._setup, self.current = setup, None
 
+    needs_logits = False
+
     def values(self) -> tuple:
         return ()
 

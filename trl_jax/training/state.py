@@ -209,6 +209,11 @@ class Setup:
         return self.task if self.script_loss is None else self.script_loss
 
     @property
+    def computes_logits(self) -> bool:
+        """Whether a pass over completions also computes their logits, for a user-defined loss."""
+        return self.script_loss is not None and self.script_loss.needs_logits and not self.task.compares_distributions
+
+    @property
     def virtual(self) -> VirtualTokens:
         """The virtual tokens that precede each text."""
         return self.model.backend.virtual

@@ -34,7 +34,7 @@ from trl_jax.training.devices import (
     device_memory_limit,
     run_device,
 )
-from trl_jax.training.forward import Forward, run_key
+from trl_jax.training.forward import Forward, TraceAgain, run_key
 from trl_jax.training.logging import CompilationUntimed
 from trl_jax.training.optimizer_choice import OptimizerChoice, check_optax
 from trl_jax.training.optimizers import Optimizer, decays, from_optax
@@ -262,11 +262,18 @@ class TrainStep:
             step_key = None if key is None else jax.random.fold_in(key, setup.state.global_step)
             rate, shape = np.float32(next_rate()), batch.arrays.tokens.shape
             tell(batch)
-            setup.model.params, setup.progress.optimizer_state, metrics = step(
-                setup.model.params, setup.progress.optimizer_state, batch.arrays, rate, step_key, setup.frozen
-            )
-            if setup.script_loss is not None:
-                metrics = setup.script_loss.finish(metrics)
+
+            def computed() -> dict[str, jax.Array]:
+                setup.model.params, setup.progress.optimizer_state, metrics = step(
+                    setup.model.params, setup.progress.optimizer_state, batch.arrays, rate, step_key, setup.frozen
+                )
+                return metrics if setup.script_loss is None else setup.script_loss.finish(metrics)
+
+            try:
+                metrics = computed()
+            except TraceAgain:  # the loss was NaN, so the step has changed nothing
+                step = self.build(self._tx)
+                metrics = computed()
             compilation.done(shape)
             if setup.reference is not None and setup.reference.moves_after(setup.state.global_step + 1):
                 # A schedule-free optimizer takes gradients at other points than its averages (the model's params).
