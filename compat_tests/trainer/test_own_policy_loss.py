@@ -22,7 +22,7 @@ from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE, read_weights
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.trainer.rloo_trainer import RLOOTrainer
-from trl_jax.training.completions_loss import UserCompletionsLoss
+from trl_jax.training.completions_loss import UserCompletionsLoss, check_threads
 from trl_jax.training.torch_errors import found_in_torch
 
 CONFIG = {
@@ -430,6 +430,18 @@ def test_a_script_in_torch_that_calls_the_model_is_the_run_of_trl(checkpoint, tm
     assert entropies[1] == pytest.approx(entropies[0], rel=1e-4)
     sizes = [record.getMessage() for record in caplog.records if "logits of completions" in record.getMessage()]
     assert len(sizes) == 1 and "float32 [4, 32, 520]" in sizes[0]
+
+
+def test_logits_on_more_cpu_devices_than_cores_are_refused(monkeypatch):
+    def on(devices):
+        return SimpleNamespace(sharding_plan=SimpleNamespace(mesh=SimpleNamespace(devices=np.zeros(devices))))
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with pytest.raises(ValueError, match="would wait forever on 2 CPU devices with 2 cores"):
+        check_threads(on(2))
+    check_threads(SimpleNamespace(sharding_plan=None))
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    check_threads(on(2))
 
 
 def test_a_method_that_arrays_have_with_another_meaning_makes_a_loss_one_in_torch(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from trl_jax.data.packed import by_shard
 from trl_jax.hub import torch_objects
 from trl_jax.losses.policy_gradient import sampler_ratio
 from trl_jax.losses.supervised import of_texts
-from trl_jax.mesh.mesh import on_each_device
+from trl_jax.mesh.mesh import on_each_device, platform
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.rollout import TRL_LOGPS, Experience, ScoredCompletion
 from trl_jax.tasks.distillation import TokenDivergences
@@ -516,6 +517,8 @@ class TorchCalls:
     def __call__(self, one: CompletionsPass) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Trace a call of the script's loss. Returns the loss of the pass, and sums over micro-batches."""
         leaves, refusal = one.parts()
+        if LOGITS in leaves:
+            check_threads(self._setup)
         numbers = {"micro_batches": jnp.asarray(one.micro_batches), "real": one.real}
         given = {"inputs": one.inputs, "widths": one.widths} | numbers
         results = jax.tree.map(
@@ -611,6 +614,17 @@ class TorchCalls:
         slots = {name: results[f"{USER_METRIC}{slot}"] for slot, name in enumerate(self._names)}
         own = {USER_METRIC + name: values for name, values in slots.items() if not np.all(np.isnan(values))}
         return {name: value for name, value in results.items() if name not in dropped} | own
+
+
+def check_threads(setup: Setup) -> None:
+    """Raise ValueError if a callback with logits would wait forever: on CPUs, JAX copies large arrays in the threads in
+    which devices run callbacks, as many as there are cores."""
+    devices, cores = 1 if setup.sharding_plan is None else setup.sharding_plan.mesh.devices.size, os.cpu_count() or 1
+    if devices > 1 and devices >= cores and platform() == "cpu":
+        raise ValueError(
+            f"A loss in torch that calls the model would wait forever on {devices} CPU devices with {cores} cores. "
+            "Train on fewer devices, or write the loss in jax.numpy."
+        )
 
 
 def _filled(results: Any, value: float) -> Any:
