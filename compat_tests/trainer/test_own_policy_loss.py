@@ -560,6 +560,7 @@ def test_what_a_loss_in_torch_cannot_do_is_said(checkpoint, tmp_path):
     trainer = Failing(str(checkpoint(**SMALL)), length_reward, args, Dataset.from_list(prompt_rows(4)))
     before = read_params(trainer)
     for chosen, error, words in (
+        (lambda self, inputs, ids: self.given(ids).logits.mean(), ValueError, "gives NaN at positions that predict no"),
         (raises, KeyError, "of the script"),
         (
             other_advantages,

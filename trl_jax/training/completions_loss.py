@@ -512,6 +512,7 @@ class TorchCalls:
         self._error: Exception | None = None
         self._names: list[str] = []  # names of the metrics logged so far, in the order of their slots
         self._asked = False  # whether the script has called super() in this step
+        self._was_finite = False  # whether a loss was; one that reads positions without logits never is
         self._task_sums: set[str] = set()
 
     def __call__(self, one: CompletionsPass) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -574,6 +575,13 @@ class TorchCalls:
         with parameters_refused(setup.model, read_in_jax_error, base_in_pass_error), evaluates:
             loss = torch_scalar(self._compute_loss(one.model, one.inputs))
         check_bonus(setup, asked=one.asked)
+        self._was_finite |= np.isfinite(loss.item())
+        if one.gave_logits and not self._was_finite and np.isfinite(leaves[LOGITS]).all():
+            raise ValueError(
+                "The trainer's own loss is not finite, although all logits of completions are. model(...) gives NaN at "
+                "positions that predict no token of the completion: in the prompt, and at the end of the row. Select "
+                "logits[:, -C - 1 : -1] (with C = completion_ids.size(1)) before any sum, or pass logits_to_keep=C + 1."
+            )
         if loss.requires_grad:
             gradients = {
                 name: torch_objects.padded_gradient(values, np.shape(whole[name]))
@@ -642,7 +650,7 @@ def _cut(name: str, values: np.ndarray, prompt: int, completion: int, length: in
 class TorchPass:
     """A pass as a user-defined loss in torch sees it: like `CompletionsPass`, with tensors.
 
-    asked: whether the script called `super()`.
+    asked: whether the script called `super()`. gave_logits: whether it called the model.
     """
 
     def __init__(self, model: Any, arrays: dict, leaves: dict, micro_batches: int, refusal: str | None):
@@ -654,7 +662,8 @@ class TorchPass:
         """
         self.model = PolicyInPass(model, self)
         self.inputs, self.micro_batches = torch_objects.batch_tensors(arrays), micro_batches
-        self._given, self._refusal, self.asked = arrays, refusal, False
+        self._given, self._refusal = arrays, refusal
+        self.asked = self.gave_logits = False
         self._leaves = torch_objects.as_leaves(leaves)[0]
         self.metrics: dict[str, list[Any]] = defaultdict(list)
 
@@ -701,6 +710,7 @@ class TorchPass:
                 )
         if LOGITS not in self._leaves:
             raise TraceAgain
+        self.gave_logits = True
         first, before = logits_kept(prompt, completion, logits_to_keep)
         return torch_objects.padded_positions(self._leaves[LOGITS][rows, first:], before, 1)
 

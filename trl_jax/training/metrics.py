@@ -245,12 +245,13 @@ class UserLossMetrics:
     """Metrics that a user-defined DPO or KTO loss logs; the loss itself is computed by `UserLoss`.
 
     current: the `BoundModel` of the loss that is being traced; None outside of tracing.
+    needs_logits: as in `completions_loss.UserCompletionsLoss`.
     """
+
+    needs_logits = False
 
     def __init__(self, setup: Callable[[], Setup]):
         self._setup, self.current = setup, None
-
-    needs_logits = False
 
     def values(self) -> tuple:
         return ()
