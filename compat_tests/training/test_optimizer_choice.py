@@ -1,4 +1,4 @@
-"""Torch optimizers that scripts pass, set or create: rates, weight decay and schedules are those of TRL."""
+"""Torch optimizers that scripts pass, set or create: rates, weight decay and schedules as in TRL."""
 
 from __future__ import annotations
 

@@ -813,8 +813,8 @@ def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
     if type(scheduler).__name__ not in simple.split() or len(set(scheduler.base_lrs)) > 1:
         raise TypeError(
             f"optimizers: the scheduler is a {type(scheduler).__module__}.{type(scheduler).__qualname__}; supported "
-            "are those of transformers, such as get_cosine_schedule_with_warmup(...), a LambdaLR with one function for "
-            f"all groups, and, if all groups have the same learning rate, {', '.join(simple.split())}. Or pass a "
+            "are transformers' schedules, such as get_cosine_schedule_with_warmup(...), a LambdaLR with one function "
+            f"for all groups, and, if all groups have the same learning rate, {', '.join(simple.split())}. Or pass a "
             "function of the step, as in optimizers=(optax.adamw(1.0), lambda step: 1e-4)."
         )
     replayed = _with_optimizer_of_its_own(scheduler)

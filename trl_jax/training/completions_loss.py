@@ -288,7 +288,7 @@ class CompletionsPass:
         self, model: Any, input_ids: Any, logits_to_keep: int, *, entropy: bool, aux_loss: bool
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Log-probabilities and entropies `[B, C]`, and the load-balancing loss, each as TRL returns them. Values are
-        NaN if `input_ids` are not those of the pass.
+        NaN if `input_ids` differ from the pass's ids.
 
         Raises:
             TypeError: called with another model, or with ids of another shape, than the pass has.
@@ -308,8 +308,8 @@ class CompletionsPass:
         return logps, entropies if entropy else None, balance
 
     def logits(self, input_ids: Any, attention_mask: Any, logits_to_keep: int) -> jax.Array:
-        """The model's logits as `PolicyInPass.__call__` returns them. Values are NaN if the ids or the mask are not
-        those of the pass."""
+        """The model's logits as `PolicyInPass.__call__` returns them. Values are NaN if the ids or the mask
+        differ from the pass's."""
         if self._setup.task.compares_distributions:
             raise TypeError(
                 "The model cannot be called in a loss of distillation, because full logits are never materialized. Use "
@@ -689,7 +689,7 @@ class TorchPass:
         """Like `CompletionsPass.logits`, also for some of the rows.
 
         Raises:
-            TypeError: the ids or the mask are not those of the pass.
+            TypeError: the ids or the mask differ from the pass's.
             TraceAgain: the step has no logits yet.
         """
         given, found = self._given, np.asarray(torch_objects.as_arrays(input_ids))

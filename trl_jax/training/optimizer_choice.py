@@ -118,7 +118,7 @@ class OptimizerChoice:
     hyperparameters: of the built-in optimizer.
     tx: an optax transformation.
     schedule: step -> learning rate; None uses the schedule of the arguments.
-    groups: those of a torch optimizer, which determine learning rates and weight decay; empty for other optimizers.
+    groups: parameter groups of a torch optimizer, with their learning rates and weight decay; empty for others.
     """
 
     peak: float
@@ -290,8 +290,11 @@ def _full_name(kind: Any) -> str:
 
 
 class LearningRate:
-    """The run's schedule, like torch's `lr_scheduler`. `finished` returns the number of finished steps; `factors` are
-    those of the parameter groups."""
+    """The run's schedule, like torch's `lr_scheduler`.
+
+    `finished` returns the number of finished steps. `factors` are the learning rates of the parameter groups, relative
+    to the run's.
+    """
 
     def __init__(
         self, rate: Callable[[int], float], finished: Callable[[], int], factors: Sequence[float] = (1.0,) * GROUPS
@@ -314,8 +317,8 @@ class LearningRate:
         return self._rate(max(step - self._start, 0))
 
     def begin_at(self, step: int) -> None:
-        """Start the schedule after this many steps of the run, where the optimizer was restarted. If negative, the
-        schedule continues that of an earlier run with so many steps."""
+        """Start the schedule after this many steps of the run, where the optimizer was restarted. A negative number
+        continues the schedule of an earlier run with so many steps."""
         self._start = step
 
     def get_last_lr(self) -> list[float]:
