@@ -279,7 +279,7 @@ SFTTrainer("m", data_collator=lambda examples: processor(images=[one["image"] fo
 def test_collate_functions_of_a_script():
     found = [one for one in findings(read(COLLATE)) if one.what == "SFTTrainer(data_collator=...)"]
     assert [one.kind for one in found] == [CHANGED] * 5 + [WORKS] * 2 + [REFUSED]
-    assert all("once for each row" in one.text for one in found if one.kind == CHANGED)
+    assert all("for each row on its own" in one.text for one in found if one.kind == CHANGED)
     assert "train on the columns directly" in found[-1].text
 
 

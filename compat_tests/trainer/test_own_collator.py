@@ -118,9 +118,9 @@ def test_a_collator_that_does_more_than_that_is_refused(checkpoint, tmp_path):
         (lambda rows: {"input_ids": plain(rows)["input_ids"]}, r"returned \['input_ids'\] for train_dataset; expected"),
         (lambda rows: plain(rows[:1]), "expected 2 rows each"),
         (lambda rows: plain(rows) | {"labels": plain(rows)["input_ids"]}, "labels other than -100"),
-        (lambda rows: plain(rows) | {"input_ids": plain(rows)["input_ids"] + len(rows)}, "in a batch than on its own"),
-        (calls, "other ids or labels in a second call"),
-        (fixed(left), "padding on the left. Set tokenizer.padding_side = 'right'"),
+        (lambda rows: plain(rows) | {"input_ids": plain(rows)["input_ids"] + len(rows)}, "in a batch and on its own"),
+        (calls, "different ids or labels for a row of .* when called again"),
+        (fixed(left), "with a 0 before a 1. Pad on the right"),
     )
     rows = Dataset.from_list(text_rows(4, "prompt"))
     args = trl_jax.SFTConfig(str(tmp_path), **BASE | RAW | {"per_device_train_batch_size": 2})

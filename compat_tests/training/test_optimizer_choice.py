@@ -195,9 +195,14 @@ def test_what_it_cannot_follow_is_refused(folder, tmp_path):
     used.step()
     cases = (
         (hooked, None, "the SGD has a hook of the script, print"),
-        (used, None, "the AdamW has the averages of earlier steps"),
+        (used, None, "the AdamW has taken steps, and its state is not read"),
         (plain, get_cosine_schedule_with_warmup(used, 1, 3), "the LambdaLR was made for another optimizer"),
         (torch.optim.AdamW(other), None, "no parameter of the AdamW belongs to the model"),
+        (
+            torch.optim.AdamW([*parameters, torch.nn.Parameter(torch.ones(1))]),
+            None,
+            "1 parameters of group 0 of the AdamW",
+        ),
         (torch.optim.AdamW(parameters, amsgrad=True), None, r"AdamW\(amsgrad=True\) is not supported"),
         (torch.optim.AdamW(halves), None, "the parameter groups differ in eps; only lr and weight_decay may differ"),
         (torch.optim.Adam(parameters, weight_decay=0.1), None, "Adam with weight_decay adds it to the gradient"),

@@ -375,8 +375,8 @@ def _of_collator(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
     converted = short(made) == "DataCollatorForSeq2Seq"
     if trainer._may_call_collator and (of_script or (of_transformers and not converted)):
         return "changed", (
-            "It is called once for each row, before training, and returns input_ids, labels and attention_mask. The "
-            "run stops at once if a row's ids or labels depend on other rows, or differ in a second call."
+            "It is called for each row on its own, before training, and returns input_ids, labels and attention_mask. "
+            "The run stops at once if a row's ids or labels depend on other rows or on chance, as with mlm=True."
         )
     if isinstance(made, Defined):
         return "refused", NO_COLLATOR

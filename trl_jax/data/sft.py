@@ -624,17 +624,15 @@ def collated(dataset: Dataset | IterableDataset, collate: ScriptCollator, where:
     together = _rows_of_batch(collate.function(copy.deepcopy(first)), len(first), where)
     if again != alone[0] or together != alone:
         raise ValueError(
-            f"data_collator gives a row of {where} other ids or labels "
-            + ("in a second call" if again != alone[0] else "in a batch than on its own")
+            f"data_collator returned different ids or labels for a row of {where} "
+            + ("when called again" if again != alone[0] else "in a batch and on its own")
             + ". trl_jax calls it once for each row, before training. Let the labels of padding be -100, and do what "
             "is random, or depends on other rows, in train_dataset.map."
         )
     names = dataset.column_names or list(first[0])
-    options = {
-        "desc": f"Collating {where}",
-        "load_from_cache_file": False,
-    }  # the hash of an imported function is its name
-    options = {} if isinstance(dataset, IterableDataset) else options
+    # No cache: datasets identifies an imported function by its name, even if its code has changed.
+    streamed = isinstance(dataset, IterableDataset)
+    options = {} if streamed else {"desc": f"Collating {where}", "load_from_cache_file": False}
     return dataset.map(
         lambda row, index: _rows_of_batch(collate.function([dict(row)]), 1, f"row {index} of {where}")[0],
         with_indices=True, remove_columns=names, **options,
@@ -663,8 +661,8 @@ def _without_padding(ids: np.ndarray, labels: np.ndarray, real: np.ndarray, wher
     length = int(real.sum())
     if not real[:length].all():
         raise ValueError(
-            f"data_collator masks tokens of {where} before others that it does not mask, as with padding on the left. "
-            "Set tokenizer.padding_side = 'right'."
+            f"data_collator returned an attention_mask for {where} with a 0 before a 1. Pad on the right and, if the "
+            "pad token is the EOS token, do not mask EOS tokens within a row."
         )
     end = max(length, int(np.flatnonzero(labels != IGNORED)[-1]) + 1 if (labels != IGNORED).any() else 0)
     if end > length + 1:  # one more: an EOS token that is also the pad token

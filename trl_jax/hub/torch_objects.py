@@ -740,10 +740,16 @@ def is_data_loader(value: Any) -> bool:
 
 
 class ParamGroup(NamedTuple):
-    """A parameter group of a torch optimizer: the names of its parameters in the model, and its other entries."""
+    """A parameter group of a torch optimizer.
+
+    names: of its parameters in the model.
+    options: its other entries.
+    foreign: number of parameters that are not the model's.
+    """
 
     names: frozenset[str]
     options: dict[str, Any]
+    foreign: int
 
 
 def is_torch_optimizer(value: Any) -> bool:
@@ -770,6 +776,7 @@ def param_groups(optimizer: Any, *models: Any) -> list[ParamGroup]:
         ParamGroup(
             frozenset(name for parameter in group["params"] for name in names.get(id(parameter), ())),
             {key: value for key, value in group.items() if key not in ("params", "param_names")},
+            sum(id(parameter) not in names for parameter in group["params"]),
         )
         for group in optimizer.param_groups
     ]
@@ -785,7 +792,7 @@ def check_unused(optimizer: Any) -> None:
         )
     if any(value is not None for averages in optimizer.state.values() for value in averages.values()):
         raise ValueError(
-            f"optimizers: the {type(optimizer).__name__} has the averages of earlier steps, which JAX does not read. "
+            f"optimizers: the {type(optimizer).__name__} has taken steps, and its state is not read. "
             "Create a new optimizer, or resume with train(resume_from_checkpoint=...)."
         )
 
@@ -810,7 +817,8 @@ def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
         factor, done = scheduler.lr_lambdas[0], scheduler.last_epoch
         return lambda step: base * factor(done + step)
     simple = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"
-    if type(scheduler).__name__ not in simple.split() or len(set(scheduler.base_lrs)) > 1:
+    kinds = {getattr(schedulers, name) for name in simple.split()}
+    if type(scheduler) not in kinds or len(set(scheduler.base_lrs)) > 1:
         raise TypeError(
             f"optimizers: the scheduler is a {type(scheduler).__module__}.{type(scheduler).__qualname__}; supported "
             "are transformers' schedules, such as get_cosine_schedule_with_warmup(...), a LambdaLR with one function "

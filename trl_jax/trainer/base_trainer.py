@@ -128,8 +128,8 @@ class BaseTrainer(abc.ABC):
     _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # padding_side etc. of a tokenizer we load ourselves
     _old_arguments: ClassVar[Mapping[str, str]] = {}  # removed constructor arguments -> what to write today
     _data_collator: Any = None
-    _build_optimizer: Any = None  # set by a script
-    _calls_collator: bool = False  # whether it is a script's own
+    _script_optimizer: Any = None  # set by a script
+    _calls_collator: bool = False  # whether data_collator is a script's own, and called
     _compute_loss_func: Callable | None = None
     compute_loss_func = InitOnlyArg(
         lambda trainer: trainer._compute_loss_func, "Pass it to the constructor, or override compute_loss."
@@ -532,10 +532,11 @@ class BaseTrainer(abc.ABC):
         """Create the optimizer: `optimizers` of the constructor, if given, else the one named by `args.optim`.
 
         An override may return any optax transformation; its updates are scaled by the schedule of the arguments,
-        relative to its peak, as torch's LambdaLR does.
+        relative to its peak, as torch's LambdaLR does. Or it may return torch's AdamW, Adam or SGD over the parameters
+        of `self.model`.
         """
-        if self._build_optimizer is not None:
-            return self._build_optimizer
+        if self._script_optimizer is not None:
+            return self._script_optimizer
         options = self.parts.training.choice, self.model.backend, self.args, self._setup.length.max_steps
         if "get_decay_parameter_names" not in self._setup.overridden:
             return default_optimizer(*options)
@@ -715,11 +716,11 @@ class BaseTrainer(abc.ABC):
         """The optimizer of the last train(); before it, what a script has set, or None."""
         if "parts" in vars(self) and self.parts.training.optimizer is not None:
             return self.parts.training.optimizer
-        return self._build_optimizer
+        return self._script_optimizer
 
     @optimizer.setter
     def optimizer(self, made: Any) -> None:
-        self._build_optimizer = made
+        self._script_optimizer = made
 
     @property
     def lr_scheduler(self) -> Any:

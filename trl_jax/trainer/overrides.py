@@ -151,12 +151,13 @@ class InitOnlyArg:
     """A trainer attribute that is only read in the constructor. Setting another value later raises AttributeError,
     which says what to do instead."""
 
-    def __init__(self, read: Callable[[Any], Any], instead: str):
+    def __init__(self, read: Callable[[Any], Any], instead: str, argument: str | None = None):
         """
         Args:
             instead: a sentence; `{config}` is the name of the trainer's config class.
+            argument: the argument that `read` returns; None if it returns something else.
         """
-        self._read, self._instead = read, instead
+        self._read, self._instead, self.argument = read, instead, argument
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -169,7 +170,8 @@ class InitOnlyArg:
             return  # set before super().__init__, which overwrites it, as in TRL
         if value is not self._read(trainer) and value != self._read(trainer):
             raise self.error(trainer)
-        vars(trainer).setdefault("_set_alike", {})[self._name] = value  # like the argument, which may have changed
+        if self.argument is not None:  # which may have changed
+            vars(trainer).setdefault("_set_alike", {})[self._name] = value
 
     def error(self, trainer: Any) -> AttributeError:
         instead = self._instead.format(config=trainer.config_class.__name__)
@@ -179,14 +181,16 @@ class InitOnlyArg:
 def argument(name: str, read: Callable[[Any], Any] | None = None) -> InitOnlyArg:
     """A trainer attribute with an argument's value, or `read(args)`."""
     find = (lambda args: getattr(args, name)) if read is None else read
-    return InitOnlyArg(lambda trainer: find(trainer.args), f"Set {name} in {{config}}.")
+    return InitOnlyArg(lambda trainer: find(trainer.args), f"Set {name} in {{config}}.", name)
 
 
 def init_only_args(trainer: Any) -> dict[str, Any]:
-    """The current values of the trainer's arguments that are only read in the constructor, by attribute."""
-    kinds = reversed(type(trainer).__mro__)
+    """The current values of the arguments that are only read in the constructor, by attribute of the trainer."""
     return {
-        name: one.__get__(trainer) for kind in kinds for name, one in vars(kind).items() if type(one) is InitOnlyArg
+        name: one.__get__(trainer)
+        for kind in reversed(type(trainer).__mro__)
+        for name, one in vars(kind).items()
+        if isinstance(one, InitOnlyArg) and one.argument in vars(trainer.args)
     }
 
 
@@ -264,7 +268,7 @@ _FOR_DATA = "Override get_train_dataloader or get_eval_dataloader, or order the 
 _FOR_PROMPTS = (
     "A batch is made of completions when it is taken: order the rows of train_dataset, and set shuffle_dataset=False."
 )
-_FOR_RATES = "Override create_optimizer, or pass optimizers=(an optax transformation, a schedule)."
+_FOR_RATES = "Override create_optimizer, or pass optimizers=(an optimizer of optax or torch, a schedule)."
 _FOR_CALLBACKS = "Override evaluate, predict, save_model or log, or write a TrainerCallback."
 _FOR_ARGUMENTS = "Use an argument of the config or of the trainer."
 _LOSS_TYPE = (
@@ -404,10 +408,10 @@ class Absent:
 
 
 OF_TORCH = (
-    "A torch optimizer cannot update JAX arrays. Return an optax transformation. For groups with different learning "
-    "rates, use optax.multi_transform({'slow': optax.adamw(1e-5), 'fast': optax.adamw(1e-4)}, label), where "
-    "label(params) maps each key of params to 'slow' or 'fast'. To choose which parameters have weight decay, override "
-    "get_decay_parameter_names."
+    "create_optimizer may return torch's AdamW, Adam without weight decay, or SGD over the parameters of self.model, "
+    "or an optax transformation. For groups with different learning rates in optax, use optax.multi_transform({'slow': "
+    "optax.adamw(1e-5), 'fast': optax.adamw(1e-4)}, label), where label(params) maps each key of params to 'slow' or "
+    "'fast'. To choose which parameters have weight decay, override get_decay_parameter_names."
 )
 
 # Methods that are only looked up on the class: setting them on an instance would have no effect.

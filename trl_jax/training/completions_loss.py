@@ -11,6 +11,7 @@ import contextlib
 import math
 import operator
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -122,7 +123,7 @@ class UserCompletionsLoss:
             with setup.events.state_replaced(state), torch_explained(), refused:
                 loss = self._compute_loss(one.model, one.inputs)
         except TraceAgain:
-            self.need_logits(one.inputs["completion_ids"])
+            self.need_logits(one.inputs["completion_ids"].shape)
             raise
         finally:
             self.current = None
@@ -131,15 +132,15 @@ class UserCompletionsLoss:
         check_bonus(setup, asked=one.default_sums is not None)
         return jnp.where(one.real, share * loss.astype(jnp.float32), 0), one.sums()
 
-    def need_logits(self, completion_ids: jax.Array | np.ndarray) -> None:
-        """Compute logits from the next trace on, because the script calls the model."""
-        setup, (rows, length) = self._setup(), completion_ids.shape
-        shape = rows, length, setup.vocab_size
+    def need_logits(self, completions: tuple[int, int]) -> None:
+        """Compute logits from the next trace on, because the script calls the model. `completions` is `(B, C)`."""
+        setup = self._setup()
+        shape = *completions, setup.vocab_size
         tell(
             setup.progress.printed,
             "logits",
             f"_compute_loss calls the model, so the step computes the logits of completions: float32 {list(shape)} for "
-            f"each micro-batch of a device, {4 * math.prod(shape) / 2**20:,.1f} MiB.",
+            f"each micro-batch of a device, {4 * math.prod(shape) / 2**20:,.1f} MiB, and as much for their gradient.",
         )
         self.needs_logits = True
 
@@ -430,7 +431,7 @@ def check_asked(own: Any, model: Any, ids: Any, input_ids: Any, completion: int,
 
 def other_ids_error(input_ids: Any, ids: Any) -> TypeError:
     return TypeError(
-        f"model(...) was called with input_ids {list(np.shape(input_ids))}, which are not the ids of the inputs "
+        f"model(...) was called with input_ids {list(np.shape(input_ids))}, which are not the ids of the inputs, "
         f"{list(np.shape(ids))}: the step computes each token once. Pass prompt_ids and completion_ids, concatenated."
     )
 
@@ -471,8 +472,8 @@ class PolicyInPass:
         """The logits of the pass, `[B, P + C, V]` or the last `logits_to_keep` positions, float32, before the division
         by the temperature.
 
-        The step only predicts the tokens of completions. Logits are 0 where these do not count, and NaN at positions
-        that predict another token: in the prompt, and at the end of the row.
+        Only the C positions that predict tokens of the completion have values, the last one of the prompt included;
+        they are 0 where `completion_mask` is 0. All other positions are NaN.
 
         Args:
             input_ids, attention_mask: `prompt_ids` and `completion_ids` of the inputs, concatenated, and their masks.
@@ -509,7 +510,7 @@ class TorchCalls:
     def __init__(self, owner: UserCompletionsLoss, compute_loss: Callable, setup: Setup):
         self._owner, self._compute_loss, self._setup = owner, compute_loss, setup
         self._lock = threading.Lock()  # devices call it concurrently
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._names: list[str] = []  # names of the metrics logged so far, in the order of their slots
         self._asked = False  # whether the script has called super() in this step
         self._was_finite = False  # whether a loss was; one that reads positions without logits never is
@@ -556,9 +557,11 @@ class TorchCalls:
                 if not given["real"]:  # the last step of an epoch may have fewer passes than others
                     return (*_filled(results[:2], 0), *_filled(results[2:], np.nan))
                 return self._computed(jax.tree.map(np.asarray, leaves), given, refusal)
+            except TraceAgain as error:
+                self._owner.need_logits(leaves["logps"].shape)
+                self._error = error
+                return _filled(results, np.nan)
             except Exception as error:
-                if isinstance(error, TraceAgain):
-                    self._owner.need_logits(leaves["logps"])
                 self._error = error
                 return _filled(results, np.nan)
             finally:
@@ -576,11 +579,12 @@ class TorchCalls:
             loss = torch_scalar(self._compute_loss(one.model, one.inputs))
         check_bonus(setup, asked=one.asked)
         self._was_finite |= np.isfinite(loss.item())
-        if one.gave_logits and not self._was_finite and np.isfinite(leaves[LOGITS]).all():
+        counts = arrays["completion_mask"].any()  # without a token that counts, a mean is NaN
+        if one.gave_logits and counts and not self._was_finite and np.isfinite(leaves[LOGITS]).all():
             raise ValueError(
-                "The trainer's own loss is not finite, although all logits of completions are. model(...) gives NaN at "
-                "positions that predict no token of the completion: in the prompt, and at the end of the row. Select "
-                "logits[:, -C - 1 : -1] (with C = completion_ids.size(1)) before any sum, or pass logits_to_keep=C + 1."
+                "The trainer's own loss is not finite, although all logits of completions are. It may read positions "
+                "that predict no token of the completion, where model(...) gives NaN. Select logits[:, -C - 1 : -1] "
+                "(with C = completion_ids.size(1)) before any sum, or pass logits_to_keep=C + 1."
             )
         if loss.requires_grad:
             gradients = {
@@ -627,7 +631,8 @@ class TorchCalls:
 def check_threads(setup: Setup) -> None:
     """Raise ValueError if a callback with logits would wait forever: on CPUs, JAX copies large arrays in the threads in
     which devices run callbacks, as many as there are cores."""
-    devices, cores = 1 if setup.sharding_plan is None else setup.sharding_plan.mesh.devices.size, os.cpu_count() or 1
+    devices = 1 if setup.sharding_plan is None else setup.sharding_plan.mesh.devices.size
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     if devices > 1 and devices >= cores and platform() == "cpu":
         raise ValueError(
             f"A loss in torch that calls the model would wait forever on {devices} CPU devices with {cores} cores. "

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 LOGITS = "logits"
 
 
-class TraceAgain(Exception):
+class TraceAgain(BaseException):
     """A user-defined loss needs logits, which the function that is being traced, or was compiled, does not compute. It
-    will if it is traced again."""
+    will if it is traced again. Not an Exception, which the script may catch."""
 
 
 class Forward:

@@ -21,7 +21,7 @@ from trl_jax.training.schedules import ADAPTIVE, Plateau, learning_rates
 
 
 class ShownOptimizer(Optimizer):
-    """An optimizer with `param_groups`: a list of two mappings, as in transformers."""
+    """An optimizer with `param_groups`: a list of mappings, two as in transformers, or those of a torch optimizer."""
 
     param_groups: list[ParamGroup]
     choice: OptimizerChoice
@@ -165,7 +165,7 @@ def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any, torch_model: 
         torch_model: the torch model that is trained, if there is one; `optimizers` may have its parameters.
 
     Raises:
-        TypeError, ValueError: an optimizer or schedule is torch's, or a class does not accept its arguments.
+        TypeError, ValueError: an optimizer or schedule is not supported, or a class does not accept its arguments.
     """
     tx, schedule = optimizers
     if tx is None and schedule is not None:
@@ -217,6 +217,12 @@ def of_torch(optimizer: Any, scheduler: Any, *models: Any) -> OptimizerChoice:
             f"optimizers: no parameter of the {kind.__name__} belongs to the model that is trained. Create it with "
             "model.parameters() of the model that is passed, after changes such as get_peft_model(model, ...)."
         )
+    if foreign := [(number, group.foreign) for number, group in enumerate(groups) if group.foreign]:
+        number, count = foreign[0]
+        raise ValueError(
+            f"optimizers: {count} parameters of group {number} of the {kind.__name__} do not belong to the model that "
+            "is trained, and no step would change them. Leave them out."
+        )
     check_unused(optimizer)
     first = groups[0].options
     shared = {key: value for key, value in first.items() if key not in _OF_GROUPS}
@@ -230,7 +236,7 @@ def of_torch(optimizer: Any, scheduler: Any, *models: Any) -> OptimizerChoice:
     if not shared.get("decoupled_weight_decay", True) and any(decays):
         raise ValueError("optimizers: Adam with weight_decay adds it to the gradient; use AdamW, or weight_decay=0.")
     if not rates[0]:
-        raise ValueError("optimizers: the first parameter group has lr=0. Leave out what should not train.")
+        raise ValueError("optimizers: the first parameter group has lr=0. Put a group that trains first.")
     b1, b2 = shared.get("betas", (0.9, 0.999))
     momentum = {key: shared[key] for key in ("momentum", "dampening", "nesterov") if key in shared}
     return OptimizerChoice(

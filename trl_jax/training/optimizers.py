@@ -147,18 +147,21 @@ def make_optimizer(
     elif hyper.weight_decay:
         decay = optax.add_decayed_weights(hyper.weight_decay, mask=decayed)
         steps.insert(0 if named.kind in _COUPLED else 1, decay)
-    return _chained(steps, max_grad_norm, _safe_rate_of_adam(hyper) if named.kind == "adamw" else None)
+    largest = 1.0 if factors is None else max(1.0, *(float(np.max(factor)) for factor in factors.values()))
+    return _chained(steps, max_grad_norm, _safe_rate_of_adam(hyper, largest) if named.kind == "adamw" else None)
 
 
 def _weighted_sum(updates: dict[str, jax.Array], params: dict[str, jax.Array], weights: dict[str, Any]) -> dict:
     return {path: u + weights[path] * params[path] if np.any(weights[path]) else u for path, u in updates.items()}
 
 
-def _safe_rate_of_adam(hyper: Hyperparameters) -> float | None:
-    """A learning rate up to which every update is finite in float32. |mean / (sqrt(square) + eps)| is at most
-    |gradient| / eps, and the elements of a gradient with a finite norm are below 2e19. None if the betas or eps are out
-    of range."""
-    return 1e3 if max(hyper.b1, hyper.b2) < 1 and hyper.eps >= 1e-16 else None
+def _safe_rate_of_adam(hyper: Hyperparameters, factor: float) -> float | None:
+    """A learning rate up to which every update is finite in float32, if it is multiplied by at most `factor`.
+
+    |mean / (sqrt(square) + eps)| is at most |gradient| / eps, and the elements of a gradient with a finite norm are
+    below 2e19. None if the betas or eps are out of range.
+    """
+    return 1e3 / factor if max(hyper.b1, hyper.b2) < 1 and hyper.eps >= 1e-16 else None
 
 
 def _schedule_free(

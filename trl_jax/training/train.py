@@ -163,7 +163,13 @@ class Training:
 
     def _new_optimizer(self, changed: RecompileCheck) -> Optimizer | None:
         """The optimizer, if the step has to be compiled again; None if nothing has changed."""
+        before = self.choice
         tx = changed()
+        if (self.choice.peak, self.choice.groups) != (before.peak, before.groups):
+            raise ValueError(
+                "create_optimizer was called again, because the step was changed while the run trains, and returned a "
+                "torch optimizer with other groups or learning rates. Make such changes between calls of train()."
+            )
         if tx is not None:
             self._show(tx)
         return tx
@@ -204,9 +210,8 @@ class Training:
         factors = [group.factor for group in self.choice.groups] or [1.0] * GROUPS
         schedule = LearningRate(self.choice.rates(args, length.max_steps), lambda: setup.state.global_step, factors)
         if setup.progress.schedule is not None and self.choice.groups and self.choice.schedule is not None:
-            schedule.begin_at(
-                -setup.progress.schedule.last_epoch
-            )  # as in TRL, a scheduler continues in a second train()
+            steps_before = setup.progress.schedule.last_epoch  # as in TRL, a scheduler continues in a second train()
+            schedule.begin_at(-steps_before)
         setup.progress.schedule = setup.events.handler.lr_scheduler = schedule
         self._show(tx)
         self._checkpointer.forget_dataset()
