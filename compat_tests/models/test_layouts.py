@@ -87,7 +87,8 @@ def batches(layout):
 def pass_of(model, gradients, dtype, max_length):
     """(params, batch) -> the loss of a micro-batch, or (loss, gradients); compiled once per shape."""
     task = SimpleNamespace(head="score")
-    state = {"model": model, "max_tokens": max_length, "task": task, "reference": None, "router_aux_loss_coef": 0.0}
+    state = {"model": model, "max_tokens": max_length, "task": task, "reference": None, "router_aux_loss_coef": 0.0,
+             "computes_logits": False}  # fmt: skip
     forward = Forward(SimpleNamespace(**state))
 
     def loss(params, batch):
