@@ -128,7 +128,8 @@ def for_tower(folder: Path, plan: AdapterPlan, unread: frozenset[str]) -> Adapte
 
 def spared_towers(plan: AdapterPlan, carried: Iterable[str]) -> AdapterPlan:
     """The plan with full names in `target_modules` if shorter ones also select modules of a vision tower that PEFT
-    cannot adapt: those of Gemma 4, whose matrix is in an inner module `linear`. PEFT could not load the adapter.
+    cannot adapt. PEFT could not load such an adapter. Gemma 4's tower has such modules: their matrix is in an inner
+    module `linear`.
 
     Args:
         carried: names in transformers' model of the tower's tensors, which are not computed.

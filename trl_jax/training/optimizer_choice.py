@@ -21,7 +21,7 @@ from trl_jax.training.schedules import ADAPTIVE, Plateau, learning_rates
 
 
 class ShownOptimizer(Optimizer):
-    """An optimizer with `param_groups`: a list of mappings, two as in transformers, or those of a torch optimizer."""
+    """An optimizer with `param_groups`: two mappings as in transformers, or one for each group of a torch optimizer."""
 
     param_groups: list[ParamGroup]
     choice: OptimizerChoice

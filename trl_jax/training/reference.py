@@ -105,10 +105,10 @@ class ReferenceModel:
         return view
 
     def take(self, params: dict[str, Any]) -> None:
-        """Replace its arrays by those of its model, by the model's paths.
+        """Replace the reference's arrays. `params` has the paths of the model that scripts see.
 
         Raises:
-            ValueError: it is stored in another form than its model's.
+            ValueError: the reference is stored in another form than `params`.
         """
         arrays = {PREFIX + path: _copied(array) for path, array in params.items()}
         if arrays.keys() != self.arrays.keys():
