@@ -272,17 +272,11 @@ class ExportedBackend(Backend):
         return {name: first for name, first in self._model.names().items() if name != first}
 
     def save(
-        self,
-        folder: Path,
-        params: dict[str, jax.Array],
-        config: Any,
-        *,
-        writes: bool = True,
-        max_shard_size: int | str | None = None,
+        self, folder: Path | None, params: dict[str, jax.Array], config: Any, max_shard_size: int | str | None = None
     ) -> None:
         del config  # transformers writes its own
         whole = {name: np.asarray(params[name]) for name in self.tensors}
-        if writes:
+        if folder is not None:
             self._model.save(folder, whole, max_shard_size)
 
     def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:

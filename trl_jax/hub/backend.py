@@ -129,18 +129,13 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def save(
-        self,
-        folder: Path,
-        params: dict[str, jax.Array],
-        config: Any,
-        *,
-        writes: bool = True,
-        max_shard_size: int | str | None = None,
+        self, folder: Path | None, params: dict[str, jax.Array], config: Any, max_shard_size: int | str | None = None
     ) -> None:
         """Write config.json and safetensors that transformers loads.
 
         Args:
-            writes: False only reads the parameters.
+            folder: None only reads the parameters, which may be a collective operation: all processes take part, and
+                one of them writes.
             max_shard_size: most bytes per file, as in transformers; None keeps the checkpoint's shards. An adapter is
                 always a single file.
         """

@@ -24,7 +24,15 @@ from trl_jax.core.text import brief, listed
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.config import NativeConfig, read_native_config
 from trl_jax.hub.families import Family
-from trl_jax.hub.formats import CheckpointFiles, PickledFiles, only_pickled, shard_plan, split_shards, write_checkpoint
+from trl_jax.hub.formats import (
+    CheckpointFiles,
+    PickledFiles,
+    only_pickled,
+    read_checkpoint,
+    shard_plan,
+    split_shards,
+    write_checkpoint,
+)
 from trl_jax.hub.gguf import BLOCKS, LINK, GgufFiles, Mxfp4Files
 from trl_jax.hub.heads import ONE_LABEL, Draw, HeadName
 from trl_jax.hub.quantization import quantized
@@ -39,12 +47,11 @@ logger = logging.getLogger(__name__)
 
 
 def save(
-    folder: Path,
+    folder: Path | None,
     params: dict[str, jax.Array],
     source: Source,
     *,
     changed: Mapping[str, Any],
-    writes: bool = True,
     max_shard_size: int | str | None = None,
 ) -> None:
     """Write config.json and the weights in transformers' format for this model_type and head.
@@ -53,7 +60,7 @@ def save(
     in the dtype it was loaded in.
 
     Args:
-        writes: False only reads the parameters.
+        folder: None only reads the parameters.
         max_shard_size: most bytes per file, as in transformers; None keeps the source's shards.
     """
     entries = entries_of(params, source.tensor_map)
@@ -69,8 +76,8 @@ def save(
 
     if max_shard_size is not None:
         shards = split_shards(shards, pieces, max_shard_size)
-    if not writes:
-        write_checkpoint(folder, shards, pieces, writes=False)
+    if folder is None:
+        read_checkpoint(shards, pieces)
         return
     folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder, shards, pieces)

@@ -226,31 +226,31 @@ def _plain(name: str) -> bool:
     return fits and name not in ("", "..") and "\\" not in name and "\0" not in name
 
 
-def write_checkpoint(
-    folder: Path, shards: dict[str, list[str]], tensor: Callable[[str], Pieces], *, writes: bool = True
-) -> None:
+def read_checkpoint(shards: dict[str, list[str]], pieces_of: Callable[[str], Pieces]) -> None:
+    """Read tensors in the order in which `write_checkpoint` reads them. Reading may be a collective operation, in which
+    all processes take part and one writes."""
+    for tensors in shards.values():
+        pieces = {tensor: pieces_of(tensor) for tensor in tensors}
+        for tensor in in_order(pieces):
+            deque(pieces[tensor].read(), maxlen=0)
+
+
+def write_checkpoint(folder: Path, shards: dict[str, list[str]], pieces_of: Callable[[str], Pieces]) -> None:
     """Write `shards` (file name -> tensors) and, for several shards, the index, with one piece of a tensor in memory
     at a time.
 
-    With `writes=False`, tensors are read but not stored: reading them may be a collective operation, in which all
-    processes take part and one writes. A file replaces the old one once it is complete, because tensors may be read
-    from the old one. Weights that an earlier save left in `folder` are removed at the end, so that a reader does not
-    use them.
+    A file replaces the old one once it is complete, because tensors may be read from the old one. Weights that an
+    earlier save left in `folder` are removed at the end, so that a reader does not use them.
     """
     weight_map, parameters, size = {}, 0, 0
     for name, tensors in shards.items():
-        pieces = {one: tensor(one) for one in tensors}
-        if not writes:
-            for one in in_order(pieces):
-                deque(pieces[one].read(), maxlen=0)
-            continue
-        _write(folder / name, pieces)
+        pieces = {tensor: pieces_of(tensor) for tensor in tensors}
+        with replacing(folder / name) as unfinished:
+            write_tensors(unfinished, pieces, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
-        counts = [(math.prod(one.shape), one.dtype.itemsize) for one in pieces.values()]
+        counts = [(math.prod(tensor.shape), tensor.dtype.itemsize) for tensor in pieces.values()]
         parameters += sum(count for count, _ in counts)
         size += sum(count * width for count, width in counts)
-    if not writes:
-        return
     if len(shards) > 1:
         index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": weight_map}
         write_whole(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -258,11 +258,6 @@ def write_checkpoint(
     for path in folder.iterdir():
         if path.name not in written and (path.name in (SINGLE, INDEX) or _SHARD.fullmatch(path.name)):
             path.unlink()
-
-
-def _write(path: Path, tensors: dict[str, Pieces]) -> None:
-    with replacing(path) as unfinished:
-        write_tensors(unfinished, tensors, {"format": "pt"})
 
 
 def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -> dict[str, list[str]]:

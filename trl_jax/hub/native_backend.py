@@ -196,18 +196,12 @@ class NativeBackend(Backend):
         return floats, NativeBackend(self.source, few)
 
     def save(
-        self,
-        folder: Path,
-        params: dict[str, jax.Array],
-        config: Any,
-        *,
-        writes: bool = True,
-        max_shard_size: int | str | None = None,
+        self, folder: Path | None, params: dict[str, jax.Array], config: Any, max_shard_size: int | str | None = None
     ) -> None:
         source = self.source.config
-        changed = changes(config, source.raw, source.path, self.head) if writes else {}
+        changed = {} if folder is None else changes(config, source.raw, source.path, self.head)
         params = self.weights(params) if self.formats else params
-        save(folder, params, self.source, changed=changed, writes=writes, max_shard_size=max_shard_size)
+        save(folder, params, self.source, changed=changed, max_shard_size=max_shard_size)
 
     def load(self, folder: Path, seed: int, sharding_of: ShardingRule | None = None) -> dict[str, jax.Array]:
         config = read_native_config(folder, self.head)

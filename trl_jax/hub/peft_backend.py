@@ -177,18 +177,12 @@ class AdaptedBackend(Backend):
         return self.base.weight(arrays, path)
 
     def save(
-        self,
-        folder: Path,
-        params: dict[str, jax.Array],
-        config: Any,
-        *,
-        writes: bool = True,
-        max_shard_size: int | str | None = None,
+        self, folder: Path | None, params: dict[str, jax.Array], config: Any, max_shard_size: int | str | None = None
     ) -> None:
         """Write adapter_model.safetensors and adapter_config.json, as PEFT does."""
         del config, max_shard_size  # the base model's config is not saved
         tensors = dict(self.on_disk(params))
-        if not writes:
+        if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -914,7 +914,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
                 "push_to_hub()."
             )
         folder = Path(save_directory)
-        self.backend.save(folder, self.readable, self.config, writes=self.writes, max_shard_size=max_shard_size)
+        self.backend.save(folder if self.writes else None, self.readable, self.config, max_shard_size)
         if self.writes and self.generation_config is not None and not isinstance(self.backend, AdaptedBackend):
             write_generation_config(self.generation_config, folder)
 

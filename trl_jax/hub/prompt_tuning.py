@@ -135,20 +135,14 @@ class VirtualBackend(AdaptedBackend):
         return self.base.axes
 
     def save(
-        self,
-        folder: Path,
-        params: dict[str, jax.Array],
-        config: Any,
-        *,
-        writes: bool = True,
-        max_shard_size: int | str | None = None,
+        self, folder: Path | None, params: dict[str, jax.Array], config: Any, max_shard_size: int | str | None = None
     ) -> None:
         """Write PEFT's files, and the weights of the network that computes the vectors, if there is one."""
-        super().save(folder, params, config, writes=writes, max_shard_size=max_shard_size)
+        super().save(folder, params, config)
         if isinstance(self.prompt_encoder, Table):
             return
         arrays = {path.removeprefix(PREFIX): np.asarray(params[path], np.float32) for path in self.shapes}
-        if writes:
+        if folder is not None:
             save_file(arrays, folder / ENCODER, metadata={"format": "pt"})
 
     @property
