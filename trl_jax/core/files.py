@@ -45,10 +45,11 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # Safetensors files, written piece by piece so that the tensors are never all in memory
 
 # NumPy dtype -> safetensors dtype (https://github.com/huggingface/safetensors#format)
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")  # in which weights are read and saved
 
 
 class Pieces(NamedTuple):
@@ -61,7 +62,7 @@ class Pieces(NamedTuple):
 
 def as_dtype(word: str) -> np.dtype:
     """The NumPy dtype for a NumPy or safetensors dtype name."""
-    return np.dtype({ours: theirs for theirs, ours in _DTYPES.items()}.get(word, word))
+    return np.dtype({ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}.get(word, word))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Pieces], metadata: Mapping[str, str] | None = None) -> None:
@@ -94,8 +95,10 @@ def _header(tensors: Mapping[str, Pieces], sizes: Mapping[str, int], metadata: M
     facts, start = {} if metadata is None else {"__metadata__": dict(metadata)}, 0
     for name, one in tensors.items():
         facts[name] = {
-            "dtype": _DTYPES[one.dtype.name], "shape": list(one.shape), "data_offsets": [start, start + sizes[name]]
-        }  # fmt: skip
+            "dtype": SAFETENSORS_DTYPES[one.dtype.name],
+            "shape": list(one.shape),
+            "data_offsets": [start, start + sizes[name]],
+        }
         start += sizes[name]
     text = json.dumps(facts, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)  # pad, so that the tensors are aligned

@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 
 from trl_jax.config.rules import as_bool
+from trl_jax.core.files import WEIGHT_DTYPES
 from trl_jax.hub.config_reader import config_object, read_config
 from trl_jax.hub.families import Family, read_arch
 from trl_jax.hub.heads import CONFIG_VALUES, Draw, Head, HeadName
@@ -209,7 +210,7 @@ def _head_of(family: Family, head: HeadName, path: Path) -> Head:
 # Arguments of from_pretrained
 
 
-_DTYPES = ("float32", "bfloat16", "float16", "auto")
+_DTYPES = (*WEIGHT_DTYPES, "auto")
 _PLACEMENT = ("device_map", "low_cpu_mem_usage", "max_memory", "offload_folder")
 _WITHOUT_EFFECT = ("use_safetensors", "ignore_mismatched_sizes", "use_flash_attention_2")
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")

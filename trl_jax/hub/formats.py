@@ -15,7 +15,15 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
 from trl_jax.core import files, text
-from trl_jax.core.files import Pieces, in_order, replacing, write_tensors, write_whole
+from trl_jax.core.files import (
+    SAFETENSORS_DTYPES,
+    WEIGHT_DTYPES,
+    Pieces,
+    in_order,
+    replacing,
+    write_tensors,
+    write_whole,
+)
 from trl_jax.core.text import brief, listed, printable
 from trl_jax.hub import torch_bridge
 from trl_jax.hub.torch_bridge import PICKLED
@@ -70,7 +78,7 @@ class PickledFiles:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _MAPPED = 2**28  # bytes read from a file before its pages are released
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = {SAFETENSORS_DTYPES[name]: name for name in WEIGHT_DTYPES}
 
 
 class CheckpointFiles:
@@ -271,13 +279,13 @@ def shard_plan(source: dict[str, list[str]], kept: set[str], added: list[str]) -
 
 
 def split_shards(
-    shards: dict[str, list[str]], tensor: Callable[[str], Pieces], max_shard_size: int | str
+    shards: dict[str, list[str]], pieces_of: Callable[[str], Pieces], max_shard_size: int | str
 ) -> dict[str, list[str]]:
     """The tensors of all shards in files of at most `max_shard_size` bytes; a larger tensor has its own file."""
-    pieces = {one: tensor(one) for tensors in shards.values() for one in tensors}
+    pieces = {tensor: pieces_of(tensor) for tensors in shards.values() for tensor in tensors}
     split = split_state_dict_into_shards_factory(
         pieces,
-        get_storage_size=lambda one: one.dtype.itemsize * math.prod(one.shape),
+        get_storage_size=lambda tensor: tensor.dtype.itemsize * math.prod(tensor.shape),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
@@ -297,18 +305,7 @@ _OPENINGS = {
     b"Entry not found": "this is an error message of the Hub, which has no such file",
     b"\x80\x02\x8a": "this is a pickle, probably a renamed PyTorch .bin: convert it",
 }
-_BITS = {
-    "F64": 64,
-    "F32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "I64": 64,
-    "I32": 32,
-    "I16": 16,
-    "I8": 8,
-    "U8": 8,
-    "BOOL": 8,
-}
+_SIZES = {code: np.dtype(name).itemsize for name, code in SAFETENSORS_DTYPES.items()}  # bytes of a number
 _ANOTHER = "download it again"
 
 
@@ -361,12 +358,12 @@ def _faulty_header(header: bytes, data: int) -> str | None:
 
 
 def _faulty_tensor(dtype: str, shape: list[int], size: int) -> str | None:
-    if dtype not in _BITS:
+    if dtype not in _SIZES:
         known = "which safetensors does not know or cannot handle; save it as F32, BF16 or F16"
         return f"has dtype {listed([dtype])}, {known}"
     if not all(type(axis) is int for axis in shape):  # otherwise the product could be a huge list or string
         return f"has shape {brief(shape)} instead of integers: {_ANOTHER}"
-    wanted = math.prod(shape) * _BITS[dtype] // 8
+    wanted = math.prod(shape) * _SIZES[dtype]
     if wanted == size:
         return None
     return f"of dtype {dtype} and shape {brief(shape)} needs {wanted:,} bytes, but has {size:,}"
