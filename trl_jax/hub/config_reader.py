@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_jax.core import files
+from trl_jax.core.files import WEIGHT_DTYPES
 from trl_jax.core.text import brief, listed
 from trl_jax.hub.gguf import METHOD as MXFP4
 from trl_jax.models.arch import Arch
@@ -352,6 +353,18 @@ class ConfigReader:
         """A finite number; None if the key is null, or absent without a default."""
         return None if self.value(key) is None else self.number(key)
 
+    def dropout(self, key: str, default: float = 0.0) -> float:
+        return self.number(key, default, maximum=0.99)
+
+    def skip(self, *keys: str) -> None:
+        """Accept any value of these keys: they have no effect, at least not by themselves."""
+        self._asked.update(keys)
+
+    def fix(self, values: Mapping[str, Any]) -> None:
+        """Refuse all values of these keys other than the given ones."""
+        for key, value in values.items():
+            self.refuse(key, value)
+
     def refuse(self, key: str, *allowed: Any) -> None:
         """Refuse all values except those allowed, because the others request something that is not implemented."""
         value = self.value(key, allowed[0])
@@ -457,7 +470,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     for key in ("id2label", "label2id"):
         reader.section(key)
     for key in ("dtype", "torch_dtype"):
-        reader.one_of(key, ("float32", "bfloat16", "float16"), "float32")
+        reader.one_of(key, WEIGHT_DTYPES, "float32")
     if not reader.section("quantization_config"):
         return raw
     method = raw["quantization_config"].get("quant_method")

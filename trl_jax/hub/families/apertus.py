@@ -20,8 +20,7 @@ _FIXED = {"hidden_dropout": 0.0, "post_norm": False, "qk_norm": True}
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key, value in _FIXED.items():
-        config.refuse(key, value)
+    config.fix(_FIXED)
     if config.value("rope_parameters") is None and not config.section("rope_scaling"):
         config = config.with_values(rope_parameters=_ROPE)
     activation = config.one_of("hidden_act", {*ACTIVATIONS, XIELU_NAME}, XIELU_NAME)

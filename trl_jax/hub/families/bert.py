@@ -33,12 +33,11 @@ def arch(config: ConfigReader) -> EncoderArch:
 def shared(config: ConfigReader, head: HeadFacts) -> EncoderArch:
     """The part of the architecture that later encoders share."""
     hidden, heads = read_heads(config, "hidden_size", "num_attention_heads")
-    for key in UNUSED:
-        config.value(key)
+    config.skip(*UNUSED)
     config.refuse("position_embedding_type", "absolute")
     config.refuse("is_decoder", False)
     config.refuse("add_cross_attention", False)
-    dropout = read_dropout(config, "hidden_dropout_prob", 0.1)
+    dropout = config.dropout("hidden_dropout_prob", 0.1)
     return EncoderArch(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -51,7 +50,7 @@ def shared(config: ConfigReader, head: HeadFacts) -> EncoderArch:
         learned_positions=config.size("max_position_embeddings", 512),
         type_vocab_size=config.size("type_vocab_size", 2, minimum=0),
         embedding_dropout=dropout,
-        attention_dropout=read_dropout(config, "attention_probs_dropout_prob", 0.1),
+        attention_dropout=config.dropout("attention_probs_dropout_prob", 0.1),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
         initializer_range=config.number("initializer_range", 0.02),
@@ -66,12 +65,8 @@ def read_heads(config: ConfigReader, size: str, count: str) -> tuple[int, int]:
     return hidden, heads
 
 
-def read_dropout(config: ConfigReader, key: str, default: float) -> float:
-    return config.number(key, default, maximum=0.99)
-
-
 def read_classifier_dropout(config: ConfigReader) -> float:
-    return read_dropout(config, "classifier_dropout", read_dropout(config, "hidden_dropout_prob", 0.1))
+    return config.dropout("classifier_dropout", config.dropout("hidden_dropout_prob", 0.1))
 
 
 def body(prefix: str) -> Names:
@@ -108,8 +103,9 @@ def draw_head(dense: str, out: str) -> Callable[[EncoderArch], list[Draw]]:
 
 
 def arch_electra(config: ConfigReader) -> EncoderArch:
-    for key in ("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"):
-        config.value(key)  # only for the multiple-choice head
+    config.skip(
+        "summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"
+    )  # only for the multiple-choice head
     dropout = read_classifier_dropout(config)
     base = shared(config, HeadFacts("gelu", dropout_before=dropout, dropout_after=dropout))
     return replace(base, embedding_size=config.size("embedding_size", 128))
@@ -127,9 +123,8 @@ def names_electra(arch: EncoderArch) -> Names:
 def arch_distilbert(config: ConfigReader) -> EncoderArch:
     hidden, heads = read_heads(config, "dim", "n_heads")
     # Keys for the initialization of positions, for another head or for older code
-    for key in ("sinusoidal_pos_embds", "qa_dropout", "tie_weights_", "output_past"):
-        config.value(key)
-    dropout = read_dropout(config, "dropout", 0.1)
+    config.skip("sinusoidal_pos_embds", "qa_dropout", "tie_weights_", "output_past")
+    dropout = config.dropout("dropout", 0.1)
     return EncoderArch(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -137,11 +132,11 @@ def arch_distilbert(config: ConfigReader) -> EncoderArch:
         num_layers=config.size("n_layers", maximum=4096),
         num_heads=heads,
         norm_eps=1e-12,
-        head=HeadFacts("relu", dropout_after=read_dropout(config, "seq_classif_dropout", 0.2)),
+        head=HeadFacts("relu", dropout_after=config.dropout("seq_classif_dropout", 0.2)),
         activation=config.one_of("activation", ACTIVATIONS, "gelu"),
         learned_positions=config.size("max_position_embeddings", 512),
         embedding_dropout=dropout,
-        attention_dropout=read_dropout(config, "attention_dropout", 0.1),
+        attention_dropout=config.dropout("attention_dropout", 0.1),
         mlp_out_dropout=dropout,
         initializer_range=config.number("initializer_range", 0.02),
         padding_idx=llama.read_padding_idx(config),

@@ -37,8 +37,7 @@ _FIXED = {
 
 
 def arch_v2(config: ConfigReader) -> Arch:
-    for key, value in _FIXED.items():
-        config.refuse(key, value)
+    config.fix(_FIXED)
     base, pattern = arch(config), config.size("sliding_window_pattern", 4)
     config.refuse("layer_switch", pattern)
     types = read_layer_types(config, [SLIDING if (i + 1) % pattern else FULL for i in range(base.num_layers)])

@@ -41,13 +41,12 @@ def arch_v2(config: ConfigReader) -> EncoderArch:
 
 def _shared(config: ConfigReader) -> EncoderArch:
     """The part of the architecture that deberta shares: all but the attention."""
-    for key in _UNUSED:
-        config.value(key)
-    dropout = bert.read_dropout(config, "hidden_dropout_prob", 0.1)
+    config.skip(*_UNUSED)
+    dropout = config.dropout("hidden_dropout_prob", 0.1)
     head = HeadFacts(
         config.one_of("pooler_hidden_act", ACTIVATIONS, "gelu"),
-        dropout_before=bert.read_dropout(config, "pooler_dropout", 0.0),
-        dropout_after=bert.read_dropout(config, "cls_dropout", dropout),
+        dropout_before=config.dropout("pooler_dropout"),
+        dropout_after=config.dropout("cls_dropout", dropout),
     )
     base = bert.shared(config, head)
     config.refuse("pooler_hidden_size", base.hidden_size)

@@ -23,8 +23,7 @@ ROUTER = r"\.gate\.weight$|\.e_score_correction_bias$"
 
 
 def arch_v3(config: ConfigReader) -> Arch:
-    for key, value in _SAID_V3.items():
-        config.refuse(key, value)
+    config.fix(_SAID_V3)
     base = _latent_arch(config)
     return replace(
         base,
@@ -37,8 +36,7 @@ def arch_v3(config: ConfigReader) -> Arch:
 
 def _latent_arch(config: ConfigReader) -> Arch:
     """The architecture of a model with latent attention."""
-    for key in ("head_dim", "qk_head_dim", *_OF_TRAINING):  # the first two follow from others
-        config.value(key)
+    config.skip("head_dim", "qk_head_dim", *_OF_TRAINING)  # the first two follow from others
     heads, rotary_dim = config.size("num_attention_heads"), config.size("qk_rope_head_dim")
     config.refuse("num_key_value_heads", heads)
     head_dim = config.size("qk_nope_head_dim") + rotary_dim
@@ -116,9 +114,8 @@ _SAID_V2 = {"scoring_func": "softmax", "moe_layer_freq": 1, "mlp_bias": False}
 
 
 def arch_v2(config: ConfigReader) -> Arch:
-    for key, value in _SAID_V2.items():
-        config.refuse(key, value)
-    config.value("norm_topk_prob")  # transformers' router does not read it
+    config.fix(_SAID_V2)
+    config.skip("norm_topk_prob")  # transformers' router does not read it
     base = _latent_arch(config.with_values(num_key_value_heads=_key_heads(config)))
     kinds = read_kinds(config, base.num_layers)
     return replace(base, rope_interleaved=True, experts=_experts_v2(config), kinds=kinds)
@@ -132,7 +129,7 @@ def _experts_v2(config: ConfigReader) -> Experts:
     grouped = config.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "group_limited_greedy"
     size, count = config.size("moe_intermediate_size"), config.size("n_routed_experts")
     groups, top_groups = (config.size("n_group"), config.size("topk_group")) if grouped else (1, 1)
-    config.value("n_group"), config.value("topk_group")
+    config.skip("n_group", "topk_group")
     if count % groups:
         raise config.wrong("n_routed_experts", count, f"a multiple of n_group {groups}")
     return Experts(

@@ -25,8 +25,7 @@ _OF_TRAINING = ("moe_capacity", "moe_gate", "moe_use_aux_free", "output_router_l
 
 def arch_moe(config: ConfigReader) -> Arch:
     config.refuse("use_bias", False)
-    for key in _OF_TRAINING:
-        config.value(key)
+    config.skip(*_OF_TRAINING)
     base = arch(config)
     return replace(base, experts=_experts(config), kinds=_kinds(config, base.num_layers))
 

@@ -18,10 +18,8 @@ _UNREAD = (
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key, value in _FIXED.items():
-        config.refuse(key, value)
-    for key in _UNREAD:
-        config.value(key)
+    config.fix(_FIXED)
+    config.skip(*_UNREAD)
     base = llama.arch(config)
     scale = base.head_dim**-0.5 * _scale(config, "key_multiplier")
     named = ("attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier")

@@ -94,8 +94,7 @@ def _layer_embedding(config: ConfigReader) -> LayerEmbedding | None:
 def _experts(config: ConfigReader) -> Experts | None:
     names = ("num_experts", "top_k_experts", "moe_intermediate_size")
     if not config.flag("enable_moe_block"):
-        for key in names:
-            config.value(key)
+        config.skip(*names)
         return None
     count, top_k, size = (config.size(key) for key in names)
     return Experts(count, top_k, size, renormalized=True, beside_mlp=True)

@@ -39,8 +39,7 @@ def names_v4(arch: Arch) -> Names:
 
 
 def arch_v4_moe(config: ConfigReader) -> Arch:
-    for key in ("num_nextn_predict_layers", "num_mtp_layers", "output_router_logits"):
-        config.value(key)
+    config.skip("num_nextn_predict_layers", "num_mtp_layers", "output_router_logits")
     base = rotated(config, llama.arch(config, partial=True), 0.5)
     return replace(
         base,

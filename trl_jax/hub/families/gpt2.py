@@ -23,8 +23,9 @@ _OF_OTHER_HEADS = """
 
 def arch(config: ConfigReader) -> Arch:
     base = _shared(config)
-    for key in (*_OF_OTHER_HEADS, "reorder_and_upcast_attn", "classifier_dropout"):
-        config.value(key)  # reorder_and_upcast_attn only affects rounding in float16
+    config.skip(
+        *_OF_OTHER_HEADS, "reorder_and_upcast_attn", "classifier_dropout"
+    )  # reorder_and_upcast_attn only affects rounding in float16
     scale = base.head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx")
     return replace(
@@ -41,7 +42,7 @@ def _shared(config: ConfigReader) -> Arch:
     hidden, layers, heads = config.size("n_embd"), config.size("n_layer", maximum=4096), config.size("n_head")
     if hidden % heads:
         raise config.wrong("n_embd", hidden, f"a multiple of n_head {heads}")
-    dropout = config.number("resid_pdrop", 0.0, maximum=0.99)
+    dropout = config.dropout("resid_pdrop")
     return Arch(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -58,8 +59,8 @@ def _shared(config: ConfigReader) -> Arch:
         activation=config.one_of("activation_function", ACTIVATIONS, "gelu_new"),
         gated=False,
         mlp_bias=True,
-        attention_dropout=config.number("attn_pdrop", 0.0, maximum=0.99),
-        embedding_dropout=config.number("embd_pdrop", 0.0, maximum=0.99),
+        attention_dropout=config.dropout("attn_pdrop"),
+        embedding_dropout=config.dropout("embd_pdrop"),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
         initializer_range=config.number("initializer_range", 0.02),
@@ -86,8 +87,7 @@ def names(arch: Arch) -> Names:
 def arch_j(config: ConfigReader) -> Arch:
     base = _shared(config)
     config.size("n_positions", 2048)
-    for key in (*_OF_OTHER_HEADS, "scale_attn_weights", "gradient_checkpointing"):
-        config.value(key)
+    config.skip(*_OF_OTHER_HEADS, "scale_attn_weights", "gradient_checkpointing")
     rotary_dim = config.size("rotary_dim", base.head_dim, maximum=base.head_dim)
     if rotary_dim % 2:
         raise config.wrong("rotary_dim", rotary_dim, "an even number: rotary positions turn pairs of channels")

@@ -15,7 +15,7 @@ def arch(config: ConfigReader) -> Arch:
     heads = config.size("num_attention_heads")  # also of keys; num_key_value_heads has no effect
     base = llama.arch(_with_todays_theta(config).with_values(num_key_value_heads=heads), partial=True)
     base = rotated(config, base, 0.25, "rotary_pct")
-    bias, dropout = config.flag("attention_bias", True), config.number("hidden_dropout", 0.0, maximum=0.99)
+    bias, dropout = config.flag("attention_bias", True), config.dropout("hidden_dropout")
     config.optional_number("classifier_dropout")  # only for token classifiers
     return replace(
         base,

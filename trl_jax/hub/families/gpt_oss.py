@@ -22,8 +22,8 @@ def arch(config: ConfigReader) -> Arch:
         config = config.with_values(rope_parameters=_YARN)
     base = llama.arch(config)
     types = read_layer_types(config, [FULL if i % 2 else SLIDING for i in range(base.num_layers)])
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
-    config.value("experts_per_token"), config.value("initial_context_length")  # only for the original code
+    config.skip("output_router_logits", "router_aux_loss_coef")  # only for the language model's loss
+    config.skip("experts_per_token", "initial_context_length")  # only for the original code
     return replace(
         base,
         mlp_bias=False,

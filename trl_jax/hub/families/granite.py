@@ -40,7 +40,7 @@ def arch_moe(config: ConfigReader) -> Arch:
 
 def _read_experts(config: ConfigReader, base: Arch) -> Experts:
     """Experts as wide as the MLP of `base`, which they replace."""
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
+    config.skip("output_router_logits", "router_aux_loss_coef")  # only for the language model's loss
     count, top_k = config.size("num_local_experts"), config.size("num_experts_per_tok")
     # A softmax over the logits of the selected experts equals the renormalized softmax over all of them.
     return Experts(count, top_k, size=base.mlp_size, renormalized=True)
@@ -71,8 +71,7 @@ _OURS = "decoder.layers.attention."
 
 
 def arch_hybrid(config: ConfigReader) -> Arch:
-    for key in (*_OF_MAMBA, *_OF_EXPERTS, "init_method"):
-        config.value(key)
+    config.skip(*_OF_MAMBA, *_OF_EXPERTS, "init_method")
     config.refuse("normalization_function", "rmsnorm")
     base, shared_size = arch(config), config.size("shared_intermediate_size")
     experts, mixers = _experts(config, base, shared_size), _mixers(config, base.num_layers)
@@ -102,7 +101,7 @@ def _state_space(config: ConfigReader, hidden: int) -> StateSpace:
 
 def read_state_space(config: ConfigReader, inner: int) -> StateSpace:
     """The Mamba-2 configuration of layers with `inner` channels."""
-    config.value("mamba_chunk_size")  # does not change the results
+    config.skip("mamba_chunk_size")  # does not change the results
     config.refuse("hidden_act", "silu")  # also the convolution's activation
     heads, groups = config.size("mamba_n_heads"), config.size("mamba_n_groups")
     auto = config.value("mamba_d_head") in (None, "auto")

@@ -43,7 +43,7 @@ def names(arch: Arch) -> Names:
 
 def arch_moe(config: ConfigReader) -> Arch:
     base = arch(config)
-    config.value("output_router_logits")
+    config.skip("output_router_logits")
     experts = Experts(
         count=config.size("num_experts"),
         top_k=_top_k(config, base.num_layers),

@@ -23,10 +23,8 @@ _UNREAD = (
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key, value in _FIXED.items():
-        config.refuse(key, value)
-    for key in _UNREAD:
-        config.value(key)
+    config.fix(_FIXED)
+    config.skip(*_UNREAD)
     hidden = config.size("hidden_size")
     for key in ("block_dim", "conv_dim", "conv_dim_out"):
         config.refuse(key, hidden)
@@ -94,7 +92,7 @@ def _mixer_names(arch: Arch, kind: LayerKind) -> Names:
 
 def arch_moe(config: ConfigReader) -> Arch:
     config.refuse("tie_embedding", True)
-    config.value("output_router_logits")
+    config.skip("output_router_logits")
     base = _hybrid_arch(config)
     types, dense = config.names("layer_types") or [], config.size("num_dense_layers", 2, minimum=0)
     mixers = _read_mixers(config, types, base.num_layers)

@@ -51,7 +51,7 @@ def arch(config: ConfigReader, *, partial: bool = False, extra_keys: frozenset[s
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=config.flag("mlp_bias"),
-        attention_dropout=config.number("attention_dropout", 0.0, maximum=0.99),
+        attention_dropout=config.dropout("attention_dropout"),
         initializer_range=config.number("initializer_range", 0.02),
         tied_embeddings=config.flag("tie_word_embeddings"),
         padding_idx=read_padding_idx(config),
@@ -114,7 +114,7 @@ def arch_helium(config: ConfigReader) -> Arch:
 
 
 def arch_seed_oss(config: ConfigReader) -> Arch:
-    dropout = config.number("residual_dropout", 0.0, maximum=0.99)
+    dropout = config.dropout("residual_dropout")
     return replace(
         arch(config),
         o_bias=config.flag("attention_out_bias"),
@@ -153,7 +153,7 @@ def arch_stablelm(config: ConfigReader) -> Arch:
         qkv_bias=config.flag("use_qkv_bias"),
         o_bias=False,
         mlp_bias=False,
-        mlp_out_dropout=config.number("hidden_dropout", 0.0, maximum=0.99),
+        mlp_out_dropout=config.dropout("hidden_dropout"),
     )
 
 

@@ -14,8 +14,8 @@ _CHUNKED = "chunked_attention"
 
 def arch(config: ConfigReader) -> Arch:
     base, mlp_size = llama.arch(config), config.size("intermediate_size_mlp")
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
-    config.value("router_jitter_noise")  # transformers never applies it
+    config.skip("output_router_logits", "router_aux_loss_coef")  # only for the language model's loss
+    config.skip("router_jitter_noise")  # transformers never applies it
     config.refuse("for_llm_compressor", False)
     placed, normed = _placed(config, base.num_layers), config.flag("use_qk_norm", True)
     with_experts = _with_experts(config, base.num_layers)

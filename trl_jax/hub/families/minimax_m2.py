@@ -22,10 +22,8 @@ _WITHOUT_EFFECT = (
 
 
 def arch(config: ConfigReader) -> Arch:
-    for key, value in _FIXED.items():
-        config.refuse(key, value)
-    for key in _WITHOUT_EFFECT:
-        config.value(key)
+    config.fix(_FIXED)
+    config.skip(*_WITHOUT_EFFECT)
     base = llama.arch(config, partial=True)
     config.refuse("attn_type_list", [1] * base.num_layers, None)
     rotary_dim = config.size("rotary_dim", base.head_dim, maximum=base.head_dim)

@@ -53,7 +53,7 @@ def arch_mixtral(config: ConfigReader) -> Arch:
 def read_experts(config: ConfigReader, base: Arch) -> Experts:
     """Experts as wide as the MLP of `base`, which they replace."""
     config.refuse("router_jitter_noise", 0.0)
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
+    config.skip("output_router_logits", "router_aux_loss_coef")  # only for the language model's loss
     count, top_k = config.size("num_local_experts", 8), config.size("num_experts_per_tok", 2)
     return Experts(count, top_k, size=base.mlp_size, renormalized=True)
 

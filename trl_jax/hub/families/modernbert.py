@@ -22,8 +22,7 @@ _LEAST_CUTOFF = 0.4  # below this, torch uses another algorithm
 
 
 def arch(config: ConfigReader) -> EncoderArch:
-    for key in UNUSED:
-        config.value(key)
+    config.skip(*UNUSED)
     hidden, heads = bert.read_heads(config, "hidden_size", "num_attention_heads")
     if hidden // heads % 2:
         raise config.wrong("hidden_size", hidden, "an even number of channels a head: rotary positions turn pairs")
@@ -31,7 +30,7 @@ def arch(config: ConfigReader) -> EncoderArch:
     every = config.size("global_attn_every_n_layers", 3)
     types = read_layer_types(config, [SLIDING if i % every else FULL for i in range(layers)])
     reach = config.size("local_attention", 128, minimum=2) // 2  # to either side
-    dropout = bert.read_dropout(config, "attention_dropout", 0.0)
+    dropout = config.dropout("attention_dropout")
     return EncoderArch(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -48,10 +47,10 @@ def arch(config: ConfigReader) -> EncoderArch:
         mlp_bias=config.flag("mlp_bias"),
         ropes=_ropes(config, types),
         windows=windows_of(types, reach + 1),
-        embedding_dropout=bert.read_dropout(config, "embedding_dropout", 0.0),
+        embedding_dropout=config.dropout("embedding_dropout"),
         attention_dropout=dropout,
         attention_out_dropout=dropout,
-        mlp_dropout=bert.read_dropout(config, "mlp_dropout", 0.0),
+        mlp_dropout=config.dropout("mlp_dropout"),
         initializer_range=config.number("initializer_range", 0.02),
         initializer_cutoff=config.number("initializer_cutoff_factor", 3.0, minimum=_LEAST_CUTOFF),
         padding_idx=llama.read_padding_idx(config),
@@ -65,7 +64,7 @@ def _head(config: ConfigReader) -> HeadFacts:
         pooling="first" if pooling == "cls" else "mean",
         dense_bias=config.flag("classifier_bias"),
         normed=True,
-        dropout_after=bert.read_dropout(config, "classifier_dropout", 0.0),
+        dropout_after=config.dropout("classifier_dropout"),
     )
 
 

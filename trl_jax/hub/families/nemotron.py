@@ -61,8 +61,7 @@ _UNREAD = (
 
 
 def arch_hybrid(config: ConfigReader) -> Arch:
-    for key in (*_UNREAD, *_RENAMED, *_OF_MAMBA, *_OF_EXPERTS):
-        config.value(key)
+    config.skip(*_UNREAD, *_RENAMED, *_OF_MAMBA, *_OF_EXPERTS)
     config = config.with_values(**{new: config.raw[old] for old, new in _RENAMED.items() if old in config.raw})
     kinds, eps = _kinds(config), config.number("layer_norm_epsilon", 1e-5)
     for key in ("norm_eps", "rms_norm_eps"):

@@ -49,7 +49,7 @@ def arch_v3(config: ConfigReader) -> Arch:
 
 def arch_moe(config: ConfigReader) -> Arch:
     base = llama.arch(config)
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
+    config.skip("output_router_logits", "router_aux_loss_coef")  # only for the language model's loss
     experts = Experts(
         count=config.size("num_experts"),
         top_k=config.size("num_experts_per_tok"),

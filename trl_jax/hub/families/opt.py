@@ -17,7 +17,7 @@ def arch(config: ConfigReader) -> Arch:
     heads, bias = config.size("num_attention_heads"), config.flag("enable_bias", True)
     embedding, before = config.size("word_embed_proj_dim", hidden), config.flag("do_layer_norm_before", True)
     config.refuse("layerdrop", 0.0)
-    dropout = config.number("dropout", 0.1, maximum=0.99)
+    dropout = config.dropout("dropout", 0.1)
     return Arch(
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -42,7 +42,7 @@ def arch(config: ConfigReader) -> Arch:
         position_offset=2,
         counts_visible=True,
         embedding_size=None if embedding == hidden else embedding,
-        attention_dropout=config.number("attention_dropout", 0.0, maximum=0.99),
+        attention_dropout=config.dropout("attention_dropout"),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
         initializer_range=config.number("init_std", 0.02),

@@ -23,7 +23,7 @@ def arch(config: ConfigReader) -> Arch:
         mlp_bias=True,
         qk_norm="head" if config.flag("qk_layernorm", True) else None,
         qk_norm_kind="layer",
-        mlp_out_dropout=config.number("hidden_dropout", 0.0, maximum=0.99),
+        mlp_out_dropout=config.dropout("hidden_dropout"),
     )
 
 

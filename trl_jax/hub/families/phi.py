@@ -18,7 +18,7 @@ from trl_jax.nn.moe import SparseMixer
 
 def arch(config: ConfigReader) -> Arch:
     base = llama.arch(config, partial=True)
-    dropout = config.number("resid_pdrop", 0.0, maximum=0.99)
+    dropout = config.dropout("resid_pdrop")
     return replace(
         base,
         block="parallel",
@@ -32,7 +32,7 @@ def arch(config: ConfigReader) -> Arch:
         qk_norm="head" if config.flag("qk_layernorm") else None,
         qk_norm_kind="layer",
         head_bias=True,
-        embedding_dropout=config.number("embd_pdrop", 0.0, maximum=0.99),
+        embedding_dropout=config.dropout("embd_pdrop"),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
     )
@@ -52,9 +52,9 @@ def names(arch: Arch) -> Names:
 
 def arch_v3(config: ConfigReader) -> Arch:
     base = llama.arch(config, partial=True)
-    dropout = config.number("resid_pdrop", 0.0, maximum=0.99)
-    config.value("original_max_position_embeddings")  # only for longrope
-    config.number("embd_pdrop", 0.0, maximum=0.99)  # no effect, as in transformers
+    dropout = config.dropout("resid_pdrop")
+    config.skip("original_max_position_embeddings")  # only for longrope
+    config.dropout("embd_pdrop")  # no effect, as in transformers
     return replace(
         base,
         qkv_bias=False,
@@ -101,7 +101,7 @@ def arch_moe(config: ConfigReader) -> Arch:
 
 
 def _experts(config: ConfigReader, size: int) -> Experts:
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
+    config.skip("output_router_logits", "router_aux_loss_coef")  # only for the language model's loss
     config.refuse("num_experts_per_tok", 2)
     mixer = SparseMixer(config.number("router_jitter_noise"), config.number("input_jitter_noise"))
     count = config.size("num_local_experts", minimum=2)

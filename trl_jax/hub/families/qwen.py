@@ -33,7 +33,7 @@ def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...
             f"{config.source}: layer_types names {SLIDING} but use_sliding_window is false or sliding_window null. "
             "Make them agree."
         )
-    config.value("sliding_window")  # no effect without use_sliding_window
+    config.skip("sliding_window")  # no effect without use_sliding_window
     return windows_of(types, config.size("sliding_window", 4096) if used else None)
 
 
@@ -53,7 +53,7 @@ def read_experts(config: ConfigReader, shared_size: int | None = None) -> Expert
     """The experts of the Qwen families. Models with some layers without experts are refused."""
     config.refuse("decoder_sparse_step", 1)
     config.refuse("mlp_only_layers", [], None)
-    config.value("output_router_logits"), config.value("router_aux_loss_coef")  # only for the language model's loss
+    config.skip("output_router_logits", "router_aux_loss_coef")  # only for the language model's loss
     return Experts(
         count=config.size("num_local_experts", config.size("num_experts")),  # transformers writes the one or the other
         top_k=config.size("num_experts_per_tok"),
@@ -86,7 +86,7 @@ def arch_v3(config: ConfigReader) -> Arch:
 def arch_v3_moe(config: ConfigReader) -> Arch:
     base = llama.arch(config)
     window = read_window(config) if config.flag("use_sliding_window") else None
-    config.value("max_window_layers"), config.value("sliding_window")  # no effect unless the flag is set
+    config.skip("max_window_layers", "sliding_window")  # no effect unless the flag is set
     return replace(
         base,
         mlp_bias=False,

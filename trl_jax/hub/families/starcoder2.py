@@ -12,7 +12,7 @@ from trl_jax.models.arch import Arch
 
 def arch(config: ConfigReader) -> Arch:
     base, bias = llama.arch(config), config.flag("use_bias", True)
-    dropout = config.number("residual_dropout", 0.0, maximum=0.99)
+    dropout = config.dropout("residual_dropout")
     return replace(
         base,
         norm="layer",
@@ -22,7 +22,7 @@ def arch(config: ConfigReader) -> Arch:
         o_bias=bias,
         mlp_bias=bias,
         windows=(read_window(config),) * base.num_layers,
-        embedding_dropout=config.number("embedding_dropout", 0.0, maximum=0.99),
+        embedding_dropout=config.dropout("embedding_dropout"),
         attention_out_dropout=dropout,
         mlp_out_dropout=dropout,
     )

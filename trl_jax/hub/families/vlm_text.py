@@ -67,15 +67,13 @@ def _arch(config: ConfigReader, texts: Texts) -> Arch:
     """The architecture of the text part. transformers' config class of the whole model determines which values belong
     to the text, because some files have all values in one section."""
     whole = config_object(config.raw, config.source)
-    for key in (*whole.__dataclass_fields__, *whole.attribute_map):
-        config.value(key)
+    config.skip(*whole.__dataclass_fields__, *whole.attribute_map)
     text = whole.text_config.to_dict()
     if text["model_type"] not in texts:
         supported = " or ".join(map(repr, texts))
         raise config.wrong("model_type of text_config", text["model_type"], f"{supported} for this model_type")
     of_text = {*text, "rope_scaling", "rope_theta"}
-    for key in of_text:
-        config.value(key)
+    config.skip(*of_text)
     if "text_config" in config.raw:
         _warn_of_copies(config, of_text - whole.__dataclass_fields__.keys(), text)
     rope = text.get("rope_parameters") or {}

@@ -123,8 +123,7 @@ class VisionFamily:
         reader = ConfigReader(section, f"{source}: vision_config")
         vision = self.arch(reader, whole)
         kind = type(whole.vision_config)
-        for key in _UNUSED:
-            reader.value(key)
+        reader.skip(*_UNUSED)
         reader.finish(lambda key: is_unread(kind, key))
         return replace(arch if self.text is None else self.text(arch, whole), vision=vision)
 

@@ -61,7 +61,7 @@ def arch(config: ConfigReader, whole: Any) -> VisionArch:
     connector = Connector(
         text, hidden_size=text, activation=whole.projector_hidden_act, bias=whole.multimodal_projector_bias
     )
-    config.value("vision_use_head")  # for a pooled output, which is not used
+    config.skip("vision_use_head")  # for a pooled output, which is not used
     return VisionArch(
         tower(config, layers=layers_read(config, whole.vision_feature_layer)), connector, (channels, patch, patch),
         patch_bias=not clip, class_token=clip, position_rows=(image // patch) ** 2 + clip, pre_norm=clip,

@@ -23,7 +23,7 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
     clip.require_tower(config, whole, clip.SIGLIP)
     layers = clip.tower(config)
     patch, image, channels = config.size("patch_size"), config.size("image_size"), config.size("num_channels", 3)
-    config.value("vision_use_head")  # for a pooled output, which is not used
+    config.skip("vision_use_head")  # for a pooled output, which is not used
     side, pooled = _sides(whole)
     if not 0 < pooled <= side:
         raise ValueError(

@@ -27,8 +27,8 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
         raise config.wrong("num_attention_heads", heads, f"a multiple of num_key_value_heads {key_heads}")
     if channels % 4:
         raise config.wrong("head_dim", channels, "a multiple of 4: two axes turn pairs of channels")
-    for key in ("attention_bias", "attention_dropout", "max_position_embeddings"):
-        config.value(key)  # transformers' tower has no biases and no limit; TRL trains with the default dropout, 0
+    # transformers' tower has no biases and no limit; TRL trains with the default dropout, 0
+    config.skip("attention_bias", "attention_dropout", "max_position_embeddings")
     rope = ConfigReader(config.section("rope_parameters"), f"{config.source}: rope_parameters")
     rope.one_of("rope_type", ("axial",), "axial")
     theta, eps = rope.number("rope_theta", 100.0), config.number("rms_norm_eps", 1e-6)

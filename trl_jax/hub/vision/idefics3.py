@@ -22,8 +22,7 @@ _FAKE_IMAGE, _GLOBAL_IMAGE = "<fake_token_around_image>", "<global-img>"
 
 def _arch(config: ConfigReader, whole: Any) -> VisionArch:
     config.refuse("attention_dropout", 0.0)
-    for key in ("max_image_size", "size"):
-        config.value(key)  # of the image processor
+    config.skip("max_image_size", "size")  # of the image processor
     patch, image, channels = (config.size(key) for key in ("patch_size", "image_size", "num_channels"))
     if patch > image:
         raise config.wrong("patch_size", patch, f"at most image_size {image}")

@@ -33,8 +33,8 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
             f"{config.source}: vision_feature_select_strategy is {whole.vision_feature_select_strategy!r}, wanted "
             "'default': the features of a tile must form a square."
         )
-    config.value("use_mask_token")  # for images with masked patches
-    config.value("layer_scale_init_value")
+    config.skip("use_mask_token")  # for images with masked patches
+    config.skip("layer_scale_init_value")
     layers, text = _blocks(config, whole), whole.text_config.hidden_size
     last_norm = not config.flag("use_mean_pooling", True) and whole.vision_feature_layer == -1
     if last_norm and layers.norm != "layer":
@@ -68,8 +68,7 @@ def _merge(config: ConfigReader, whole: Any) -> int:
 
 def _blocks(config: ConfigReader, whole: Any) -> Arch:
     """The blocks before the hidden states that features are computed from."""
-    for key in ("attention_dropout", "hidden_dropout_prob", "projection_dropout"):
-        config.refuse(key, 0.0)
+    config.fix(dict.fromkeys(("attention_dropout", "hidden_dropout_prob", "projection_dropout"), 0.0))
     size, heads, eps = config.size("hidden_size"), config.size("num_attention_heads"), config.number("layer_norm_eps")
     if size % heads:
         raise config.wrong("hidden_size", size, f"a multiple of num_attention_heads {heads}")

@@ -22,7 +22,7 @@ _EPS = 1e-5  # of the norms of the tower
 def _arch(config: ConfigReader, whole: Any) -> VisionArch:
     clip.require_tower(config, whole, "pixtral")
     patch, channels, text = config.size("patch_size"), config.size("num_channels"), whole.text_config.hidden_size
-    config.value("image_size")  # transformers' tower has no limit
+    config.skip("image_size")  # transformers' tower has no limit
     connector = Connector(
         text, group=whole.spatial_merge_size**2, by_channel=True, norm="rms", norm_eps=whole.text_config.rms_norm_eps,
         merged=True, hidden_size=text, activation=whole.projector_hidden_act, bias=whole.multimodal_projector_bias,
