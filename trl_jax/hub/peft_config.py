@@ -1,4 +1,7 @@
-"""PEFT's adapter configs: LoRA, prefix tuning, prompt tuning and p-tuning."""
+"""PEFT's adapter configs: LoRA, prefix tuning, prompt tuning and p-tuning.
+
+They have PEFT's fields and JSON keys, but do not import peft.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from trl_jax.core import files
 from trl_jax.core.files import write_whole
 from trl_jax.core.text import brief, listed
 
-# LoraConfig: PEFT's fields and JSON keys, without importing peft
+# What all configs have
 
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -37,7 +40,11 @@ class TaskType(str, Enum):  # noqa: UP042 - like PEFT's; format() behaves differ
 
 @dataclass
 class PeftConfig:
-    """The fields that all PEFT configs start with."""
+    """The fields that all PEFT configs start with, and how they are checked and saved.
+
+    kind: PEFT's name of the type, which is the value of `peft_type`.
+    method: what the type is called in text.
+    """
 
     task_type: str | TaskType | None = None
     peft_type: str | None = None
@@ -46,11 +53,49 @@ class PeftConfig:
     base_model_name_or_path: str | None = None
     revision: str | None = None
     inference_mode: bool = False
+    kind: ClassVar[str]
+    method: ClassVar[str]
     is_adaption_prompt: ClassVar[bool] = False
+
+    def __post_init__(self):
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, np.ndarray):
+                raise ValueError(f"{type(self).__name__}: {each.name} must not be an array, got {brief(value)}.")
+            if isinstance(value, np.generic):
+                setattr(self, each.name, value.item())
+        self.peft_type, self.peft_version = self.kind, self.peft_version or PEFT
+        if self.task_type is not None:
+            self.task_type = task_of(self.task_type)
 
     @property
     def is_prompt_learning(self) -> bool:
         return isinstance(self, PromptLearningConfig)
+
+    def must(self, good: bool, name: str, wanted: str) -> None:
+        """Raise ValueError unless `good`; `wanted` describes a valid value of the field."""
+        if not good:
+            raise ValueError(f"{type(self).__name__}: {name} must be {wanted}, got {brief(getattr(self, name))}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON types."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write adapter_config.json, creating the folder if needed."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        write_whole(Path(save_directory) / CONFIG, json.dumps(self.to_dict(), indent=2, sort_keys=True))
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Any:
+        """Read the adapter_config.json of a folder. Raises like `read_keys`, or ValueError for another type."""
+        keys, source = read_keys(Path(folder)), str(Path(folder) / CONFIG)
+        if kind_of(keys) != cls.kind:
+            raise ValueError(f"{source}: peft_type must be {cls.kind}, got {brief(kind_of(keys))}.")
+        return config_of(cls, keys, source)
+
+
+# LoraConfig
 
 
 @dataclass
@@ -99,12 +144,12 @@ class LoraConfig(PeftConfig):
     kasa_config: Any = None
     ensure_weight_tying: bool = False
 
+    kind: ClassVar[str] = "LORA"
+    method: ClassVar[str] = "LoRA"
+
     def __post_init__(self):
-        _read_numpy(self)
-        self.peft_type, self.peft_version = "LORA", self.peft_version or PEFT
-        if self.task_type is not None:
-            self.task_type = task_of(self.task_type)
-        check(self)
+        super().__post_init__()
+        _check(self)
         for name in ("target_modules", "exclude_modules"):
             if isinstance(vars(self)[name], list):
                 setattr(self, name, set(vars(self)[name]))
@@ -112,23 +157,8 @@ class LoraConfig(PeftConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON types. Sets are sorted, so that equal configs give equal files."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "runtime_config"}
+        values = {name: value for name, value in super().to_dict().items() if name != "runtime_config"}
         return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
-
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write adapter_config.json."""
-        write_config(self.to_dict(), save_directory)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> LoraConfig:
-        """Read the adapter_config.json of a folder. Raises like `read_keys`, or ValueError for another type."""
-        return read_config_of(cls, Path(folder), "LORA")
-
-
-def write_config(values: dict[str, Any], folder: str | Path) -> None:
-    """Write adapter_config.json to a folder, creating the folder if needed."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    write_whole(Path(folder) / CONFIG, json.dumps(values, indent=2, sort_keys=True))
 
 
 def task_of(task: Any) -> str:
@@ -137,16 +167,6 @@ def task_of(task: Any) -> str:
     if not isinstance(name, str) or name not in TaskType.__members__:
         raise ValueError(f"task_type must be one of {', '.join(TaskType.__members__)}, got {brief(name)}.")
     return name
-
-
-def _read_numpy(config: Any) -> None:
-    """Convert NumPy scalars to Python numbers. Raises ValueError for an array."""
-    for one in fields(config):
-        value = getattr(config, one.name)
-        if isinstance(value, np.ndarray):
-            raise ValueError(f"{type(config).__name__}: {one.name} must not be an array, got {brief(value)}.")
-        if isinstance(value, np.generic):
-            setattr(config, one.name, value.item())
 
 
 def _whole(value: Any, minimum: int) -> bool:
@@ -182,14 +202,9 @@ def _list(value: Any, each: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | set | tuple) and all(map(each, value))
 
 
-def check(config: LoraConfig) -> None:
+def _check(config: LoraConfig) -> None:
     """Raise ValueError for the first field with an invalid value."""
-    values = vars(config)
-
-    def must(good: bool, name: str, wanted: str) -> None:
-        if not good:
-            raise ValueError(f"LoraConfig: {name} must be {wanted}, got {brief(values[name])}.")
-
+    values, must = vars(config), config.must
     for name in bool_fields(LoraConfig):
         must(isinstance(values[name], bool), name, "True or False")
     for name in ("peft_version", "base_model_name_or_path", "revision"):
@@ -202,11 +217,12 @@ def check(config: LoraConfig) -> None:
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
     must(_patterns(ranks) and all(_whole(r, 1) for r in ranks.values()), "rank_pattern", "ranks of at least 1")
     must(_patterns(alphas) and all(map(_number, alphas.values())), "alpha_pattern", "numbers")
-    _check_names(config, must)
+    _check_names(config)
 
 
-def _check_names(config: LoraConfig, must: Callable[[bool, str, str], None]) -> None:
+def _check_names(config: LoraConfig) -> None:
     """Check the fields that select modules and layers."""
+    must = config.must
     for name, each in (("modules_to_save", _inner_pattern), ("target_parameters", _text)):
         value = vars(config)[name]
         must(value is None or _list(value, each), name, "a list of names")
@@ -308,19 +324,11 @@ def config_of(cls: type, keys: dict[str, Any], source: str) -> Any:
     return cls(**{key: _copied(value) for key, value in keys.items() if key in known})
 
 
-def read_config_of(cls: type, folder: Path, kind: str) -> Any:
-    """Read the config in a folder as class `cls`. Raises like `read_keys`, or ValueError for another type."""
-    keys, source = read_keys(folder), str(folder / CONFIG)
-    if kind_of(keys) != kind:
-        raise ValueError(f"{source}: peft_type must be {kind}, got {brief(kind_of(keys))}.")
-    return config_of(cls, keys, source)
-
-
 def _copied(value: Any) -> Any:
     return type(value)(value) if isinstance(value, list | set | dict) else value
 
 
-# Configs of virtual tokens (prompt learning): PEFT's fields and JSON keys, without importing peft
+# Configs of virtual tokens (prompt learning)
 
 
 VECTORS = "prompt_embeddings"  # PEFT's name for the vectors in an adapter's file
@@ -357,39 +365,16 @@ class PromptLearningConfig(PeftConfig):
     num_layers: int | None = None
     modules_to_save: list[str] | None = None
 
-    kind: ClassVar[str]  # PEFT's name
     positive: ClassVar[tuple[str, ...]] = ("num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers")
 
     def __post_init__(self):
-        _read_numpy(self)
-        self.peft_type, self.peft_version = self.kind, self.peft_version or PEFT
-        for one in fields(self):
-            if isinstance(value := getattr(self, one.name), Enum):
-                setattr(self, one.name, value.value)
-        if self.task_type is not None:
-            self.task_type = task_of(self.task_type)
+        super().__post_init__()
+        for each in fields(self):
+            if isinstance(value := getattr(self, each.name), Enum):
+                setattr(self, each.name, value.value)
         for name in self.positive:
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-            self.must(value is None or whole, name, "an integer of at least 1")
-
-    def must(self, good: bool, name: str, wanted: str) -> None:
-        """Raise ValueError unless `good`; `wanted` describes a valid value of the field."""
-        if not good:
-            raise ValueError(f"{type(self).__name__}: {name} must be {wanted}, got {brief(getattr(self, name))}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON types."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write adapter_config.json."""
-        write_config(self.to_dict(), save_directory)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Any:
-        """Read the adapter_config.json of a folder. Raises like `read_keys`, or ValueError for another type."""
-        return read_config_of(cls, Path(folder), cls.kind)
+            self.must(value is None or _whole(value, 1), name, "an integer of at least 1")
 
 
 @dataclass
@@ -406,6 +391,7 @@ class PromptTuningConfig(PromptLearningConfig):
     tokenizer_kwargs: dict | None = None
 
     kind: ClassVar[str] = "PROMPT_TUNING"
+    method: ClassVar[str] = "prompt tuning"
 
     def __post_init__(self):
         super().__post_init__()
@@ -433,6 +419,7 @@ class PrefixTuningConfig(PromptLearningConfig):
     prefix_projection: bool = False
 
     kind: ClassVar[str] = "PREFIX_TUNING"
+    method: ClassVar[str] = "prefix tuning"
     positive: ClassVar[tuple[str, ...]] = (*PromptLearningConfig.positive, "encoder_hidden_size")
 
     def __post_init__(self):
@@ -456,6 +443,7 @@ class PromptEncoderConfig(PromptLearningConfig):
     encoder_dropout: float = 0.0
 
     kind: ClassVar[str] = "P_TUNING"
+    method: ClassVar[str] = "P-tuning"
     positive: ClassVar[tuple[str, ...]] = (
         *PromptLearningConfig.positive, "encoder_hidden_size", "encoder_num_layers",
     )  # fmt: skip
@@ -467,16 +455,14 @@ class PromptEncoderConfig(PromptLearningConfig):
             str(self.encoder_reparameterization_type) in names, "encoder_reparameterization_type", " or ".join(names)
         )
         rate = self.encoder_dropout
-        number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        self.must(number and 0 <= rate < 1, "encoder_dropout", "at least 0 and below 1")
+        self.must(_number(rate) and 0 <= rate < 1, "encoder_dropout", "at least 0 and below 1")
 
 
 # Configs of any adapter type, from our objects, peft's objects or folders
 
 
 AdapterConfig = LoraConfig | PromptLearningConfig
-_KINDS = {"LORA": LoraConfig, "PROMPT_TUNING": PromptTuningConfig, "P_TUNING": PromptEncoderConfig,
-          "PREFIX_TUNING": PrefixTuningConfig}  # fmt: skip
+CONFIGS = {cls.kind: cls for cls in (LoraConfig, PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig)}
 # Other PEFT types -> the nearest supported one.
 _NEAREST = {
     "ADALORA": "LoraConfig with rank_pattern", "LOHA": "LoraConfig", "LOKR": "LoraConfig", "IA3": "LoraConfig(r=1)",
@@ -496,7 +482,7 @@ def as_adapter_config(config: Any) -> AdapterConfig:
     if isinstance(config, AdapterConfig):
         return replace(config)
     if not type(config).__module__.startswith("peft."):
-        names = ", ".join(f"trl_jax.{one.__name__}" for one in _KINDS.values())
+        names = ", ".join(f"trl_jax.{cls.__name__}" for cls in CONFIGS.values())
         raise TypeError(f"peft_config must be {names}, from trl_jax or peft, got a {type(config).__qualname__}.")
     return _from_keys(config.to_dict(), "peft_config")
 
@@ -513,11 +499,11 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 def _from_keys(keys: dict[str, Any], source: str) -> AdapterConfig:
     kind = kind_of(keys)
-    if kind not in _KINDS:
+    if kind not in CONFIGS:
         nearest = _NEAREST.get(str(kind), "LoraConfig")
         kind = brief(kind)
         raise ValueError(f"{source}: peft_type={kind} is not in this release of trl_jax; the closest is {nearest}.")
-    return config_of(_KINDS[kind], keys, source)
+    return config_of(CONFIGS[kind], keys, source)
 
 
 def positions_left(max_positions: int | None, config: AdapterConfig | None) -> int | None:

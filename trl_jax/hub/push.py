@@ -25,6 +25,7 @@ from trl_jax.core.secrets import as_token, masked, scrubbed
 from trl_jax.hub import fetch
 from trl_jax.hub.fetch import error_message, report_interruptions
 from trl_jax.hub.heads import HeadName
+from trl_jax.hub.peft_config import CONFIGS, LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +70,6 @@ class Run:
     arguments: dict[str, object]
     metrics: dict[str, float]
     losses: list[tuple[int, float]]
-
-
-_ADAPTERS = {
-    "LORA": "LoRA", "PROMPT_TUNING": "prompt tuning", "P_TUNING": "P-tuning", "PREFIX_TUNING": "prefix tuning",
-}  # fmt: skip
 
 
 def write_card(
@@ -124,7 +120,7 @@ def _is_ours(card: bytes) -> bool:  # bytes, because a user's card may have any 
 
 
 def _adapter_tags(base_model: str | None, adapter: str) -> list[str]:
-    own = ["lora"] if adapter == "LORA" else []  # PEFT adds no tag for other types
+    own = ["lora"] if adapter == LoraConfig.kind else []  # PEFT adds no tag for other types
     return [*own, *([f"base_model:adapter:{base_model}"] if base_model else [])]
 
 
@@ -138,7 +134,7 @@ def _text(
 ) -> str:
     library, loader = ("peft", "AutoPeftModel") if adapter else ("transformers", "AutoModel")
     kind = _KINDS[head]
-    subject = f"An adapter ({_ADAPTERS[adapter]}) that makes {kind.subject}" if adapter else f"A{kind.subject[1:]}"
+    subject = f"An adapter ({CONFIGS[adapter].method}) that makes {kind.subject}" if adapter else f"A{kind.subject[1:]}"
     options = ", num_labels=1" if adapter and head == "score" else ""
     origin = f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
     data = f" on {', '.join(datasets)}" if datasets else ""
