@@ -1,4 +1,8 @@
-"""Load a checkpoint folder into arrays and save arrays to a checkpoint folder."""
+"""Load a checkpoint folder into arrays and save arrays to a checkpoint folder.
+
+A tensor map lists which tensor on disk, or which slice of it, holds each array. `match` checks it against the files
+before anything is allocated. A `Source` is what `save` needs to write the same files again.
+"""
 
 from __future__ import annotations
 
@@ -120,13 +124,13 @@ def resized_source(source: Source, rows: int) -> Source:
 
 def resized_config(config: NativeConfig, rows: int) -> NativeConfig:
     """The config of the same model with a vocabulary of `rows` tokens."""
-    raw, changed, facts = dict(config.raw), {"vocab_size": rows}, {"vocab_size": rows}
-    if vars(config.arch).get("layer_embedding") is not None:
+    raw, changed, arch = config.raw, {"vocab_size": rows}, replace(config.arch, vocab_size=rows)
+    if vars(arch).get("layer_embedding") is not None:
         changed["vocab_size_per_layer_input"] = rows
-        facts["layer_embedding"] = replace(config.arch.layer_embedding, rows=rows)
+        arch = replace(arch, layer_embedding=replace(arch.layer_embedding, rows=rows))
     if "text_config" in raw:  # a vision-language model
         changed = {"text_config": raw["text_config"] | changed}
-    return replace(config, raw=raw | changed, arch=replace(config.arch, **facts))
+    return replace(config, raw=raw | changed, arch=arch)
 
 
 def resized_table(table: jax.Array, rows: int) -> jax.Array:
@@ -671,8 +675,8 @@ def _fused(entry: TensorEntry, shape: tuple[int, ...], on_disk: Mapping[str, tup
         return entry
     (name, place), (experts, size, inputs) = _FUSED[ending], shape[-3:]
     tensor, total = f"{entry.tensor.removesuffix(ending)}.{name}", size if place is None else 2 * size
-    found = {tuple(form) for stored, form in on_disk.items() if stored.endswith(f".experts.{name}")}
-    transposed = total != inputs and found == {(experts, inputs, total)}
+    stored = {tuple(form) for tensor, form in on_disk.items() if tensor.endswith(f".experts.{name}")}
+    transposed = total != inputs and stored == {(experts, inputs, total)}
     if place is None and not transposed:
         return replace(entry, tensor=tensor, tensor_slice=None)
     rows = ExpertRows((place or 0) * size, size, total, transposed=transposed)
@@ -703,11 +707,11 @@ def keep_processor_files(before: Path, folder: Path) -> None:
     """
     for name in _NAMES:
         if (before / name).is_file() and not (folder / name).exists():
-            found = files.read(before / name)
-            if found.pop("chat_template", None) is None:
+            settings = files.read(before / name)
+            if settings.pop("chat_template", None) is None:
                 shutil.copyfile(before / name, folder / name)
             else:
-                (folder / name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+                (folder / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def save_processor(processor: Any, folder: Path) -> None:
@@ -715,9 +719,9 @@ def save_processor(processor: Any, folder: Path) -> None:
     does. Its tokenizer and its chat template are left out: the trainer's own were saved."""
     (folder / "processor_config.json").write_text(processor.to_json_string(), encoding="utf-8")
     path, name = folder / "tokenizer_config.json", type(processor).__name__
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    if facts.get("processor_class") != name:
-        text = json.dumps(facts | {"processor_class": name}, indent=2, sort_keys=True, ensure_ascii=False)
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings.get("processor_class") != name:
+        text = json.dumps(settings | {"processor_class": name}, indent=2, sort_keys=True, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -18,6 +18,7 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.models.model import CausalLm, SequenceScorer
 
 HeadName = Literal["score", "lm"]
+LM_HEAD = "lm_head.weight"  # path of our array of a language model's head
 
 # Values that transformers' config object is created with.
 CONFIG_VALUES: dict[str, dict[str, Any]] = {"score": {"num_labels": 1}, "lm": {}}

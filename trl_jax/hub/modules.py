@@ -68,7 +68,7 @@ class Module:
     def parameters(self) -> list[tuple[str, Module]]:
         """(last name component, owner) of each parameter; the owner is this module or one of `inside`."""
         if self.inside:
-            return [(one.name.rpartition(".")[2], one) for one in self.inside]
+            return [(inner.name.rpartition(".")[2], inner) for inner in self.inside]
         return [(name, self) for name in dict.fromkeys(entry.tensor.rpartition(".")[2] for entry in self.tensor_map)]
 
 
@@ -90,25 +90,26 @@ def modules_of(config: NativeConfig) -> list[Module]:
             group = groups.setdefault((name, entry.first), [])
             if entry not in group:
                 group.append(entry)
-    made = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
+    modules = [_module(name, group, shapes, model) for (name, _), group in groups.items()]
     if config.family.linear_router:
-        made = [replace(one, kind="linear") if one.kind == "router" else one for one in made]
-    return made
+        modules = [replace(module, kind="linear") if module.kind == "router" else module for module in modules]
+    return modules
 
 
 def torch_tensor_map(config: NativeConfig) -> list[TensorEntry]:
     """The tensor map with the names and shapes that parameters have in transformers. Files may differ: they may store
     the experts of a layer separately, or use older names of modules."""
-    found = []
+    entries = []
     for module in modules_of(config):
-        inside = [
-            TensorEntry(path, one.name, _of_all(rows), one.first) for one in module.inside for path, rows in one.parts
-        ]
-        fused = {entry.path: entry for entry in inside}
+        fused = {
+            path: TensorEntry(path, inner.name, _of_all(rows), inner.first)
+            for inner in module.inside
+            for path, rows in inner.parts
+        }
         for entry in module.tensor_map:
-            own = replace(entry, tensor=f"{module.name}.{entry.tensor.rpartition('.')[2]}")
-            found.append(fused.get(entry.path, own))
-    return found
+            named = replace(entry, tensor=f"{module.name}.{entry.tensor.rpartition('.')[2]}")
+            entries.append(fused.get(entry.path, named))
+    return entries
 
 
 def parameter_names(config: NativeConfig) -> list[str]:
@@ -191,7 +192,7 @@ def _experts(name: str, tensor_map: list[TensorEntry], shapes: dict) -> Module:
     for parameter, ours in (_EXPERTS if "gate" in entries else _UNGATED).items():
         layers, experts, rows, inputs = shapes[entries[ours[0]].path].shape
         total = rows * len(ours)
-        of = tuple(entries[one] for one in ours)
+        of = tuple(entries[name] for name in ours)
         slices = [None] if len(ours) == 1 else [Rows(at * rows, rows, total) for at in range(len(ours))]
         if of[0].tensor_slice is not None:  # also fused on disk
             slices = [entry.tensor_slice for entry in of]

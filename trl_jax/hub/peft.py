@@ -35,7 +35,7 @@ from trl_jax.hub.prompt_tuning import virtual_backend, with_virtual
 from trl_jax.hub.tensor_map import TensorSlice
 from trl_jax.hub.vision import vision_families
 from trl_jax.mesh.mesh import fetched, owned
-from trl_jax.models.adapters import Adapter, Layers, leaf
+from trl_jax.models.adapters import Adapter, Layers
 
 # Attaching an adapter
 
@@ -172,20 +172,20 @@ def merged(
             "folder with AutoModelForImageTextToText.from_pretrained, and merge that model."
         )
     arrays = backend.base.weights(frozen)
-    if plain.source.config.is_tied and any(is_token_table(one.module) for one in plan.modules):
+    if plain.source.config.is_tied and any(is_token_table(adapters.module) for adapters in plan.modules):
         plain, arrays = untied(plain, arrays)
     for path, layers in plan.full.layers.items():
         if layers is None:
             arrays[path] = jnp.array(params[path])
         else:
             arrays[path] = arrays[path].at[jnp.asarray(layers)].set(params[Layers(path, layers).name])
-    for one in plan.modules:
-        adapter = one.adapter
-        leaves = {kind: params[leaf(adapter.name, kind)] for kind in ("a", "b", *adapter.has)}
+    for adapters in plan.modules:
+        adapter = adapters.adapter
+        leaves = {kind: params[path] for kind, path in adapters.paths.items()}
         for path, rows in adapter.parts:
             if adapter.experts:
                 arrays[path] = _merged_experts(adapter, rows, leaves, arrays[path])
-            elif one.module.kind == "embedding":
+            elif adapters.module.kind == "embedding":
                 arrays[f"{path}.weight"] = _merged_table(adapter, leaves, arrays[f"{path}.weight"])
             else:
                 arrays |= _merged_matrix(adapter, path, rows, leaves, arrays)

@@ -20,6 +20,7 @@ from trl_jax.core.files import as_dtype
 from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.backend import Backend, Locations, fixed_values_error
 from trl_jax.hub.checkpoint import IndexedEntry, ShardingRule, read_tensor, shard_array
+from trl_jax.hub.heads import LM_HEAD
 from trl_jax.hub.modules import of_vision, parameter_names, torch_order, torch_tensor_map
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_adapters import (
@@ -35,7 +36,7 @@ from trl_jax.hub.peft_adapters import (
 )
 from trl_jax.hub.peft_config import WEIGHTS
 from trl_jax.hub.peft_targets import TENSOR
-from trl_jax.models.adapters import AdaptedGraph, adapted_graph, leaf
+from trl_jax.models.adapters import AdaptedGraph, adapted_graph
 from trl_jax.nn.linear import HALVES
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class AdaptedBackend(Backend):
             for tensor, index in entry.tensors(shapes[entry.path].shape):
                 module, _, parameter = tensor.rpartition(".")
                 name = self.peft_name(module, parameter)
-                tied = entry.path == _HEAD and self.copies_table
+                tied = entry.path == LM_HEAD and self.copies_table
                 if name is not None and entry.path not in self.base.buffers and not tied:
                     tensors.setdefault(name, []).append((entry, index))
         return tensors
@@ -231,7 +232,7 @@ class LoraBackend(AdaptedBackend):
         self._trained_shapes = expected_shapes(plan, shapes)
         self.dtypes = dict.fromkeys(self._trained_shapes, "float32")
         self._wrapped = _wrapped(plan)
-        self._sizes = {leaf(one.adapter.name, kind): size for one in plan.modules for kind, size in one.sizes().items()}
+        self._sizes = {each.paths[kind]: size for each in plan.modules for kind, size in each.sizes().items()}
 
     @cached_property
     def trained_names(self) -> dict[str, None]:
@@ -245,13 +246,13 @@ class LoraBackend(AdaptedBackend):
     @property
     def originals(self) -> Mapping[str, int]:
         """Counts a table once if PEFT ties it and we do not (`plan.unties`)."""
-        found: dict[str, int] = {}
-        for name, [(entry, _), *_] in self.plan.full.tensors.items():
+        sizes: dict[str, int] = {}
+        for name, [(entry, _, _), *_] in self.plan.full.tensors.items():
             if not name.endswith(TENSOR) and self._saved_module(name) != name:
-                found[entry.path] = found.get(entry.path, 0) + math.prod(self._trained_shapes[name])
+                sizes[entry.path] = sizes.get(entry.path, 0) + math.prod(self._trained_shapes[name])
         if self.plan.unties:
-            found[_HEAD] = found.get(_HEAD, 0) - math.prod(self.base.source.config.abstract[1][_HEAD].shape)
-        return found
+            sizes[LM_HEAD] = sizes.get(LM_HEAD, 0) - math.prod(self.base.source.config.abstract[1][LM_HEAD].shape)
+        return sizes
 
     @property
     def decays_by_name(self) -> frozenset[str]:
@@ -268,14 +269,8 @@ class LoraBackend(AdaptedBackend):
         return {name: values[path] for name, path in self._base_paths.items() if path in values}
 
     def trained_locations(self) -> Locations:
-        plan, full = self.plan, self.plan.full
-        of_adapters = {
-            name: [(leaf(one.adapter.name, kind), at)] for one in plan.modules for name, kind, at in one.tensors()
-        }
-        of_model = {
-            name: [(full.array_of(entry.path), full.index_of(entry.path, at)) for entry, at in entries]
-            for name, entries in full.tensors.items()
-        }
+        of_adapters = {name: [(path, at)] for name, path, at in self.plan.tensors()}
+        of_model = {name: [(path, at) for _, path, at in parts] for name, parts in self.plan.full.tensors.items()}
         return {self._name_in_memory(name): places for name, places in (of_adapters | of_model).items()}
 
     def trained(self, arrays: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -286,11 +281,13 @@ class LoraBackend(AdaptedBackend):
     def file_names(self) -> Mapping[str, str]:
         names = {name: self._name_in_memory(name) for name in (*self.dtypes, *self.plan.carried)}
         # PEFT looks for DoRA's magnitudes under this name before it loads them.
-        return names | {f"{name}.weight": own for name, own in names.items() if name.endswith("lora_magnitude_vector")}
+        return names | {
+            f"{name}.weight": ours for name, ours in names.items() if name.endswith("lora_magnitude_vector")
+        }
 
     def with_values(self, arrays: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         tensors = trained_tensors(self.plan, dict(arrays))
-        changed = {name: np.asarray(values.get(self._name_in_memory(name), one)) for name, one in tensors.items()}
+        changed = {name: np.asarray(values.get(self._name_in_memory(name), value)) for name, value in tensors.items()}
         return {path: np.asarray(array) for path, array in arrays_of(self.plan, changed, self.shapes).items()}
 
     def peft_name(self, module: str, parameter: str) -> str | None:
@@ -318,8 +315,7 @@ class LoraBackend(AdaptedBackend):
 
     def torch_param_layout(self) -> TorchParamLayout:
         base = self.base.torch_param_layout()
-        adapters = (one.adapter for one in self.plan.modules if one.module.stacked)
-        stacked = {leaf(adapter.name, kind) for adapter in adapters for kind in ("a", "b", *adapter.has)}
+        stacked = {path for each in self.plan.modules if each.module.stacked for path in each.paths.values()}
         stacked |= {name for name, path in self._base_paths.items() if path in base.stacked}
         joined, axes, kernels = map(self._of_base, (base.joined, base.axes, base.kernels))
         return TorchParamLayout(frozenset(stacked), joined, axes, kernels)
@@ -330,8 +326,7 @@ class LoraBackend(AdaptedBackend):
         return axes | self._of_base(axes)
 
     def of_vision(self, params: Collection[str]) -> frozenset[str]:
-        modules = zip(self.plan.modules, self.plan.paths(), strict=True)
-        adapters = (paths.values() for one, paths in modules if of_vision(one.module.tensor_map[0]))
+        adapters = (each.paths.values() for each in self.plan.modules if of_vision(each.module.tensor_map[0]))
         return super().of_vision(params) | {path for paths in adapters for path in paths if path in params}
 
     def size_of(self, path: str, array: jax.Array) -> int:
@@ -355,11 +350,12 @@ class LoraBackend(AdaptedBackend):
             The replaced arrays, with the sharding of the old ones.
         """
         shapes = {path: table.shape for path, table in self.tables.items()}
-        found = read_tables(folder, self.plan, shapes)
-        self.tables = self.tables | found
-        held = {path: table for path, table in found.items() if path in arrays or f"{path}.codes" in arrays}
-        changed = (self.base.replaced(arrays, path, table) for path, table in held.items())
-        return {name: array for one in changed for name, array in one.items()}
+        tables = read_tables(folder, self.plan, shapes)
+        self.tables, replaced = self.tables | tables, {}
+        for path, table in tables.items():
+            if path in arrays or f"{path}.codes" in arrays:
+                replaced |= self.base.replaced(arrays, path, table)
+        return replaced
 
     def _tables_on_disk(self) -> dict[str, np.ndarray]:
         """The tables in the dtypes of the base checkpoint, if these represent them exactly."""
@@ -372,13 +368,14 @@ class LoraBackend(AdaptedBackend):
         return ((name, np.asarray(tensors[name], order="C")) for name in sorted(tensors))
 
 
-_HEAD = "lm_head.weight"  # our path
 _ADAPTER = re.compile(r"(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|tokens_delta)(?=\.|$)")
 
 
 def _wrapped(plan: AdapterPlan) -> dict[str, str]:
     """Module -> what PEFT inserts between its name and its weight."""
-    adapted = (name for one in plan.modules for name, rank in zip(one.names, one.ranks, strict=True) if rank)
+    adapted = (
+        name for adapters in plan.modules for name, rank in zip(adapters.names, adapters.ranks, strict=True) if rank
+    )
     tables = (name.removesuffix(f".{TENSOR}") for name in plan.full.tensors if name.endswith(TENSOR))
     wrapped = dict.fromkeys(adapted, WRAPPED[1])
     return wrapped | {name.removeprefix(PREFIX): WRAPPED[3] for name in tables}
@@ -390,5 +387,5 @@ def _narrowed(table: np.ndarray, kind: np.dtype) -> np.ndarray:
 
 
 def _graph_of(base: NativeBackend, plan: AdapterPlan) -> AdaptedGraph:
-    adapters = tuple(one.adapter for one in plan.modules)
+    adapters = tuple(each.adapter for each in plan.modules)
     return adapted_graph(base.make, adapters, plan.shapes, plan.full.some_layers(), plan.config.lora_dropout)

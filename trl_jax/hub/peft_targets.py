@@ -176,13 +176,13 @@ def token_tables(lora: LoraConfig, modules: list[Module]) -> list[tuple[Module, 
         return []
     tables = [module for module in modules if module.kind == "embedding" or is_lm_head(module)]
     if not isinstance(asked, dict):
-        texts = (one for one in tables if not of_vision(one.tensor_map[0]))
+        texts = (table for table in tables if not of_vision(table.tensor_map[0]))
         asked = {next(texts).name: asked}
     found = []
     for name, ids in asked.items():
-        table = next((one for one in tables if one.name.endswith(name)), None)
+        table = next((table for table in tables if table.name.endswith(name)), None)
         if table is None:
-            names = ", ".join(one.name.rpartition(".")[2] for one in tables)
+            names = ", ".join(table.name.rpartition(".")[2] for table in tables)
             raise ValueError(f"LoraConfig: trainable_token_indices names {name!r}, not a token embedding: {names}.")
         _check(lora, name, table, ids)
         found.append((table, tuple(ids)))
@@ -347,7 +347,7 @@ def _shortest(wanted: set[str], names: set[str]) -> set[str]:
     kept: set[str] = set()
     for name in sorted(wanted, key=_ends):
         for end in _ends(name):
-            if end not in kept and end not in ends and not any(name.endswith(f".{one}") for one in kept):
+            if end not in kept and end not in ends and not any(name.endswith(f".{shorter}") for shorter in kept):
                 kept.add(end)
                 break
     return kept if kept and len(kept) < len(wanted) else wanted

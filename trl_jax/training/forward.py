@@ -221,7 +221,7 @@ def _is_reference(reference: ReferenceModel, policy: PreTrainedModel) -> bool:
     if reference.backend is backend:
         added = []
     elif isinstance(backend, LoraBackend) and reference.backend is backend.base:
-        added = [{kind: params[path] for kind, path in paths.items()} for paths in backend.plan.paths()]
+        added = [{kind: params[path] for kind, path in each.paths.items()} for each in backend.plan.modules]
     else:
         return False
     return bool(_same(own, {path: params[path] for path in own}, added))
