@@ -1,4 +1,9 @@
-"""Find and load checkpoints: counterparts of transformers' and PEFT's auto classes."""
+"""Find and load checkpoints: counterparts of transformers' and PEFT's auto classes.
+
+`find_checkpoint` reads a checkpoint's config and returns a `Checkpoint`, which is complete before any weight is read.
+Its `load`, `load_adapted` and `outline` make the model. The classes that scripts call, such as `AutoModelForCausalLM`,
+are thin layers on top.
+"""
 
 from __future__ import annotations
 
@@ -43,114 +48,6 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization, formats, halves
 from trl_jax.hub.tensor_map import make_tensor_map
 from trl_jax.mesh.mesh import SEQUENCE, TENSOR, ShardingPlan, make_mesh
-
-# PEFT's auto classes: an adapter with its base model
-
-
-class AutoPeftModelForCausalLM:
-    """Load an adapter and its base language model, as PEFT's class of the same name does."""
-
-    @staticmethod
-    @api_boundary
-    def from_pretrained(
-        pretrained_model_name_or_path: str | Path,
-        adapter_name: str = "default",
-        is_trainable: bool = False,
-        **kwargs: Any,
-    ) -> PreTrainedModel:
-        """Load an adapter from a folder or repository onto its base model.
-
-        `merge_and_unload()` on the result returns the plain model.
-
-        Args:
-            adapter_name: must be "default".
-            is_trainable: accepted for compatibility; a trainer trains the adapter either way.
-            **kwargs: passed to `AutoModelForCausalLM.from_pretrained`.
-
-        Raises:
-            ValueError: no adapter was found, or adapter_name is not "default".
-        """
-        _check_name(adapter_name)
-        return _adapted(AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, **kwargs))
-
-
-class AutoPeftModelForSequenceClassification:
-    """Load an adapter and its base model with a score head, as PEFT's class of the same name does."""
-
-    @staticmethod
-    @api_boundary
-    def from_pretrained(
-        pretrained_model_name_or_path: str | Path,
-        adapter_name: str = "default",
-        is_trainable: bool = False,
-        **kwargs: Any,
-    ) -> PreTrainedModel:
-        """Like `AutoPeftModelForCausalLM.from_pretrained`."""
-        _check_name(adapter_name)
-        return _adapted(AutoModelForSequenceClassification.from_pretrained(pretrained_model_name_or_path, **kwargs))
-
-
-class _IfAdapted(type):
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return type(instance) is PreTrainedModel and isinstance(instance.backend, AdaptedBackend)
-
-
-class PeftModel(metaclass=_IfAdapted):
-    """PEFT's class of the same name for scripts under `python -m trl_jax` if peft is not installed. Models with an
-    adapter are instances of it."""
-
-    @staticmethod
-    @api_boundary
-    def from_pretrained(
-        model: PreTrainedModel,
-        model_id: str | Path,
-        adapter_name: str = "default",
-        is_trainable: bool = False,
-        **kwargs: Any,
-    ) -> PreTrainedModel:
-        """Load an adapter from a folder or repository onto a loaded model, which is not changed.
-
-        Args:
-            adapter_name, is_trainable: as in `AutoPeftModelForCausalLM.from_pretrained`.
-            **kwargs: how to download the adapter: `revision`, `token` and the like.
-
-        Raises:
-            TypeError: `model` is not a model that trl_jax loaded.
-            FileNotFoundError, ValueError: there is no adapter, or it does not fit the model.
-        """
-        _check_name(adapter_name)
-        if type(model) is not PreTrainedModel:
-            raise TypeError(
-                f"PeftModel.from_pretrained: model is a {type(model).__name__}. Without peft, adapters are only loaded "
-                "onto models of trl_jax.AutoModelForCausalLM and its other classes. Load the adapter's folder with "
-                "AutoPeftModelForCausalLM, or install peft."
-            )
-        arguments = checked_arguments(kwargs, None)
-        if arguments.values:
-            raise unknown_arguments_error(arguments.values, " when a model is loaded, not its adapter")
-        folder, repository = checkpoint_folder(model_id, **arguments.fetch)
-        lora = read_adapter_config(folder)
-        if repository is not None:
-            repository.fetch_adapter()
-        return with_adapter(model, lora, 0, folder)
-
-
-def _check_name(adapter_name: str) -> None:
-    if adapter_name != "default":
-        raise ValueError(
-            f"adapter_name={adapter_name!r} is not supported by this release of trl_jax, where a model has a single "
-            'adapter named "default". Leave adapter_name out.'
-        )
-
-
-def _adapted(model: PreTrainedModel) -> PreTrainedModel:
-    if not isinstance(model.backend, AdaptedBackend):
-        raise ValueError(
-            f"Can't find '{ADAPTER}' at '{model.name_or_path}', which holds a full model. Load it with "
-            "AutoModelForCausalLM or AutoModelForSequenceClassification."
-        )
-    return model
-
 
 # transformers' auto classes
 
@@ -319,9 +216,9 @@ def _same_architecture(config: Any, checkpoint: Checkpoint) -> Any:
     Raises:
         ValueError: the config would change how the checkpoint is computed.
     """
-    native, given = checkpoint.native, json.loads(config.to_json_string(use_diff=False))
+    native, values = checkpoint.native, json.loads(config.to_json_string(use_diff=False))
     known = type(config)().to_dict().keys() | ({} if native is None else native.raw).keys()
-    raw = {key: value for key, value in given.items() if key in known}  # ignore keys that the script added
+    raw = {key: value for key, value in values.items() if key in known}  # ignore keys that the script added
     if native is None or native_config(raw, native.path, checkpoint.head).arch != native.arch:
         raise ValueError(
             f"config={type(config).__qualname__} describes a different architecture than "
@@ -346,6 +243,105 @@ def class_of_family(name: str) -> type:
         )
     auto = _WholeModel if ending == "ConditionalGeneration" else auto
     return type(name, (auto,), {"__new__": lambda cls, config, **options: cls.from_config(config, **options)})
+
+
+# PEFT's auto classes: an adapter with its base model
+
+
+class AutoPeftModelForCausalLM:
+    """Load an adapter and its base language model, as PEFT's class of the same name does."""
+
+    _base: type = AutoModelForCausalLM
+
+    @classmethod
+    @api_boundary
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        adapter_name: str = "default",
+        is_trainable: bool = False,
+        **kwargs: Any,
+    ) -> PreTrainedModel:
+        """Load an adapter from a folder or repository onto its base model.
+
+        `merge_and_unload()` on the result returns the plain model.
+
+        Args:
+            adapter_name: must be "default".
+            is_trainable: accepted for compatibility; a trainer trains the adapter either way.
+            **kwargs: passed to `AutoModelForCausalLM.from_pretrained`.
+
+        Raises:
+            ValueError: no adapter was found, or adapter_name is not "default".
+        """
+        _check_name(adapter_name)
+        model = cls._base.from_pretrained(pretrained_model_name_or_path, **kwargs)
+        if not isinstance(model.backend, AdaptedBackend):
+            raise ValueError(
+                f"Can't find '{ADAPTER}' at '{model.name_or_path}', which holds a full model. Load it with "
+                "AutoModelForCausalLM or AutoModelForSequenceClassification."
+            )
+        return model
+
+
+class AutoPeftModelForSequenceClassification(AutoPeftModelForCausalLM):
+    """Load an adapter and its base model with a score head, as PEFT's class of the same name does. Arguments are as in
+    `AutoPeftModelForCausalLM.from_pretrained`."""
+
+    _base = AutoModelForSequenceClassification
+
+
+class _IfAdapted(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return type(instance) is PreTrainedModel and isinstance(instance.backend, AdaptedBackend)
+
+
+class PeftModel(metaclass=_IfAdapted):
+    """PEFT's class of the same name for scripts under `python -m trl_jax` if peft is not installed. Models with an
+    adapter are instances of it."""
+
+    @staticmethod
+    @api_boundary
+    def from_pretrained(
+        model: PreTrainedModel,
+        model_id: str | Path,
+        adapter_name: str = "default",
+        is_trainable: bool = False,
+        **kwargs: Any,
+    ) -> PreTrainedModel:
+        """Load an adapter from a folder or repository onto a loaded model, which is not changed.
+
+        Args:
+            adapter_name, is_trainable: as in `AutoPeftModelForCausalLM.from_pretrained`.
+            **kwargs: how to download the adapter: `revision`, `token` and the like.
+
+        Raises:
+            TypeError: `model` is not a model that trl_jax loaded.
+            FileNotFoundError, ValueError: there is no adapter, or it does not fit the model.
+        """
+        _check_name(adapter_name)
+        if type(model) is not PreTrainedModel:
+            raise TypeError(
+                f"PeftModel.from_pretrained: model is a {type(model).__name__}. Without peft, adapters are only loaded "
+                "onto models of trl_jax.AutoModelForCausalLM and its other classes. Load the adapter's folder with "
+                "AutoPeftModelForCausalLM, or install peft."
+            )
+        arguments = checked_arguments(kwargs, None)
+        if arguments.values:
+            raise unknown_arguments_error(arguments.values, " when a model is loaded, not its adapter")
+        folder, repository = checkpoint_folder(model_id, **arguments.fetch)
+        lora = read_adapter_config(folder)
+        if repository is not None:
+            repository.fetch_adapter()
+        return with_adapter(model, lora, 0, folder)
+
+
+def _check_name(adapter_name: str) -> None:
+    if adapter_name != "default":
+        raise ValueError(
+            f"adapter_name={adapter_name!r} is not supported by this release of trl_jax, where a model has a single "
+            'adapter named "default". Leave adapter_name out.'
+        )
 
 
 # Checkpoints: find, check, load
@@ -641,8 +637,8 @@ def new_model(config: Any, head: HeadName, seed: int, dtype: Any = None, *, imag
     params = _drawn(native, TorchGenerator(seed))
     dtype = checked_dtype(dtype or raw.get("dtype") or "float32")
     source = Source(native, {}, {}, dtype, make_tensor_map(params, native.names), {})
-    made = transformers_config(raw, path, head)
-    return PreTrainedModel(params, NativeBackend(source), made, path.parent, raw["model_type"])
+    config = transformers_config(raw, path, head)
+    return PreTrainedModel(params, NativeBackend(source), config, path.parent, raw["model_type"])
 
 
 def _drawn(config: NativeConfig, generator: TorchGenerator) -> dict[str, jax.Array]:
