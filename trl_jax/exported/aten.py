@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# ----------------------------------------------------------------------------------------------------
 # The interpreter: runs one JAX function per node, in order
 
 
@@ -51,19 +50,21 @@ def run(
 
 def _run_piece(piece: Piece, values: dict[str, Any], key: jax.Array | None, remat: bool) -> dict[str, Any]:
     """The values that later pieces read. Python numbers are not traced, because shapes must be static."""
-    given = {name: values[name] for name in piece.needs}
-    numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
-    arrays = {name: value for name, value in given.items() if name not in numbers}
-    made_numbers: dict[str, Any] = {}
+    numbers, arrays = _numbers_and_arrays({name: values[name] for name in piece.needs})
+    new_numbers: dict[str, Any] = {}
 
     def compute(arrays: dict[str, Any], key: jax.Array | None) -> dict[str, Any]:
-        found = _run_nodes(piece.nodes, {**numbers, **arrays}, key)
-        kept = {name: found[name] for name in piece.gives}
-        made_numbers.update({name: value for name, value in kept.items() if isinstance(value, int | float)})
-        return {name: value for name, value in kept.items() if name not in made_numbers}
+        results = _run_nodes(piece.nodes, {**numbers, **arrays}, key)
+        of_piece, new_arrays = _numbers_and_arrays({name: results[name] for name in piece.gives})
+        new_numbers.update(of_piece)
+        return new_arrays
 
-    made = (jax.checkpoint(compute) if remat else compute)(arrays, key)
-    return {**made, **made_numbers}
+    return (jax.checkpoint(compute) if remat else compute)(arrays, key) | new_numbers
+
+
+def _numbers_and_arrays(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    return numbers, {name: value for name, value in values.items() if name not in numbers}
 
 
 def _run_nodes(nodes: tuple[Node, ...], values: dict[str, Any], key: jax.Array | None) -> dict[str, Any]:
@@ -93,7 +94,6 @@ def _cast(value: Any, dtype: str | tuple | None) -> Any:
     return jnp.asarray(value).astype(_NARROW.get(dtype, dtype))
 
 
-# ----------------------------------------------------------------------------------------------------
 # A program as plain data, without JAX
 
 
@@ -176,12 +176,7 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(entry)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Operations that move elements or create arrays
-
-
-def _view(x, shape):
-    return jnp.reshape(x, shape)
 
 
 def _expand(x, shape, *, implicit=False):
@@ -191,16 +186,23 @@ def _expand(x, shape, *, implicit=False):
     return jnp.broadcast_to(x, wanted)
 
 
+def _at(x, axis, index):
+    """The index of `index` along an axis."""
+    place = [slice(None)] * x.ndim
+    place[axis] = index
+    return tuple(place)
+
+
+def _range(x, axis, start, end, step):
+    return _at(x, axis, slice(start, None if end is None else min(end, x.shape[axis]), step))
+
+
 def _slice(x, axis=0, start=None, end=None, step=1):
-    index = [slice(None)] * x.ndim
-    index[axis] = slice(start, None if end is None else min(end, x.shape[axis]), step)
-    return x[tuple(index)]
+    return x[_range(x, axis, start, end, step)]
 
 
 def _slice_scatter(x, values, axis=0, start=None, end=None, step=1):
-    index = [slice(None)] * x.ndim
-    index[axis] = slice(start, None if end is None else min(end, x.shape[axis]), step)
-    return x.at[tuple(index)].set(values.astype(x.dtype))
+    return x.at[_range(x, axis, start, end, step)].set(values.astype(x.dtype))
 
 
 def _select(x, axis, index):
@@ -208,9 +210,7 @@ def _select(x, axis, index):
 
 
 def _select_scatter(x, values, axis, index):
-    place = [slice(None)] * x.ndim
-    place[axis] = index
-    return x.at[tuple(place)].set(values.astype(x.dtype))
+    return x.at[_at(x, axis, index)].set(values.astype(x.dtype))
 
 
 def _split(x, size, axis=0):
@@ -237,10 +237,6 @@ def _cat(arrays, axis=0):
     return jnp.concatenate(kept, axis)
 
 
-def _repeat(x, times):
-    return jnp.tile(x, times)
-
-
 def _pad(x, pads, value=0.0):
     """Two pad widths per axis, starting with the last axis; negative widths crop."""
     widths = [(0, 0)] * x.ndim
@@ -248,14 +244,6 @@ def _pad(x, pads, value=0.0):
         widths[x.ndim - 1 - i] = (pads[2 * i], pads[2 * i + 1])
     x = x[tuple(slice(max(-a, 0), size - max(-b, 0)) for (a, b), size in zip(widths, x.shape, strict=True))]
     return jnp.pad(x, [(max(a, 0), max(b, 0)) for a, b in widths], constant_values=number(value))
-
-
-def _diagonal(x, offset=0, first=0, second=1):
-    return jnp.diagonal(x, offset, first, second)
-
-
-def _arange(start, end, step=1):
-    return jnp.arange(start, end, step)
 
 
 def _full(shape, value):
@@ -284,9 +272,9 @@ def _view_as_real(x):
 SHAPES = {
     "aten.view_as_complex.default": _view_as_complex,
     "aten.view_as_real.default": _view_as_real,
-    "aten.view.default": _view,
-    "aten.reshape.default": _view,
-    "aten._unsafe_view.default": _view,
+    "aten.view.default": jnp.reshape,
+    "aten.reshape.default": jnp.reshape,
+    "aten._unsafe_view.default": jnp.reshape,
     "aten.expand.default": _expand,
     "aten.permute.default": jnp.transpose,
     "aten.transpose.int": jnp.swapaxes,
@@ -303,17 +291,17 @@ SHAPES = {
     "aten.split_with_sizes.default": _split_with_sizes,
     "aten.unbind.int": _unbind,
     "aten.cat.default": _cat,
-    "aten.stack.default": lambda arrays, axis=0: jnp.stack(arrays, axis),
-    "aten.repeat.default": _repeat,
+    "aten.stack.default": jnp.stack,
+    "aten.repeat.default": jnp.tile,
     "aten.roll.default": lambda x, shifts, axes=None: jnp.roll(x, shifts, axes or None),
-    "aten.flip.default": lambda x, axes: jnp.flip(x, axes),
+    "aten.flip.default": jnp.flip,
     "aten.constant_pad_nd.default": _pad,
-    "aten.diagonal.default": _diagonal,
+    "aten.diagonal.default": jnp.diagonal,
     "aten.unfold.default": _unfold,
     "aten.tril.default": jnp.tril,
     "aten.triu.default": jnp.triu,
-    "aten.arange.start_step": _arange,
-    "aten.arange.default": lambda end: jnp.arange(end),
+    "aten.arange.start_step": jnp.arange,
+    "aten.arange.default": jnp.arange,
     "aten.full.default": _full,
     "aten.full_like.default": _full_like,
     "aten.new_full.default": lambda x, shape, value: _full(shape, value),
@@ -331,7 +319,6 @@ SHAPES = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
 # Gather and scatter operations
 
 
@@ -392,9 +379,7 @@ def _scatter_add(x, axis, index, source):
 
 
 def _index_add(x, axis, index, source, *, alpha=1):
-    place = [slice(None)] * x.ndim
-    place[axis] = index
-    return x.at[tuple(place)].add(alpha * source)
+    return x.at[_at(x, axis, index)].add(alpha * source)
 
 
 def _sort(x, axis=-1, descending=False):
@@ -447,7 +432,6 @@ INDEXING = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
 # Operations on Python numbers: sizes, and values computed from them during tracing
 
 
@@ -480,7 +464,6 @@ NUMBERS = {f"operator.{name}": getattr(operator, name) for name in _NAMES} | {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
 # Elementwise operations. At kinks, gradients are those of torch.
 
 
@@ -521,10 +504,6 @@ def _power(base, exponent):
     if isinstance(exponent, int | float) and float(exponent).is_integer() and abs(exponent) < 16:
         return jax.lax.integer_pow(base, int(exponent))
     return jnp.sqrt(base) if exponent == 0.5 else jnp.power(base, exponent)
-
-
-def _array_power(base, exponent):
-    return jnp.power(base, exponent)
 
 
 def _clamp(x, low=None, high=None):
@@ -611,7 +590,7 @@ POINTWISE = {
     **_with_overloads("div", _div, "Tensor Scalar Tensor_mode Scalar_mode"),
     **_with_overloads("floor_divide", jnp.floor_divide, "default Scalar"),
     **_with_overloads("pow", _power, "Tensor_Scalar"),
-    **_with_overloads("pow", _array_power, "Tensor_Tensor Scalar"),
+    **_with_overloads("pow", jnp.power, "Tensor_Tensor Scalar"),
     **_with_overloads("clamp", _clamp, "Tensor"),
     **_with_overloads("minimum", jnp.minimum, "default"),
     **_with_overloads("maximum", jnp.maximum, "default"),
@@ -626,7 +605,6 @@ POINTWISE = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
 # Matrix products, convolutions and normalization
 
 
@@ -700,7 +678,6 @@ PRODUCTS = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
 # Linear recurrences over an axis
 
 
@@ -762,7 +739,6 @@ linear_recurrence.defvjp(_forward, _backward)
 RECURRENCES = {"trl_jax.linear_recurrence.default": linear_recurrence}
 
 
-# ----------------------------------------------------------------------------------------------------
 # Reductions and scans along an axis. Half-precision sums are accumulated in float32.
 
 
@@ -772,14 +748,6 @@ def _axes(axes):
 
 def _wide(x):
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
-
-
-def _sum(x, axes=None, keepdim=False):
-    return jnp.sum(_wide(x), _axes(axes), keepdims=keepdim)
-
-
-def _mean(x, axes=None, keepdim=False):
-    return jnp.mean(_wide(x), _axes(axes), keepdims=keepdim)
 
 
 def _variance(x, axes=None, *, correction=1, keepdim=False):
@@ -798,30 +766,13 @@ def _least(x, axis, keepdim=False):
     return -values, place
 
 
-def _argmax(x, axis=None, keepdim=False):
-    return jnp.argmax(x, axis, keepdims=keepdim)
+def _reduction(function, convert=lambda x: x):
+    """jnp's reduction with torch's arguments, of the converted array."""
+    return lambda x, axes=None, keepdim=False: function(convert(x), _axes(axes), keepdims=keepdim)
 
 
-def _argmin(x, axis=None, keepdim=False):
-    return jnp.argmin(x, axis, keepdims=keepdim)
-
-
-def _softmax(x, axis, half_to_float=False):
-    del half_to_float
-    return jax.nn.softmax(_wide(x), axis)
-
-
-def _log_softmax(x, axis, half_to_float=False):
-    del half_to_float
-    return jax.nn.log_softmax(_wide(x), axis)
-
-
-def _any(x, axis=None, keepdim=False):
-    return jnp.any(x.astype(bool), axis, keepdims=keepdim)
-
-
-def _all(x, axis=None, keepdim=False):
-    return jnp.all(x.astype(bool), axis, keepdims=keepdim)
+def _as_bool(x):
+    return x.astype(bool)
 
 
 def _norm(x, p=2, axes=None, keepdim=False):
@@ -835,14 +786,8 @@ def _norm(x, p=2, axes=None, keepdim=False):
     return jnp.where(total == 0, 0, jnp.where(total == 0, 1, total) ** (1.0 / p))
 
 
-def _cumsum(x, axis):
-    return jnp.cumsum(_wide(x), axis)
-
-
-def _cumprod(x, axis):
-    return jnp.cumprod(_wide(x), axis)
-
-
+_sum, _mean = _reduction(jnp.sum, _wide), _reduction(jnp.mean, _wide)
+_any, _all = _reduction(jnp.any, _as_bool), _reduction(jnp.all, _as_bool)
 REDUCTIONS = {
     "aten.sum.default": _sum,
     "aten.sum.dim_IntList": _sum,
@@ -850,34 +795,33 @@ REDUCTIONS = {
     "aten.mean.dim": _mean,
     "aten.var.correction": _variance,
     "aten.std.correction": lambda x, axes=None, **how: jnp.sqrt(_variance(x, axes, **how)),
-    "aten.amax.default": lambda x, axes=(), keepdim=False: jnp.max(x, _axes(axes), keepdims=keepdim),
-    "aten.amin.default": lambda x, axes=(), keepdim=False: jnp.min(x, _axes(axes), keepdims=keepdim),
+    "aten.amax.default": _reduction(jnp.max),
+    "aten.amin.default": _reduction(jnp.min),
     "aten.max.default": jnp.max,
     "aten.min.default": jnp.min,
     "aten.max.dim": _most,
     "aten.min.dim": _least,
-    "aten.argmax.default": _argmax,
-    "aten.argmin.default": _argmin,
+    "aten.argmax.default": _reduction(jnp.argmax),
+    "aten.argmin.default": _reduction(jnp.argmin),
     "aten.any.default": _any,
     "aten.any.dim": _any,
     "aten.any.dims": _any,
     "aten.all.default": _all,
     "aten.all.dim": _all,
     "aten.prod.default": jnp.prod,
-    "aten.prod.dim_int": lambda x, axis, keepdim=False: jnp.prod(x, axis, keepdims=keepdim),
+    "aten.prod.dim_int": _reduction(jnp.prod),
     "aten.linalg_vector_norm.default": _norm,
     "aten.norm.Scalar": _norm,
     "aten.norm.ScalarOpt_dim": _norm,
-    "aten.cumsum.default": _cumsum,
-    "aten.cumprod.default": _cumprod,
+    "aten.cumsum.default": lambda x, axis: jnp.cumsum(_wide(x), axis),
+    "aten.cumprod.default": lambda x, axis: jnp.cumprod(_wide(x), axis),
     "aten.logcumsumexp.default": lambda x, axis: jax.lax.cumlogsumexp(_wide(x), axis % x.ndim),
-    "aten.logsumexp.default": lambda x, axes, keepdim=False: jax.nn.logsumexp(_wide(x), axes, keepdims=keepdim),
-    "aten._softmax.default": _softmax,
-    "aten._log_softmax.default": _log_softmax,
+    "aten.logsumexp.default": _reduction(jax.nn.logsumexp, _wide),
+    "aten._softmax.default": lambda x, axis, half_to_float=False: jax.nn.softmax(_wide(x), axis),
+    "aten._log_softmax.default": lambda x, axis, half_to_float=False: jax.nn.log_softmax(_wide(x), axis),
 }
 
 
-# ----------------------------------------------------------------------------------------------------
 # Operations that draw random numbers; each takes a `key`
 
 
@@ -904,7 +848,6 @@ RNG = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------
 # All operations, by their name in a program
 
 
