@@ -1,4 +1,8 @@
-"""`generate` and its variants: transformers' arguments, batching and results."""
+"""`generate` and its variants: transformers' arguments, batching and results.
+
+The arguments become `Settings` and `Prompts`, and these a `Request`, which `run` computes. A `Drawing` provides the
+random numbers. Trainers use `complete`.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +141,7 @@ class GenerationApi:
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "streamer": streamer,
         }  # fmt: skip
         if settings.beams is not None:
-            refuse_with_beams(settings.beams.count, {name: one for name, one in functions.items() if one})
+            refuse_with_beams(settings.beams.count, [name for name, function in functions.items() if function])
         caller = UserFunctions(
             settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn
         )
@@ -208,7 +212,7 @@ class GenerationApi:
             options["images"] = images_of_rows(self, rows, arrays).__getitem__
         batches = Batches(self, settings, inputs, stream=_stream(seed), **options)
         done = collected(batches, len(inputs) * settings.completions, progress_bar=progress_bar)
-        return {one.request_id: one for one in done}
+        return {completion.request_id: completion for completion in done}
 
     def generate_text(
         self,
@@ -228,7 +232,8 @@ class GenerationApi:
         ids = [encoded_prompt(prompt, reader, f"Prompt {row}", **options) for row, prompt in enumerate(prompts)]
         arguments = ids_of_tokenizer(self, tokenizer, arguments)
         done = list(self.generate_batch(ids, tokenizer=tokenizer, **arguments).values())
-        texts, group = [decoded(one.generated_tokens, tokenizer) for one in done], len(done) // max(1, len(ids))
+        texts = [decoded(completion.generated_tokens, tokenizer) for completion in done]
+        group = len(done) // max(1, len(ids))
         return texts if group <= 1 else [texts[start : start + group] for start in range(0, len(texts), group)]
 
 
@@ -375,9 +380,9 @@ class Batches:
 
         def taken(completed: Sequence[Completed]) -> None:
             done([
-                Completion(int(rows[one.row]), prompts[one.row // group].tolist(), one.tokens.tolist(),
-                           one.logps.tolist())
-                for one in completed
+                Completion(int(rows[ended.row]), prompts[ended.row // group].tolist(), ended.tokens.tolist(),
+                           ended.logps.tolist())
+                for ended in completed
             ])  # fmt: skip
 
         return request, None if self._key is None else KeyedDrawing(self._key, rows), taken
@@ -395,8 +400,8 @@ def collected(batches: Batches, total: int, *, progress_bar: bool) -> list[Compl
     with tqdm(unit=" tokens", disable=not progress_bar) as bar:
 
         def take(completions: list[Completion]) -> None:
-            done.update({one.number: one for one in completions})
-            bar.update(sum(len(one.generated_tokens) for one in completions))
+            done.update({completion.number: completion for completion in completions})
+            bar.update(sum(len(completion.generated_tokens) for completion in completions))
 
         try:
             batches(take)
@@ -622,20 +627,33 @@ def run(
     steps = generator.STEPS if drawing is None else drawing.steps(at_once, model.vocab_size)
     steps = steps if watch is None else 1
     options = {"vocabulary": model.vocab_size, "steps": steps, "new": request.max_new_tokens}
-    source, used = None, 0
+    source = None
     if drawing is not None:
         source = (drawing.source if queue is None else drawing.queue_source)(request.rows, **options)
+
+    def generated() -> tuple[Completions, int]:
+        if queue is None:
+            options = {"steps": steps, "watch": watch, "progress": progress, "turns": turns}
+            completions = generator.generate(weights, request, source, **options)
+        else:
+            done: list[Completed] = []
+            options = {"slots": queue.slots, "steps": steps, "progress": progress}
+            generator.generate_queue(weights, request.in_parts(queue.parts), source, done.extend, **options)
+            completions = Completions.of(done, request.pad)
+        return completions, completions.tokens.shape[1]
+
+    return _sampled(weights, source, generated)
+
+
+def _sampled(
+    weights: Weights, source: NoiseSource | QueueSource | None, generate: Callable[[], tuple[Completions, int]]
+) -> Completions:
+    """The completions that `generate` returns along with the number of steps taken. These advance the source's stream,
+    which is left unchanged if `generate` fails."""
+    used = 0
     try:
         with _precision(weights):
-            if queue is None:
-                options = {"steps": steps, "watch": watch, "progress": progress, "turns": turns}
-                completions = generator.generate(weights, request, source, **options)
-            else:
-                done: list[Completed] = []
-                options = {"slots": queue.slots, "steps": steps, "progress": progress}
-                generator.generate_queue(weights, request.in_parts(queue.parts), source, done.extend, **options)
-                completions = Completions.of(done, request.pad)
-        used = completions.tokens.shape[1]
+            completions, used = generate()
     finally:
         if source is not None:
             source.close(used)
@@ -677,18 +695,11 @@ def _searched(
             "fit into the memory or the number of completions at once that was set. Complete fewer at a time, or lower "
             "num_beams."
         )
-    candidates, source, used = beams.count * model.vocab_size, None, 0
+    candidates, source = beams.count * model.vocab_size, None
     steps = generator.STEPS if drawing is None else drawing.steps(request.rows, candidates)
     if drawing is not None:
         source = drawing.source(request.rows, vocabulary=candidates, steps=steps, new=request.max_new_tokens)
-    try:
-        with _precision(weights):
-            completions, used = search(weights, request, beams, source, steps=steps, progress=progress)
-    finally:
-        if source is not None:
-            source.close(used)
-    _check_drawn(completions.tokens)
-    return completions
+    return _sampled(weights, source, lambda: search(weights, request, beams, source, steps=steps, progress=progress))
 
 
 def run_queue(
@@ -707,8 +718,8 @@ def run_queue(
     source = None if drawing is None else drawing.source(request.rows, **options)
 
     def checked(completed: Sequence[Completed]) -> None:
-        for one in completed:
-            _check_drawn(one.tokens)
+        for row in completed:
+            _check_drawn(row.tokens)
         done(completed)
 
     with _precision(weights):

@@ -357,14 +357,14 @@ def _check_beams(values: Mapping[str, Any]) -> None:
         return
     if completions > beams:
         raise ValueError(f"`num_return_sequences` ({completions}) has to be smaller or equal to `num_beams` ({beams}).")
-    refuse_with_beams(beams, {name: values[name] for name, idle in _NOT_WITH_BEAMS.items() if values[name] not in idle})
+    refuse_with_beams(beams, [name for name, idle in _NOT_WITH_BEAMS.items() if values[name] not in idle])
 
 
-def refuse_with_beams(beams: int, asked: Mapping[str, Any]) -> None:
-    """Raise ValueError if there is an option that cannot be combined with beam search."""
-    for name in asked:
+def refuse_with_beams(beams: int, names: Sequence[str]) -> None:
+    """Raise ValueError if there are options that cannot be combined with beam search."""
+    if names:
         raise ValueError(
-            f"generate: {name} with num_beams={beams} is not in this release of trl_jax. Leave one of the two out."
+            f"generate: {names[0]} with num_beams={beams} is not in this release of trl_jax. Leave one of the two out."
         )
 
 
