@@ -14,7 +14,7 @@ from trl_jax.exported import aten
 torch = pytest.importorskip("torch")
 
 from compat_tests.exported.check import QUICKLY  # noqa: E402
-from trl_jax.hub import torch_bridge  # noqa: E402
+from trl_jax.exported import program  # noqa: E402
 from trl_jax.hub.auto import AutoModelForCausalLM  # noqa: E402
 
 
@@ -38,19 +38,17 @@ def test_the_recurrence_and_its_gradients_are_those_of_a_loop(axis, way, monkeyp
     for mine, theirs in zip(back(jnp.asarray(pull)), (a.grad, b.grad), strict=True):
         np.testing.assert_allclose(mine, theirs.numpy(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(
-        torch_bridge._linear_recurrence()(torch.tensor(decay), torch.tensor(drive), axis),
+        program._linear_recurrence()(torch.tensor(decay), torch.tensor(drive), axis),
         wanted.detach().numpy(),
         rtol=1e-5,
     )
 
 
 def test_only_a_linear_recurrence_is_taken_for_one():
-    assert torch_bridge._is_linear_recurrence(lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1]))
-    assert not torch_bridge._is_linear_recurrence(
-        lambda left, right: (left[0] * right[0], right[0] * left[1] - right[1])
-    )
-    assert not torch_bridge._is_linear_recurrence(lambda left, right: left[0] + right[0])
-    assert not torch_bridge._is_linear_recurrence(lambda left, right: (torch.mul(left[0], right[0]), right[1]))
+    assert program._is_linear_recurrence(lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1]))
+    assert not program._is_linear_recurrence(lambda left, right: (left[0] * right[0], right[0] * left[1] - right[1]))
+    assert not program._is_linear_recurrence(lambda left, right: left[0] + right[0])
+    assert not program._is_linear_recurrence(lambda left, right: (torch.mul(left[0], right[0]), right[1]))
 
 
 @pytest.mark.parametrize("model_type", ["mamba", thorough("falcon_mamba")])

@@ -113,7 +113,7 @@ def test_a_chat_template_of_another_repository_runs_nothing(hostile, checkpoint,
 
 def test_torchs_models_run_nothing(hostile, tmp_path):
     torch = pytest.importorskip("torch")
-    from trl_jax.hub.torch_bridge import load_model
+    from trl_jax.exported.program import load_model
 
     load_model(hostile, "float32", 0)
     torch.save({"param_groups": [], "state": {}}, hostile / "optimizer.pt")

@@ -1,4 +1,9 @@
-"""Models without a JAX implementation: transformers' code, exported by torch and run as JAX programs."""
+"""Models without a JAX implementation: transformers' code, exported by torch and run as JAX programs.
+
+torch exports the code once for each kind of shape, as a graph of ATen operations. `translated` turns the graph into a
+`Program`, which is plain data, and `aten.run` computes it in JAX. The torch module keeps its shapes but not its values;
+it is used again to export further shapes and to save the model.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,17 @@ import abc
 import contextlib
 import copy
 import hashlib
+import importlib
 import logging
+import pickle
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +29,12 @@ import numpy as np
 from flax import nnx
 
 from trl_jax.core.outputs import TokenOutputs
-from trl_jax.exported.aten import OPERATIONS, Node, Program, run
-from trl_jax.hub import torch_bridge
+from trl_jax.exported.aten import OPERATIONS, Node, Program, Ref, run
 from trl_jax.hub.backend import Backend, Traits
 from trl_jax.hub.checkpoint import ShardingRule
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.model_types import max_positions_of
-from trl_jax.hub.torch_bridge import of_rows, operation_of, plain, recorded, scanned
+from trl_jax.hub.torch_bridge import PICKLED, auto_class, dtype_name, not_tensors_error, unloaded
 from trl_jax.mesh.mesh import owned
 from trl_jax.models.encoder import valid_tokens
 from trl_jax.nn.head import outputs_of_logits, tempered
@@ -201,23 +209,23 @@ def _recorder(operations: list[tuple], names: dict[int, str]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_flatten
 
-    made: dict[int, Any] = {}  # keeps tensors alive, so that their ids stay unique
+    tensors: dict[int, Any] = {}  # keeps tensors alive, so that their ids stay unique
 
-    def told(value: Any) -> Any:
+    def described(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return repr(value)
         if not isinstance(value, FakeTensor):  # a constant in the code
             with unset_fake_temporarily():
                 return hashlib.sha256(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
-        made.setdefault(id(value), (len(made), value))
-        return names.get(id(value), made[id(value)][0])
+        number, _ = tensors.setdefault(id(value), (len(tensors), value))
+        return names.get(id(value), number)
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             flat, tree = tree_flatten((args, kwargs, result))
             if func.namespace != "prim":  # queries, e.g. of the device
-                operations.append((str(func), str(tree), *map(told, flat)))
+                operations.append((str(func), str(tree), *map(described, flat)))
             return result
 
     return Recorder()
@@ -306,7 +314,6 @@ def _take_params(model: TorchModel) -> dict[str, jax.Array]:
     return {name: jax.block_until_ready(owned(values)) for name, values in model.take()}
 
 
-# ----------------------------------------------------------------------------------------------------
 # transformers' models: their parameters and programs
 
 
@@ -327,15 +334,15 @@ class TorchModel:
 
     def __init__(self, folder: Path, *, dtype: str, seed: int, head: HeadName = "score", config: Any = None):
         """`config` is transformers' config object of the folder; None reads it from the folder."""
-        self._module = torch_bridge.load_model(folder, dtype, seed, config, head)
+        self._module = load_model(folder, dtype, seed, config, head)
         self.head = head
         self.config = self._module.config
         if head == "score":
             self.config.use_cache = False
         named = dict(self._module.named_parameters())
-        self.dtypes = {name: torch_bridge.dtype_name(parameter.dtype) for name, parameter in named.items()}
+        self.dtypes = {name: dtype_name(parameter.dtype) for name, parameter in named.items()}
         self.shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        tables = torch_bridge.members(self._module, "Embedding")
+        tables = members(self._module, "Embedding")
         self.embeddings = frozenset(name for name, parameter in named.items() if id(parameter) in tables)
         self.max_positions = max_positions_of(self._module)
         self._programs: dict[tuple, list[tuple[Callable[[int, int], bool], Program]]] = {}
@@ -343,17 +350,17 @@ class TorchModel:
     @cached_property
     def undecayed(self) -> frozenset[str]:
         """Parameters without weight decay: those of layer norms, frozen ones, and those that no logit depends on."""
-        inside = torch_bridge.members(self._module, "LayerNorm")
+        inside = members(self._module, "LayerNorm")
         named = self._module.named_parameters()
         undecayed = {name for name, parameter in named if id(parameter) in inside or not parameter.requires_grad}
         return self._without_gradient() | undecayed
 
     def _without_gradient(self) -> frozenset[str]:
         """The parameters that get no gradient from any logit; torch's optimizers skip them."""
-        found = fake_pass(self._module, 2, 16, training=False, head=self.head)
-        if found is None:
+        forward = fake_pass(self._module, 2, 16, training=False, head=self.head)
+        if forward is None:
             return self.program(2, 16, dtype="float32", training=False).unread()
-        return frozenset(self.shapes) - found.differentiable
+        return frozenset(self.shapes) - forward.differentiable
 
     def take(self) -> Iterator[tuple[str, np.ndarray]]:
         """(name, float32 array) of each parameter, once: its memory is freed when the next one is requested.
@@ -362,22 +369,22 @@ class TorchModel:
         """
         for name, parameter in self._module.named_parameters():
             yield name, parameter.detach().float().numpy()
-            torch_bridge.empty(parameter, "float32")
+            empty(parameter, "float32")
 
     def save(self, folder: Path, params: dict[str, Any], max_shard_size: int | str | None) -> None:
         """Save with transformers' save_pretrained, which knows names, fused tensors and shards."""
         parameters = dict(self._module.named_parameters())
         try:
             for name, parameter in parameters.items():
-                torch_bridge.empty(parameter, self.dtypes[name])
+                empty(parameter, self.dtypes[name])
             state = self._module.state_dict(keep_vars=True)
-            whole = {name: torch_bridge.as_dtype(params[name], dtype) for name, dtype in self.dtypes.items()}
+            whole = {name: as_dtype(params[name], dtype) for name, dtype in self.dtypes.items()}
             state |= {name: whole[first] for name, first in self.names().items()}  # a tied parameter is written once
             limit = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             self._module.save_pretrained(folder, state_dict=state, **limit)
         finally:
             for parameter in parameters.values():
-                torch_bridge.empty(parameter, "float32")
+                empty(parameter, "float32")
 
     @property
     def token_table(self) -> str:
@@ -394,11 +401,13 @@ class TorchModel:
     def program(self, rows: int, length: int, *, dtype: str, training: bool) -> Program:
         """A program that is valid for `[rows, length]`; exported on the first call that needs it."""
         pad = self.config.get_text_config().pad_token_id
-        found = self._fitting((dtype, training, pad), rows, length)
-        other = None if found else self._fitting((dtype, not training, pad), rows, length)
-        if other and self._has_no_train_mode(rows, length):
+        program = self._fitting((dtype, training, pad), rows, length)
+        if program is not None:
+            return program
+        other = self._fitting((dtype, not training, pad), rows, length)
+        if other is not None and self._has_no_train_mode(rows, length):
             return other
-        return found or self._exported((dtype, training, pad), rows, length)
+        return self._exported((dtype, training, pad), rows, length)
 
     def _fitting(self, kind: tuple, rows: int, length: int) -> Program | None:
         return next((program for fits, program in self._programs.get(kind, []) if fits(rows, length)), None)
@@ -410,14 +419,15 @@ class TorchModel:
 
     def _exported(self, of: tuple, rows: int, length: int) -> Program:
         dtype, training, _ = of
-        made, kind = self._programs.setdefault(of, []), self.config.model_type
+        programs, kind = self._programs.setdefault(of, []), self.config.model_type
         logger.warning(
             f"model_type {kind!r}: torch now exports transformers' code for {rows} rows of {length} tokens, and JAX "
             "compiles it, which takes tens of seconds. If the code allows it, other lengths use the same program."
         )
-        exported = torch_bridge.export(self._module, rows, length, dtype, training, self.head)
+        exported = export(self._module, rows, length, dtype, training, self.head)
         fits = domain(exported)
-        made.append((fits, translated(exported, kind, self.names())))
+        program = translated(exported, kind, self.names())
+        programs.append((fits, program))
         count = len(exported.graph.nodes)
         if count > _MANY and not fits(rows, length + 1):
             logger.warning(
@@ -425,10 +435,158 @@ class TorchModel:
                 "operations and each length needs a program of its own. Compiling takes minutes, and longer for longer "
                 "rows. Lower max_length and set pad_to_multiple_of to the same value, so that one program serves all."
             )
-        return made[-1][1]
+        return program
 
 
-# ----------------------------------------------------------------------------------------------------
+# torch: load a model, and export it
+
+
+def load_model(folder: Path, dtype: str, seed: int, config: Any = None, head: str = "score") -> Any:
+    """Load a model as TRL does after `set_seed(seed)`: missing tensors are initialized in the same order.
+
+    `config` is its config object; None reads the one in the folder.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        usual = {"num_labels": 1} if head == "score" else {}
+        options = usual if config is None else {"config": config}
+        try:
+            model = auto_class(head).from_pretrained(
+                folder, dtype=kind, attn_implementation="eager", trust_remote_code=False, **options
+            )
+        except pickle.UnpicklingError as error:
+            raise not_tensors_error(folder / PICKLED, error) from error
+    fixed = {name for name, parameter in unloaded(model.config, head).named_parameters() if not parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in fixed)  # loading resets the flag
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")  # the only one that does not copy an expert for every token
+    return model
+
+
+def empty(parameter: Any, dtype: str) -> None:
+    """Discard a parameter's values: the replacement is never written, so it takes no physical memory."""
+    import torch
+
+    parameter.data = torch.empty(parameter.shape, dtype=getattr(torch, dtype))
+
+
+def members(module: Any, kind: str) -> set[int]:
+    """The ids of all parameters in submodules of a certain torch.nn class."""
+    import torch
+
+    kinds = getattr(torch.nn, kind)
+    return {id(parameter) for part in module.modules() if isinstance(part, kinds) for parameter in part.parameters()}
+
+
+def as_dtype(values: Any, dtype: str) -> Any:
+    """The array as a torch tensor with this dtype."""
+    import torch
+
+    return torch.from_numpy(np.array(values, np.float32)).to(getattr(torch, dtype))
+
+
+def export(module: Any, rows: int, length: int, dtype: str, training: bool, head: str = "score") -> Any:
+    """Export the module with torch.export as ATen operations, for any number of rows and tokens if possible."""
+    import torch
+
+    # Half precision as in TRL: torch's autocast decides for each operation. It must be enabled during both steps.
+    half = contextlib.nullcontext() if dtype == "float32" else torch.autocast("cpu", getattr(torch, dtype))
+    example = torch.ones((2, rows, length), dtype=torch.int64)
+    free = {"rows": {1: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}}
+    module.train(training)
+    try:
+        with half, scanned(module):
+            exported = torch.export.export(of_rows(module, head), (example,), dynamic_shapes=free, strict=False)
+            return exported.run_decompositions()
+    except Exception as error:  # torch's tracer raises errors of many types
+        mode = " with dropout on (disable_dropout=True leaves it off)" if training else ""
+        raise ValueError(
+            f"model_type {module.config.model_type!r} cannot be exported{mode} for {rows} rows of {length} tokens; "
+            f"torch.export reports: {str(error).strip()[:400]}"
+        ) from error
+    finally:
+        module.eval()
+
+
+def of_rows(module: Any, head: str) -> Any:
+    """The model as a function of a single input, token ids stacked on the mask."""
+    import torch
+
+    options = {"use_cache": False} if head == "lm" else {}
+
+    class Rows(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = module
+
+        def forward(self, rows):
+            return self.model(input_ids=rows[0], attention_mask=rows[1], **options).logits
+
+    return Rows()
+
+
+# Recurrences over tokens as a single operation of an exported program
+
+
+_SCANS = "torch._higher_order_ops.associative_scan"
+
+
+@contextlib.contextmanager
+def scanned(module: Any) -> Iterator[None]:
+    """Within the context, associative scans in the code of `module` are recorded as a single operation."""
+    has = {sys.modules[type(part).__module__] for part in module.modules() if "use_associative_scan" in vars(part)}
+    with contextlib.ExitStack() as stack:
+        for code in has:
+            stack.enter_context(patch.object(code, "is_torchdynamo_compiling", lambda: True))
+            stack.enter_context(patch.object(code, "is_torchdynamo_exporting", lambda: False))
+        if has:
+            torchs = importlib.import_module(_SCANS)
+            stack.enter_context(patch.object(torchs, "associative_scan", _scan_by(torchs.associative_scan)))
+        yield
+
+
+def _scan_by(original: Callable) -> Callable:
+    """torch's associative_scan, except that linear recurrences use our own operation."""
+
+    def scan(combine_fn: Callable, xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
+        if reverse or not _is_linear_recurrence(combine_fn):
+            return original(combine_fn, xs, dim, reverse=reverse, combine_mode=combine_mode)
+        decay, drive = xs
+        return decay.cumprod(dim), _linear_recurrence()(decay, drive, dim)
+
+    return scan
+
+
+def _is_linear_recurrence(combine: Callable) -> bool:
+    """Whether `combine` composes two steps of h -> a h + b; tested on numbers."""
+    try:
+        return tuple(combine((2, 3), (5, 7))) == (10, 22) and tuple(combine((-3, 4), (11, 2))) == (-33, 46)
+    except (TypeError, AttributeError):  # it only accepts tensors
+        return False
+
+
+@cache
+def _linear_recurrence() -> Callable:
+    """torch's operator for `exported.aten.linear_recurrence`."""
+    import torch
+
+    def computed(decay: Any, drive: Any, dim: int) -> Any:
+        state, states = torch.zeros_like(drive.select(dim, 0)), []
+        for factor, added in zip(decay.unbind(dim), drive.unbind(dim), strict=True):
+            state = factor * state + added
+            states.append(state)
+        return torch.stack(states, dim)
+
+    schema = "(Tensor decay, Tensor drive, int dim) -> Tensor"
+    operator = torch.library.custom_op("trl_jax::linear_recurrence", computed, mutates_args=(), schema=schema)
+    operator.register_fake(lambda decay, drive, dim: torch.empty_like(drive))
+    return operator
+
+
 # An exported program as plain data: a graph of ATen operations, and the shapes that it is valid for
 
 
@@ -503,6 +661,37 @@ def _trained(exported: Any) -> set[str]:
 def _node(node: Any, layer: str | None) -> Node:
     kwargs = {name: plain(value) for name, value in node.kwargs.items() if name not in _INERT}
     return Node(node.name, operation_of(node), plain(tuple(node.args)), kwargs, recorded(node.meta.get("val")), layer)
+
+
+def operation_of(node: Any) -> str:
+    """The qualified name of an operation, such as "aten.add.Tensor", "operator.mul" or "torch.sym_max"."""
+    import torch
+
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    module = target.__module__.removeprefix("_")
+    return f"{module}.{target.__name__}"
+
+
+def plain(value: Any) -> Any:
+    """An argument of an operation, converted from torch's classes to plain Python."""
+    import torch
+
+    if isinstance(value, torch.fx.Node):
+        return Ref(value.name)
+    if isinstance(value, list | tuple):
+        return tuple(plain(entry) for entry in value)
+    return dtype_name(value) if isinstance(value, torch.dtype) else value
+
+
+def recorded(value: Any) -> Any:
+    """The dtype of a tensor, or a tuple for several tensors; None for a number."""
+    import torch
+
+    if isinstance(value, list | tuple):
+        return tuple(recorded(part) for part in value)
+    return dtype_name(value.dtype) if isinstance(value, torch.Tensor) else None
 
 
 def _layer(node: Any, before: str | None) -> str | None:

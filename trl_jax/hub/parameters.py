@@ -1,9 +1,13 @@
-"""The parameters of a model and the modules that contain them, with the methods that scripts use on torch's."""
+"""The parameters of a model and the modules that contain them, with the methods that scripts use on torch's.
+
+`Weights` has a model's arrays and reads them by the names of parameters in PyTorch. A `Parameter` is no more than a
+name in these weights: whatever a script does with it uses the current arrays. There is one object per parameter. A
+`Submodule` is the name of a module; `ModuleApi` has the methods that the model shares with its modules.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import sys
 import weakref
@@ -17,11 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.hub.backend import SAVED_DTYPES, Backend
+from trl_jax.hub.backend import Backend
 from trl_jax.hub.torch_bridge import (
+    ParameterArray,
+    Size,
     as_array,
     as_tensors,
+    given_dtype,
     is_torch,
+    on_arrays,
     parameter_values,
     refused_write,
     replaced,
@@ -30,218 +38,15 @@ from trl_jax.hub.torch_bridge import (
 )
 from trl_jax.mesh.mesh import spans_hosts
 
-# Values that were read
-#
-# If torch is imported, scripts get tensors (`torch_bridge.parameter_values`). Otherwise they get NumPy arrays with the
-# tensor methods that scripts use most, in torch's meaning.
-
-
-class Extremes(NamedTuple):
-    """The result of `max(dim)`, `min(dim)` and `sort`, as in torch."""
-
-    values: ParameterArray
-    indices: ParameterArray
-
-
-def _along(name: str, **defaults: Any) -> Callable:
-    """NumPy's method, which also takes torch's arguments."""
-
-    def method(values: ParameterArray, dim: Any = None, keepdim: bool = False, **numpys: Any) -> Any:
-        found = {"axis": dim} | ({"keepdims": True} if keepdim else {}) | defaults | numpys
-        return vars(np.ndarray)[name](values, **found)
-
-    return method
-
-
-def _unbiased(name: str) -> Callable:
-    def method(values: ParameterArray, dim: Any = None, unbiased: bool = True, **options: Any) -> Any:
-        if isinstance(dim, bool):  # torch's std(unbiased)
-            dim, unbiased = None, dim
-        return _along(name)(values, dim, **{"ddof": options.pop("correction", int(unbiased))} | options)
-
-    return method
-
-
-def _extreme(name: str) -> Callable:
-    def method(values: ParameterArray, dim: int | None = None, keepdim: bool = False, **numpys: Any) -> Any:
-        found = _along(name)(values, dim, keepdim, **numpys)
-        return found if dim is None else Extremes(found, _along(f"arg{name}")(values, dim, keepdim))
-
-    return method
-
-
-class _Size(int):
-    """NumPy's `size`, which is also torch's `size()`."""
-
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...]) -> _Size:
-        found = cls(math.prod(shape))
-        found.shape = shape
-        return found
-
-    def __call__(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-
-def _in_place(name: str) -> Callable:
-    def method(values: ParameterArray, other: Any) -> ParameterArray:
-        values._check_writable()
-        return vars(np.ndarray)[name](values, other)
-
-    return method
-
-
-class ParameterArray(np.ndarray):
-    """The values of a parameter when they were read, or a copy of them, in a script that does not import torch."""
-
-    _name = ""  # of the parameter
-    requires_grad, grad, grad_fn, is_leaf, is_cuda = False, None, None, True, False
-
-    sum, mean, prod, all, any = map(_along, ("sum", "mean", "prod", "all", "any"))
-    argmax, argmin, cumsum, cumprod = map(_along, ("argmax", "argmin", "cumsum", "cumprod"))
-    std, var = map(_unbiased, ("std", "var"))
-    max, min = map(_extreme, ("max", "min"))
-
-    def __array_finalize__(self, of: Any) -> None:
-        self._name = of._name if isinstance(of, ParameterArray) else ""
-
-    @property
-    def data(self) -> ParameterArray:
-        return self
-
-    @property
-    def size(self) -> int:
-        return _Size.of(self.shape)
-
-    def numel(self) -> int:
-        return int(self.size)
-
-    nelement = numel
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def element_size(self) -> int:
-        return self.itemsize
-
-    def is_floating_point(self) -> bool:
-        return np.issubdtype(self.dtype, np.floating) or self.dtype.name.startswith(("bfloat", "float"))
-
-    def clone(self) -> ParameterArray:
-        return self.copy()
-
-    def detach(self) -> ParameterArray:
-        return self
-
-    def cpu(self) -> ParameterArray:
-        """A copy, into which a script may write."""
-        return self.copy()
-
-    def to(self, *args: Any, **kwargs: Any) -> ParameterArray:
-        """A copy, into which a script may write, with another dtype if one is named. JAX chooses the device."""
-        names = [name for name in map(given_dtype, (*args, *kwargs.values())) if name is not None]
-        return self.astype(jnp.dtype(names[0])) if names else self.copy()
-
-    def float(self) -> ParameterArray:
-        return self.astype(np.float32)
-
-    def numpy(self) -> np.ndarray:
-        return np.asarray(self)
-
-    def abs(self) -> ParameterArray:
-        return np.abs(self)
-
-    def pow(self, exponent: Any) -> ParameterArray:
-        return self**exponent
-
-    def sqrt(self) -> ParameterArray:
-        return np.sqrt(self)
-
-    def isnan(self) -> ParameterArray:
-        return np.isnan(self)
-
-    def isfinite(self) -> ParameterArray:
-        return np.isfinite(self)
-
-    def norm(self, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
-        order = {"inf": np.inf, "fro": 2}.get(p, p)
-        if isinstance(dim, tuple | list):
-            raise ValueError(f"norm(dim={dim}): without torch, a norm is over one axis or all. Import torch.")
-        return np.linalg.norm(
-            self.ravel() if dim is None else self, order, axis=dim, keepdims=keepdim and dim is not None
-        )
-
-    def sort(self, dim: int = -1, descending: bool = False) -> Extremes:
-        order = self.argsort(dim, descending)
-        return Extremes(np.take_along_axis(self, order, axis=dim), order)
-
-    def argsort(self, dim: int = -1, descending: bool = False, **numpys: Any) -> Any:
-        return np.ndarray.argsort(-self if descending else self, **{"axis": dim, "kind": "stable"} | numpys)
-
-    def nonzero(self) -> ParameterArray:
-        return np.argwhere(self)
-
-    def repeat(self, *sizes: Any, **numpys: Any) -> ParameterArray:
-        if numpys:
-            return np.ndarray.repeat(self, *sizes, **numpys)
-        return np.tile(self, sizes[0] if isinstance(sizes[0], tuple | list) else sizes)
-
-    def view(self, *shape: Any, **numpys: Any) -> ParameterArray:
-        of_numpy = numpys or not shape or isinstance(shape[0], type | np.dtype | str)
-        return np.ndarray.view(self, *shape, **numpys) if of_numpy else self.reshape(*shape)
-
-    def t(self) -> ParameterArray:
-        return self.T
-
-    def transpose(self, *dims: Any) -> ParameterArray:
-        numpys = len(dims) != 2
-        return np.ndarray.transpose(self, *dims) if numpys else self.swapaxes(*dims)
-
-    def permute(self, *dims: Any) -> ParameterArray:
-        return np.ndarray.transpose(self, *dims)
-
-    def squeeze(self, dim: int | None = None, **numpys: Any) -> ParameterArray:
-        if dim is None or self.shape[dim] == 1:
-            return np.ndarray.squeeze(self, **{"axis": dim} | numpys)
-        return self
-
-    def unsqueeze(self, dim: int) -> ParameterArray:
-        return np.expand_dims(self, dim)
-
-    def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """NumPy's functions call NumPy's methods."""
-        found = function(*replaced(args, ParameterArray, np.asarray), **replaced(kwargs, ParameterArray, np.asarray))
-        return found.view(ParameterArray) if type(found) is np.ndarray else found
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and _WRITES.search(name):
-            self._check_writable()
-        instead = "" if name.startswith("_") else ". Use NumPy, or import torch: then values are its tensors"
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{instead}")
-
-    def __setitem__(self, index: Any, values: Any) -> None:
-        self._check_writable()
-        super().__setitem__(index, values)
-
-    __iadd__, __isub__, __imul__, __itruediv__ = map(_in_place, ("__iadd__", "__isub__", "__imul__", "__itruediv__"))
-
-    def _check_writable(self) -> None:
-        """Raise ValueError unless this is the script's own copy, for example from `clone`."""
-        if not self.flags.writeable:
-            raise refused_write(self._name)
-
-
-_WRITES = re.compile(r"[^_]_$")  # names of torch's methods that write into a tensor
+# Weights: the arrays of a model, read by the names of its parameters
 
 
 def for_scripts(values: ParameterArray) -> Any:
-    """The values as scripts see them."""
+    """The values as scripts see them: a tensor if torch is imported, otherwise a NumPy array."""
     if "torch" not in sys.modules:
         return values
     _let_jax_take_values()
-    return parameter_values(values.base, values._name)
+    return parameter_values(values.base, values.parameter)
 
 
 @cache
@@ -251,23 +56,19 @@ def _let_jax_take_values() -> None:
 
 def _register_with_jax(kind: type) -> None:
     """Make instances of a class pytrees of their values. JAX's functions would not convert them otherwise."""
-    jax.tree_util.register_pytree_node(kind, lambda one: ((np.asarray(one),), None), lambda _, values: values[0])
+    jax.tree_util.register_pytree_node(kind, lambda values: ((np.asarray(values),), None), lambda _, values: values[0])
 
 
 def _read_only(values: np.ndarray, name: str) -> ParameterArray:
     """A copy, into which scripts cannot write."""
-    found = np.array(values).view(ParameterArray)
-    found.flags.writeable, found._name = False, name
-    return found
+    copied = np.array(values).view(ParameterArray)
+    copied.flags.writeable, copied.parameter = False, name
+    return copied
 
 
 class _Reading(NamedTuple):
-    """The values of a parameter, with the arrays they were read from. While the model has the same arrays, a script
-    that indexes the parameter again does not read it from the device again.
-
-    Attributes:
-        arrays: weak references to all arrays of the model, which training replaces.
-    """
+    """The values of a parameter, and weak references to the arrays that the model had when they were read. As long as
+    it has the same arrays, which training replaces, the values are current and need not be read again."""
 
     arrays: list[weakref.ref]
     values: ParameterArray
@@ -275,10 +76,7 @@ class _Reading(NamedTuple):
     def is_current(self, name: str, arrays: dict[str, Any]) -> bool:
         pairs = zip(self.arrays, arrays.values(), strict=False)
         same = len(self.arrays) == len(arrays) and all(reference() is array for reference, array in pairs)
-        return same and self.values._name == name
-
-
-# Weights
+        return same and self.values.parameter == name
 
 
 class Refusal(NamedTuple):
@@ -300,7 +98,6 @@ class Weights:
         params, frozen, backend, frozen_names, read: as on the model.
         at_gradients: whether a hook runs in which torch has gradients, such as on_pre_optimizer_step.
         refusal: set while a script computes its own loss.
-        last_read: the values that were read last.
     """
 
     def __init__(self, params: dict[str, jax.Array], frozen: dict[str, Any], backend: Backend):
@@ -308,10 +105,12 @@ class Weights:
         self.frozen_names: frozenset[str] | set[str] = frozenset()
         self.read: Callable[[jax.Array], Any] | None = None
         self.at_gradients, self.refusal = False, None
-        self.last_read: _Reading | None = None
+        self._shapes: dict[str, ParameterArray] = {}  # arrays without memory
+        self._last_read: _Reading | None = None
+        self._kept: dict[str, _Reading] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"last_read": None}
+        return vars(self) | {"_shapes": {}, "_last_read": None, "_kept": {}}
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -321,39 +120,51 @@ class Weights:
         """Arrays that NumPy can read; reading one is a collective operation if several processes hold it."""
         return arrays if self.read is None else {path: self.read(array) for path, array in arrays.items()}
 
-    def read_values(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, ParameterArray]]:
-        """Yield the name and the values of each parameter and buffer, or of the `wanted` ones."""
+    def read_values(
+        self, wanted: Collection[str] | None = None, *, keep: bool = False
+    ) -> Iterator[tuple[str, ParameterArray]]:
+        """Yield the name and the values of each parameter and buffer, or of the `wanted` ones.
+
+        Args:
+            keep: whether to keep values that no process can read without the others, so that a single one can use them.
+        """
         if self.refusal is not None:
             raise self.refusal.read()
         arrays = self.arrays
         references = [weakref.ref(array) for array in arrays.values()]
-        for name, values in self.backend.named(self.readable(arrays), wanted):
-            copied = _read_only(values, name)
-            self.last_read = _Reading(references, copied)
-            yield name, copied
+        keep = keep and self.read is not None and any(map(spans_hosts, arrays.values()))
+        for name, read in self.backend.named(self.readable(arrays), wanted):
+            values = _read_only(read, name)
+            self._shapes[name] = np.broadcast_to(np.zeros((), values.dtype), values.shape).view(ParameterArray)
+            self._last_read = _Reading(references, values)
+            if keep:
+                self._kept[name] = self._last_read
+            yield name, values
 
-    @property
-    def reads_together(self) -> bool:
-        """Whether all processes have to take part in reading values."""
-        return self.read is not None and any(spans_hosts(array) for array in self.arrays.values())
-
-    def values_of(self, name: str, kept: _Reading | None = None) -> ParameterArray:
-        """The current values: `kept` or those read last, if still current; otherwise read from the device."""
-        for known in (kept, self.last_read):
-            if self.refusal is None and known is not None and known.is_current(name, self.arrays):
-                return known.values
+    def values_of(self, name: str) -> ParameterArray:
+        """The current values: those that were kept or read last, if still current; otherwise read from the device."""
+        for reading in (self._kept.get(name), self._last_read):
+            if self.refusal is None and reading is not None and reading.is_current(name, self.arrays):
+                return reading.values
         return next(values for _, values in self.read_values([name]))
 
-    def unshared(self, name: str, kept: _Reading | None) -> ParameterArray:
+    def unshared(self, name: str) -> ParameterArray:
         """Like `values_of`, in memory that no later call returns, since a script's torch code may write into it."""
-        values = self.values_of(name, kept)
-        if kept is not None and values is kept.values:
+        values = self.values_of(name)
+        if name in self._kept and values is self._kept[name].values:
             return _read_only(values, name)
         self.forget_last_read()
         return values
 
     def forget_last_read(self) -> None:
-        self.last_read = None
+        self._last_read = None
+
+    def shape_of(self, name: str) -> ParameterArray | None:
+        """An array with the shape and the dtype of a parameter, but without memory; None if it was never read."""
+        return self._shapes.get(name)
+
+    def forget_shapes(self) -> None:
+        self._shapes.clear()
 
     def names(self) -> list[str]:
         return list(self.backend.locations(self.arrays))
@@ -406,11 +217,11 @@ def of_weights(name: str) -> property:
 
 
 def _with_values(arguments: Any) -> Any:
-    return replaced(arguments, Parameter, lambda one: one._values)
+    return replaced(arguments, Parameter, lambda parameter: parameter._values)
 
 
 def _of_values(name: str) -> Callable:
-    return lambda parameter, *given: getattr(parameter._values, name)(*_with_values(given))
+    return lambda parameter, *arguments: getattr(parameter._values, name)(*_with_values(arguments))
 
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor".split()
@@ -455,8 +266,8 @@ class _RelatedToTensors(type):
     the other's class. `issubclass` is unchanged, because torch would otherwise let tensors handle functions of
     parameters."""
 
-    def __instancecheck__(cls, one: Any) -> bool:
-        return super().__instancecheck__(one) or is_torch(one)
+    def __instancecheck__(cls, value: Any) -> bool:
+        return super().__instancecheck__(value) or is_torch(value)
 
 
 class Parameter(metaclass=_RelatedToTensors):
@@ -469,8 +280,6 @@ class Parameter(metaclass=_RelatedToTensors):
 
     def __init__(self, weights: Weights, name: str):
         self._weights, self._name = weights, name
-        self._kept: _Reading | None = None
-        self._like: np.ndarray | None = None  # an array of its shape and dtype without memory
 
     @property
     def __class__(self) -> type:
@@ -479,17 +288,12 @@ class Parameter(metaclass=_RelatedToTensors):
 
     def detach(self) -> Any:
         """The current values, read-only."""
-        return for_scripts(self._weights.unshared(self._name, self._kept))
+        return for_scripts(self._weights.unshared(self._name))
 
     @property
     def _values(self) -> Any:
         """The current values for a single operation, without reading them from the device twice in a row."""
-        return for_scripts(self._weights.values_of(self._name, self._kept))
-
-    def keep(self, values: ParameterArray, kept: _Reading | None) -> None:
-        """Remember the shape and dtype of `values`, and the reading that they are from, if it is worth its memory."""
-        self._like = np.broadcast_to(np.zeros((), values.dtype), values.shape).view(ParameterArray)
-        self._kept = kept
+        return for_scripts(self._weights.values_of(self._name))
 
     @property
     def data(self) -> Any:
@@ -503,11 +307,11 @@ class Parameter(metaclass=_RelatedToTensors):
 
     @data.setter
     def data(self, values: Any) -> None:
-        given, own = as_array(values.detach().cpu()) if is_torch(values) else np.asarray(values), np.asarray(self)
-        if not np.array_equal(given.astype(np.float32), own.astype(np.float32)):
-            if given.shape == own.shape and np.array_equal(given, own.astype(given.dtype)):
+        new, current = as_array(values.detach().cpu()) if is_torch(values) else np.asarray(values), np.asarray(self)
+        if not np.array_equal(new.astype(np.float32), current.astype(np.float32)):
+            if new.shape == current.shape and np.array_equal(new, current.astype(new.dtype)):
                 raise ValueError(
-                    f"{self._name or 'A parameter'} was cast to {given.dtype.name}, which rounds it, and weights are "
+                    f"{self._name or 'A parameter'} was cast to {new.dtype.name}, which rounds it, and weights are "
                     "float32 while they train. Leave the cast out."
                 )
             raise ValueError(
@@ -545,13 +349,14 @@ class Parameter(metaclass=_RelatedToTensors):
     @property
     def _shape_only(self) -> Any:
         """An object with the shape and dtype of the values. If these are known, nothing is read."""
-        if self._like is None:
+        known = self._weights.shape_of(self._name)
+        if known is None:
             return self._values
-        return without_memory(self._like.shape, self._like.dtype.name) if "torch" in sys.modules else self._like
+        return without_memory(known.shape, known.dtype.name) if "torch" in sys.modules else known
 
     @property
     def size(self) -> int:
-        return _Size.of(self.shape)
+        return Size.of(self.shape)
 
     def numpy(self) -> np.ndarray:
         return np.asarray(self._values)
@@ -571,13 +376,13 @@ class Parameter(metaclass=_RelatedToTensors):
         return np.array(np.asarray(self._values), dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple = (), **kwargs: Any) -> Any:
-        if any(type(one) is Parameter for one in out):
+        if any(type(array) is Parameter for array in out):
             raise refused_write(self._name)
         kwargs |= {"out": out} if out else {}
-        return getattr(ufunc, method)(*replaced(inputs, Parameter, np.asarray), **kwargs)
+        return on_arrays(getattr(ufunc, method), Parameter, inputs, kwargs)
 
     def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return function(*replaced(args, Parameter, np.asarray), **replaced(kwargs, Parameter, np.asarray))
+        return on_arrays(function, Parameter, args, kwargs)
 
     @classmethod
     def __torch_function__(
@@ -611,15 +416,6 @@ def owners(names: Collection[str], tied: Collection[str]) -> list[str]:
     return list(dict.fromkeys(".".join(owner[:at]) for owner in parts for at in range(len(owner) + 1)))
 
 
-def given_dtype(value: Any) -> str | None:
-    """The name of a dtype, torch's or NumPy's; None for anything else, such as a device."""
-    if isinstance(value, str):
-        return value if value in SAVED_DTYPES else None
-    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
-        return str(value).removeprefix("torch.")
-    return np.dtype(value).name if isinstance(value, np.dtype | type) else None
-
-
 _TABLE = re.compile(r"^(?!.*\.lora_).*\.weight$")
 
 
@@ -641,14 +437,26 @@ _INSTEAD = {
 def _fixed(value: Any) -> Any:
     """A read-only version of a torch module's setting: writing into it would not change the model."""
     if isinstance(value, dict):
-        return MappingProxyType({name: _fixed(one) for name, one in value.items()})
+        return MappingProxyType({name: _fixed(inner) for name, inner in value.items()})
     if isinstance(value, list | set):
         return tuple(value) if isinstance(value, list) else frozenset(value)
     return value
 
 
 class ModuleApi:
-    """What scripts ask of a torch module. Needs `_module`, the module's name in the model, and `_named_parameters`."""
+    """The methods of a torch module, for a model and for its modules.
+
+    Attributes:
+        _whole: the model, which knows the names of all parameters and modules.
+        _module: the module's name in the model; "" for the model itself.
+    """
+
+    _whole: Any
+    _module: str
+
+    def _names(self, *, twice: bool = False) -> dict[str, str]:
+        """The names of parameters and buffers in this module -> their names in the model, as `Weights.names_in`."""
+        return self._whole.weights.names_in(self._module, twice=twice)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -664,21 +472,23 @@ class ModuleApi:
             recurse: whether to include the parameters of the modules in this one.
             remove_duplicate: whether to leave out the second names of tied parameters.
         """
-        start, yielded = f"{prefix}." if prefix else "", set()
-        for name, parameter in self._named_parameters(recurse):
-            yielded.add(name)
-            yield start + name, parameter
+        start, buffers = f"{prefix}." if prefix else "", self._whole.weights.buffers()
+
+        def listed(*, twice: bool) -> list[tuple[str, str]]:
+            names = self._names(twice=twice).items()
+            return [(name, full) for name, full in names if full not in buffers and (recurse or "." not in name)]
+
+        first = {full: name for name, full in listed(twice=False)}
+        yield from ((start + first[full], parameter) for full, parameter in self._whole._named(first))
         if not remove_duplicate:
-            names = self._whole.weights.names_in(self._module, twice=True)
-            for name in (one for one in names if one not in yielded and (recurse or "." not in one)):
-                if names[name] not in self._whole.weights.buffers():
-                    yield start + name, self._whole.get_parameter(names[name])
+            again = [(name, full) for name, full in listed(twice=True) if name != first[full]]
+            yield from ((start + name, self._whole.get_parameter(full)) for name, full in again)
 
     @property
     def _parameters(self) -> dict[str, Parameter | None]:
         """Read by transformers' get_parameter_names."""
-        own, module = dict(self.named_parameters(recurse=False)), self._in_torch
-        return own if module is None else {name: own.get(name) for name in module._parameters}
+        parameters, module = dict(self.named_parameters(recurse=False)), self._in_torch
+        return parameters if module is None else {name: parameters.get(name) for name in module._parameters}
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
@@ -708,11 +518,11 @@ class ModuleApi:
         """Yield what is saved with the parameters but not trained, with names in transformers. torch also lists what is
         not saved, such as the frequencies of rotary embeddings."""
         start = f"{prefix}." if prefix else ""
-        buffers, inside = self._whole.weights.buffers(), self._whole.weights.names_in(self._module)
+        buffers = self._whole.weights.buffers()
         wanted = {
-            ours: start + name for name, ours in inside.items() if ours in buffers and (recurse or "." not in name)
+            full: name for name, full in self._names().items() if full in buffers and (recurse or "." not in name)
         }
-        return ((wanted[ours], values) for ours, values in self._whole._named(wanted))
+        return ((start + wanted[full], values) for full, values in self._whole._named(wanted))
 
     def buffers(self, recurse: bool = True) -> Iterator[Parameter]:
         return (values for _, values in self.named_buffers(recurse=recurse))
@@ -739,6 +549,25 @@ class ModuleApi:
         state.update((prefix + name, values) for name, values in self._state(keep_vars).items())
         return state
 
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self._whole.set_trainable(*self._names().values(), trainable=requires_grad)
+        return self
+
+    def eval(self) -> Any:
+        return self.train(False)
+
+    def half(self) -> Any:
+        return self.to("float16")
+
+    def bfloat16(self) -> Any:
+        return self.to("bfloat16")
+
+    def float(self) -> Any:
+        return self.to("float32")
+
+    def double(self) -> Any:
+        return self.to(np.float64)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: no gradients are kept between steps."""
 
@@ -746,12 +575,12 @@ class ModuleApi:
         """Does nothing: JAX compiles each step."""
 
     def extra_repr(self) -> str:
-        found = self._in_torch
-        return "" if found is None else found.extra_repr()
+        module = self._in_torch
+        return "" if module is None else module.extra_repr()
 
     def __repr__(self) -> str:
-        found = self._in_torch
-        return f"{self._module or self._whole.name_or_path} ({type(self).__name__})" if found is None else repr(found)
+        module, name = self._in_torch, self._module or self._whole.name_or_path
+        return f"{name} ({type(self).__name__})" if module is None else repr(module)
 
     @property
     def _in_torch(self) -> Any:
@@ -788,13 +617,13 @@ class Submodule(ModuleApi):
     """A module of a model, such as `model.model` or `model.lm_head`, so that scripts can inspect or freeze it."""
 
     def __init__(self, model: Any, name: str):
-        vars(self).update(_model=model, _whole=model, _module=name)
+        vars(self).update(_whole=model, _module=name)
 
     @property
     def __class__(self) -> type:
         """The module's class in transformers or PEFT if torch is imported, for `isinstance`."""
-        found = self._in_torch
-        return type(self) if found is None else type(found)
+        module = self._in_torch
+        return type(self) if module is None else type(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
@@ -807,12 +636,6 @@ class Submodule(ModuleApi):
             f"{name} cannot be set on {self._module}: the model computes with JAX modules, which would not change. Set "
             "it on the torch model before the trainer is made, or in model.config before the weights are loaded."
         )
-
-    def _named_parameters(self, recurse: bool) -> Iterator[tuple[str, Parameter]]:
-        found = self._model.weights.names_in(self._module)
-        inside = {name: ours for ours, name in found.items() if recurse or "." not in ours}
-        wanted = inside.keys() - self._model.weights.buffers()
-        return ((inside[name], values) for name, values in self._model._named(wanted))
 
     def to(self, *args: Any, **kwargs: Any) -> Submodule:
         """Return the module. A device has no effect, nor has float32, in which weights train.
@@ -828,63 +651,43 @@ class Submodule(ModuleApi):
                 )
         return self
 
-    cpu = cuda = float = type = to
-
-    def half(self) -> Submodule:
-        return self.to("float16")
-
-    def bfloat16(self) -> Submodule:
-        return self.to("bfloat16")
-
-    def double(self) -> Submodule:
-        return self.to(np.float64)
+    cpu = cuda = type = to
 
     def train(self, mode: bool = True) -> Submodule:
         """Does nothing: like transformers' Trainer, each step trains and each evaluation evaluates the whole model."""
         return self
 
-    def eval(self) -> Submodule:
-        return self
-
-    def requires_grad_(self, requires_grad: bool = True) -> Submodule:
-        self._model.set_trainable(*self._names(), trainable=requires_grad)
-        return self
-
     def _state(self, keep_vars: bool) -> dict[str, Any]:
-        state = self._model.state_dict(keep_vars=keep_vars)
-        return {name: state[ours] for name, ours in self._model.weights.names_in(self._module, twice=True).items()}
+        state = self._whole.state_dict(keep_vars=keep_vars)
+        return {name: state[full] for name, full in self._names(twice=True).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As the model's, with names relative to this module."""
-        names = self._model.weights.names_in(self._module, twice=True)
-        return self._model.load_values(self._module, names, state_dict, strict)
-
-    def _names(self) -> list[str]:
-        return list(self._model.weights.names_in(self._module).values())
+        return self._whole.load_values(self._module, self._names(twice=True), state_dict, strict)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         if name in ("config", "device", "dtype", "training"):
-            return getattr(self._model, name)
+            return getattr(self._whole, name)
         try:
-            return self._model.submodule(f"{self._module}.{name}")
+            return self._whole.submodule(f"{self._module}.{name}")
         except AttributeError as error:
             return self._fact(name, error)
 
     def __getitem__(self, number: int | slice | str) -> Any:
         if isinstance(number, str):
-            return self._model.submodule(f"{self._module}.{number}")
+            return self._whole.submodule(f"{self._module}.{number}")
         selected = range(len(self))[number]
         if isinstance(selected, range):
             return [self[i] for i in selected]
-        return self._model.submodule(f"{self._module}.{selected}")
+        return self._whole.submodule(f"{self._module}.{selected}")
 
     def __bool__(self) -> bool:
         return True  # even if it contains no numbered modules
 
     def __len__(self) -> int:
-        numbers = {name.partition(".")[0] for name in self._model.weights.names_in(self._module)}
+        numbers = {name.partition(".")[0] for name in self._names()}
         return len([number for number in numbers if number.isdigit()])
 
 
@@ -894,7 +697,7 @@ class EmbeddingModule(Submodule):
     @property
     def weight(self) -> Parameter:
         """The table `[vocabulary, hidden]`."""
-        return self._model.get_parameter(next(name for name in self._names() if _TABLE.search(name)))
+        return self._whole.get_parameter(next(name for name in self._names().values() if _TABLE.search(name)))
 
     @property
     def num_embeddings(self) -> int:

@@ -1,4 +1,8 @@
-"""PreTrainedModel: a loaded model with the methods of a transformers model."""
+"""PreTrainedModel: a loaded model with the methods of a transformers model.
+
+A model is its arrays (`params`, and under an adapter `frozen`) and a `Backend`, which computes with them, saves them
+and knows their names in PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,6 @@ from trl_jax.hub.parameters import (
     Submodule,
     Weights,
     for_scripts,
-    given_dtype,
     of_weights,
     owners,
 )
@@ -42,7 +45,7 @@ from trl_jax.hub.peft import merged
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, already_initialized
 from trl_jax.hub.push import Publisher, Upload
-from trl_jax.hub.torch_bridge import as_array, as_tensors, is_torch, torch_modules
+from trl_jax.hub.torch_bridge import as_array, as_tensors, given_dtype, is_torch, torch_modules
 from trl_jax.mesh.mesh import like
 from trl_jax.models.model import merge
 
@@ -206,10 +209,10 @@ def _is_without_effect(name: str, value: Any) -> bool:
 
 
 def _call_error(model: str, others: dict[str, Any]) -> TypeError:
-    given = sorted(name for name, value in others.items() if not _is_without_effect(name, value))
+    unknown = sorted(name for name, value in others.items() if not _is_without_effect(name, value))
     return TypeError(
-        f"{model}(...) computes logits from input_ids and attention_mask{', not from ' if given else ''}"
-        f"{' and '.join(given)}. For hidden states, attentions or embeddings as inputs, save it with save_pretrained "
+        f"{model}(...) computes logits from input_ids and attention_mask{', not from ' if unknown else ''}"
+        f"{' and '.join(unknown)}. For hidden states, attentions or embeddings as inputs, save it with save_pretrained "
         "and load it with transformers."
     )
 
@@ -294,7 +297,8 @@ class LoadedKeys(NamedTuple):
 
 
 class TransformersModelApi(ModuleApi):
-    """Mixin that needs `weights`, `config`, `name_or_path` and `save_pretrained`."""
+    """What scripts do with a transformers model without computing: parameters and modules by name, state dicts, dtypes,
+    and settings. `PreTrainedModel` adds what computes, saves, or depends on an adapter."""
 
     weights: Weights
     config: Any
@@ -311,26 +315,18 @@ class TransformersModelApi(ModuleApi):
     _module = ""
     _base: Any = None  # the model without its adapter, in `disable_adapter`
 
-    def _named_parameters(self, recurse: bool) -> Iterator[tuple[str, Parameter]]:
-        buffers = self.weights.buffers()
-        wanted = None if recurse else [name for name in self.names() if "." not in name]
-        return ((name, values) for name, values in self._named(wanted) if name not in buffers)
-
     def _named(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Parameter]]:
         """Yield parameters and buffers: all, or the `wanted` ones. There is one object for each."""
         if self._known_parameters is None:
             self._known_parameters = {}
-        keeps = self.weights.reads_together  # so that a single process can use what all have read
-        for name, values in self.weights.read_values(wanted) if wanted is None or wanted else ():
-            parameter = self._known_parameters.setdefault(name, Parameter(self.weights, name))
-            parameter.keep(values, self.weights.last_read if keeps else None)
-            yield name, parameter
+        for name, _ in self.weights.read_values(wanted, keep=True) if wanted is None or wanted else ():
+            yield name, self._known_parameters.setdefault(name, Parameter(self.weights, name))
 
     def _copied(self, copied: Callable[[Any], Any]) -> Any:
         """A copy, which has weights and parameters of its own."""
-        own = {"weights": copy.copy(self.weights), "_known_parameters": None, "_submodules": None, "_base": None}
+        apart = {"weights": copy.copy(self.weights), "_known_parameters": None, "_submodules": None, "_base": None}
         other = object.__new__(type(self))
-        vars(other).update(copied(vars(self) | own))
+        vars(other).update(copied(vars(self) | apart))
         return other
 
     def __copy__(self) -> Any:
@@ -364,12 +360,12 @@ class TransformersModelApi(ModuleApi):
     def submodule(self, name: str) -> Any:
         """The parameter or buffer with this name, or the module whose parameters' names start with it. Raises
         AttributeError if none exists."""
-        for one in self._names_for(name):
-            found = self.backend.tied.get(one, one)
-            if found in self.names():
-                return next(values for _, values in self._named([found]))
-            if self.weights.names_in(found):
-                return self._module_named(found)
+        for candidate in self._names_for(name):
+            candidate = self.backend.tied.get(candidate, candidate)
+            if candidate in self.names():
+                return next(parameter for _, parameter in self._named([candidate]))
+            if self.weights.names_in(candidate):
+                return self._module_named(candidate)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def _names_for(self, name: str) -> Iterator[str]:
@@ -391,11 +387,14 @@ class TransformersModelApi(ModuleApi):
 
     def get_submodule(self, target: str) -> Any:
         """The module with this name; "" is the model itself. Raises AttributeError if there is none."""
-        without_parameters = target in self._torch_modules and not self.weights.names_in(target)
-        found = self._module_named(target) if without_parameters else self.submodule(target) if target else self
-        if isinstance(found, Parameter):
+        if not target:
+            return self
+        if target in self._torch_modules and not self.weights.names_in(target):  # it has no parameters
+            return self._module_named(target)
+        module = self.submodule(target)
+        if isinstance(module, Parameter):
             raise AttributeError(f"{target!r} is not a module but a parameter")
-        return found
+        return module
 
     @property
     def base_model(self) -> Any:
@@ -449,10 +448,10 @@ class TransformersModelApi(ModuleApi):
             adapter = already_initialized(adapter) if isinstance(adapter, LoraConfig) else adapter
             images = any(path.startswith("vision.") for path in self.backend.tensors)
             if in_torch:
-                found = torch_modules(self.config, self.backend.head, adapter, images=images)
+                modules = torch_modules(self.config, self.backend.head, adapter, images=images)
             else:
-                found = dict.fromkeys(owners(self.names(), self.backend.tied))
-            self._known_modules = (self.backend, in_torch), found
+                modules = dict.fromkeys(owners(self.names(), self.backend.tied))
+            self._known_modules = (self.backend, in_torch), modules
         return self._known_modules[1]
 
     def is_custom_code(self) -> bool:
@@ -473,11 +472,11 @@ class TransformersModelApi(ModuleApi):
 
     def _state(self, keep_vars: bool) -> dict[str, Any]:
         if keep_vars:
-            found = dict(self._named())
+            state = dict(self._named())
         else:
-            found = {name: for_scripts(values) for name, values in self.weights.read_values()}
+            state = {name: for_scripts(values) for name, values in self.weights.read_values()}
             self.weights.forget_last_read()
-        return found | {other: found[name] for other, name in self.backend.tied.items()}
+        return state | {other: state[name] for other, name in self.backend.tied.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadedKeys:
         """Set the values of parameters by their names, as in torch, also between two steps of `train()`.
@@ -505,30 +504,30 @@ class TransformersModelApi(ModuleApi):
             raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
         missing = [name for name in names if name not in state_dict]
         unexpected = [name for name in state_dict if name not in names]
-        given = {  # the last name of a tied parameter decides, as in torch
+        new = {  # the last name of a tied parameter decides, as in torch
             ours: np.asarray(as_array(value.detach().cpu()) if is_torch(value) else value)
             for ours, value in ((ours, state_dict[name]) for name, ours in names.items() if name in state_dict)
         }
-        shapes = {name: tuple(values.shape) for name, values in self._named(given)}
+        shapes = {name: tuple(values.shape) for name, values in self._named(new)}
         errors = [
             f"size mismatch for {name}: copying a param with shape {list(value.shape)} from checkpoint, the shape in "
             f"current model is {list(shapes[name])}."
-            for name, value in given.items()
+            for name, value in new.items()
             if value.shape != shapes[name]
         ]
         for kind, keys in (("Missing", missing), ("Unexpected", unexpected)) if strict else ():
             errors += [f"{kind} key(s) in state_dict: {', '.join(map(repr, keys))}."] if keys else []
         if errors:
             raise RuntimeError(f"Error(s) in loading state_dict for {module}:\n\t" + "\n\t".join(errors))
-        fixed = {name for name in given if not self.backend.is_trained(name)}
+        fixed = {name for name in new if not self.backend.is_trained(name)}
         for name, values in self.weights.read_values(fixed) if fixed else ():
-            value = given.pop(name)
+            value = new.pop(name)
             if not np.array_equal(value.astype(values.dtype), values):
                 raise ValueError(
                     f"load_state_dict: {name} belongs to the base model, which does not train, and has other values. "
                     "Only weights of the adapter can be set: leave out the others, with strict=False."
                 )
-        changed = self.backend.with_values(self.weights.readable(self.params), given) if given else {}
+        changed = self.backend.with_values(self.weights.readable(self.params), new) if new else {}
         self.params = self.params | {path: like(self.params[path], values) for path, values in changed.items()}
         return LoadedKeys(missing, unexpected)
 
@@ -545,8 +544,8 @@ class TransformersModelApi(ModuleApi):
         """
         if self.backend.head != "lm":
             return None
-        found = (_OUTPUT_EMBEDDINGS.match(name) for name in (*self.names(), *self.backend.tied))
-        head = next((match["module"] for match in found if match), None)
+        matches = (_OUTPUT_EMBEDDINGS.match(name) for name in (*self.names(), *self.backend.tied))
+        head = next((match["module"] for match in matches if match), None)
         if head is None:
             raise AttributeError(f"{self.name_or_path} has no lm_head or embed_out; get its parameters by name.")
         return self._module_named(head)
@@ -592,16 +591,9 @@ class TransformersModelApi(ModuleApi):
 
     training: bool = False  # for user code that reads it; does not control dropout
 
-    def eval(self) -> Any:
-        return self.train(False)
-
     def train(self, mode: bool = True) -> Any:
         """Set `model.training`, which does not control dropout, and return the model."""
         self.training = mode
-        return self
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        self.set_trainable(*self.names(), trainable=requires_grad)
         return self
 
     @property
@@ -623,18 +615,6 @@ class TransformersModelApi(ModuleApi):
         return self
 
     cpu = cuda = to
-
-    def half(self) -> Any:
-        return self.to("float16")
-
-    def bfloat16(self) -> Any:
-        return self.to("bfloat16")
-
-    def float(self) -> Any:
-        return self.to("float32")
-
-    def double(self) -> Any:
-        return self.to(np.float64)
 
 
 # PreTrainedModel
@@ -792,8 +772,9 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         }
         masks = {path: mask for path, mask in self.trainable_masks.items() if path in counted} if only_trainable else {}
         sizes = (self.backend.size_of(path, array) for path, array in counted.items())
-        kept = () if only_trainable else self.backend.originals.items()
-        copies = sum(size for path, size in kept if not (exclude_embeddings and path in self.backend.traits.embeddings))
+        extra = {} if only_trainable else self.backend.originals
+        embeddings = self.backend.traits.embeddings if exclude_embeddings else ()
+        copies = sum(size for path, size in extra.items() if path not in embeddings)
         return sum(sizes) - frozen_size(masks, counted) + copies
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
@@ -819,8 +800,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
             self.graph, tables = self.backend.graph, tables_of_tokens(self.params)
             self.params = self.params | {path: resized_table(self.params[path], rows) for path in tables}
             self.config.get_text_config().vocab_size = rows
-            for parameter in (self._known_parameters or {}).values():
-                parameter._like = None
+            self.weights.forget_shapes()
         return self.get_input_embeddings()
 
     def with_params(self, params: dict[str, Any]) -> PreTrainedModel:
@@ -883,8 +863,9 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     def _with(self, arrays: dict[str, Any], backend: Backend) -> PreTrainedModel:
         """A plain model with other arrays and another backend, but the attributes of this checkpoint."""
-        kept = {"generation_config": self.generation_config}
-        model = PreTrainedModel(arrays, backend, self.config, self.folder, self.name_or_path, **kept)
+        model = PreTrainedModel(
+            arrays, backend, self.config, self.folder, self.name_or_path, generation_config=self.generation_config
+        )
         model.read, model.writes = self.read, self.writes
         model.accepts_loss_kwargs, model.processor = self.accepts_loss_kwargs, self.processor
         return model
@@ -908,9 +889,9 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
             del others["state_dict"]
         asked = {name for name, value in others.items() if value not in _WITHOUT_EFFECT.get(name, ())}
         if asked:
-            found = ", ".join(f"{name}={brief(masked(others[name], name))}" for name in sorted(asked))
+            shown = ", ".join(f"{name}={brief(masked(others[name], name))}" for name in sorted(asked))
             raise TypeError(
-                f"save_pretrained: {found} is not supported by this release of trl_jax. Leave it out. To push, call "
+                f"save_pretrained: {shown} is not supported by this release of trl_jax. Leave it out. To push, call "
                 "push_to_hub()."
             )
         folder = Path(save_directory)

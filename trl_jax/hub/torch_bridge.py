@@ -1,31 +1,32 @@
-"""Everything that calls torch: export models, read pickles, convert tensors.
+"""Tensors and arrays: what passes between torch and JAX as values, in either direction.
 
-torch is optional, so it is only imported inside functions.
+Batches and model outputs go to functions of scripts, and their losses and gradients come back. Scripts see the values
+of a model's parameters as tensors if torch is imported, otherwise as NumPy arrays with a tensor's methods. torch is
+optional, so it is only imported inside functions.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import functools
 import importlib.util
-import pickle
+import inspect
+import math
 import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-# Loading and exporting transformers' models, and converting tensors
+from trl_jax.core.files import WEIGHT_DTYPES
 
-
-PICKLED = "pytorch_model.bin"
+# Whether torch and PEFT are installed, and torch models without values
 
 
 def available() -> bool:
@@ -38,7 +39,7 @@ def peft_available() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _class_of(head: str) -> Any:
+def auto_class(head: str) -> Any:
     """transformers' auto class for models with this head."""
     import transformers
 
@@ -46,38 +47,12 @@ def _class_of(head: str) -> Any:
     return getattr(transformers, names[head])
 
 
-def load_model(folder: Path, dtype: str, seed: int, config: Any = None, head: str = "score") -> Any:
-    """Load a model as TRL does after `set_seed(seed)`: missing tensors are initialized in the same order.
-
-    `config` is its config object; None reads the one in the folder.
-    """
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        kind = dtype if dtype == "auto" else getattr(torch, dtype)
-        usual = {"num_labels": 1} if head == "score" else {}
-        facts = usual if config is None else {"config": config}
-        try:
-            model = _class_of(head).from_pretrained(
-                folder, dtype=kind, attn_implementation="eager", trust_remote_code=False, **facts
-            )
-        except pickle.UnpicklingError as error:
-            raise _not_tensors_error(folder / PICKLED, error) from error
-    fixed = {name for name, parameter in unloaded(model.config, head).named_parameters() if not parameter.requires_grad}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in fixed)  # loading resets the flag
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("grouped_mm")  # the only one that does not copy an expert for every token
-    return model
-
-
 def unloaded(config: Any, head: str = "score") -> Any:
     """The model on torch's meta device, without memory for its parameters."""
     import torch
 
     with torch.device("meta"):
-        return _class_of(head).from_config(config, trust_remote_code=False)
+        return auto_class(head).from_config(config, trust_remote_code=False)
 
 
 def adapted(model: Any, config: Any) -> Any:
@@ -111,99 +86,7 @@ def torch_modules(config: Any, head: str, adapter: Any = None, *, images: bool =
     return dict(model.named_modules())
 
 
-def empty(parameter: Any, dtype: str) -> None:
-    """Discard a parameter's values: the replacement is never written, so it takes no physical memory."""
-    import torch
-
-    parameter.data = torch.empty(parameter.shape, dtype=getattr(torch, dtype))
-
-
-def members(module: Any, kind: str) -> set[int]:
-    """The ids of all parameters in submodules of a certain torch.nn class."""
-    import torch
-
-    kinds = getattr(torch.nn, kind)
-    return {id(parameter) for part in module.modules() if isinstance(part, kinds) for parameter in part.parameters()}
-
-
-def as_dtype(values: Any, dtype: str) -> Any:
-    """The array as a torch tensor with this dtype."""
-    import torch
-
-    return torch.from_numpy(np.array(values, np.float32)).to(getattr(torch, dtype))
-
-
-def export(module: Any, rows: int, length: int, dtype: str, training: bool, head: str = "score") -> Any:
-    """Export the module with torch.export as ATen operations, for any number of rows and tokens if possible."""
-    import torch
-
-    # Half precision as in TRL: torch's autocast decides for each operation. It must be enabled during both steps.
-    half = contextlib.nullcontext() if dtype == "float32" else torch.autocast("cpu", getattr(torch, dtype))
-    example = torch.ones((2, rows, length), dtype=torch.int64)
-    free = {"rows": {1: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}}
-    module.train(training)
-    try:
-        with half, scanned(module):
-            exported = torch.export.export(of_rows(module, head), (example,), dynamic_shapes=free, strict=False)
-            return exported.run_decompositions()
-    except Exception as error:  # torch's tracer raises errors of many types
-        mode = " with dropout on (disable_dropout=True leaves it off)" if training else ""
-        raise ValueError(
-            f"model_type {module.config.model_type!r} cannot be exported{mode} for {rows} rows of {length} tokens; "
-            f"torch.export reports: {str(error).strip()[:400]}"
-        ) from error
-    finally:
-        module.eval()
-
-
-def of_rows(module: Any, head: str) -> Any:
-    """The model as a function of a single input, token ids stacked on the mask."""
-    import torch
-
-    options = {"use_cache": False} if head == "lm" else {}
-
-    class Rows(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = module
-
-        def forward(self, rows):
-            return self.model(input_ids=rows[0], attention_mask=rows[1], **options).logits
-
-    return Rows()
-
-
-def operation_of(node: Any) -> str:
-    """The qualified name of an operation, such as "aten.add.Tensor", "operator.mul" or "torch.sym_max"."""
-    import torch
-
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    module = target.__module__.removeprefix("_")
-    return f"{module}.{target.__name__}"
-
-
-def plain(value: Any) -> Any:
-    """An argument of an operation, converted from torch's classes to plain Python."""
-    import torch
-
-    if isinstance(value, torch.fx.Node):
-        from trl_jax.exported.aten import Ref
-
-        return Ref(value.name)
-    if isinstance(value, list | tuple):
-        return tuple(plain(entry) for entry in value)
-    return dtype_name(value) if isinstance(value, torch.dtype) else value
-
-
-def recorded(value: Any) -> Any:
-    """The dtype of a tensor, or a tuple for several tensors; None for a number."""
-    import torch
-
-    if isinstance(value, list | tuple):
-        return tuple(recorded(part) for part in value)
-    return dtype_name(value.dtype) if isinstance(value, torch.Tensor) else None
+# Tensors and arrays
 
 
 def dtype_name(dtype: Any) -> str:
@@ -213,6 +96,15 @@ def dtype_name(dtype: Any) -> str:
 def is_torch(value: Any) -> bool:
     """Whether `value` is a torch tensor, without importing torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
+
+
+def given_dtype(value: Any) -> str | None:
+    """The name of a dtype, torch's or NumPy's; None for anything else, such as a device."""
+    if isinstance(value, str):
+        return value if value in WEIGHT_DTYPES else None
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    return np.dtype(value).name if isinstance(value, np.dtype | type) else None
 
 
 def as_tensors(values: Any) -> Any:
@@ -231,6 +123,136 @@ def _as_tensor(values: np.ndarray) -> Any:
     if values.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
+
+
+def as_array(values: Any) -> np.ndarray:
+    """Convert a tensor to a NumPy array with the same dtype."""
+    import torch
+
+    if values.dtype is torch.bfloat16:  # not a native NumPy dtype
+        return values.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return values.contiguous().numpy()
+
+
+def batch_tensors(arrays: dict[str, Any]) -> dict[str, Any]:
+    """A batch as torch's collators return it, with int64 token ids, masks and labels."""
+    return as_tensors({name: _as_long(np.array(values)) for name, values in arrays.items()})
+
+
+def batch_tensor(values: Any) -> Any:
+    """Like `batch_tensors`, for a single array."""
+    return batch_tensors({"": values})[""]
+
+
+def as_arrays(values: Any) -> Any:
+    """A tensor, or the tensors in mappings and lists, as NumPy arrays; other values as they are."""
+    if isinstance(values, Mapping):
+        return {name: as_arrays(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return list(map(as_arrays, values))
+    return as_array(values.detach()) if is_torch(values) else values
+
+
+def _as_long(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.int64) if values.dtype.kind in "iu" else values
+
+
+def any_tensor(*values: Any) -> bool:
+    """Whether any of `values` is a tensor, without importing torch."""
+    return any(map(is_torch, values))
+
+
+def also_of_tensors(function: Callable) -> Callable:
+    """Let a function of arrays also accept tensors; it then returns a tensor without a gradient."""
+
+    @functools.wraps(function)
+    def called(*values: Any, **options: Any) -> Any:
+        if not any_tensor(*values, *options.values()):
+            return function(*values, **options)
+        import jax
+
+        results = function(*as_arrays(list(values)), **as_arrays(options))
+        return as_tensors(jax.tree.map(np.asarray, results))
+
+    return called
+
+
+# Losses written in torch: outputs as tensors that require a gradient, and their gradients
+
+
+def knows_torch(function: Callable) -> bool:
+    """Whether torch is installed, and a function or the module that defines it imports it."""
+    return available() and _imports(function, "torch")
+
+
+def takes_tensors(function: Callable) -> bool:
+    """Whether torch is installed, and neither a function nor the module that defines it imports jax."""
+    return available() and not _imports(function, "jax")
+
+
+def function_name(function: Callable) -> str:
+    """The name of a function, or the class of another callable."""
+    return function.__name__ if "__name__" in dir(function) else type(function).__qualname__
+
+
+def _imports(function: Callable, package: str) -> bool:
+    function = inspect.unwrap(function)
+    if not inspect.isfunction(function):
+        return False
+    modules = [value.__name__ for value in function.__globals__.values() if isinstance(value, ModuleType)]
+    return any(name.partition(".")[0] == package for name in (*modules, *function.__code__.co_names))
+
+
+def as_leaves(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Convert arrays to leaf tensors that record gradients, and to clones of these, which user code may modify in
+    place."""
+    copies = as_tensors({name: np.array(values) for name, values in outputs.items()})
+    leaves = {name: tensor.requires_grad_() for name, tensor in copies.items()}
+    return leaves, {name: leaf.clone() for name, leaf in leaves.items()}
+
+
+def padded_gradient(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Pad a gradient with zeros at the end of its axes: the script saw only the first positions of an output of this
+    shape."""
+    padded = np.zeros(shape, np.float32)
+    padded[tuple(map(slice, gradient.shape))] = gradient
+    return padded
+
+
+def padded_positions(values: Any, before: int, after: int) -> Any:
+    """Pad the second axis of a tensor `[rows, positions, V]` with NaN."""
+    import torch
+
+    return torch.nn.functional.pad(values, (0, 0, before, after), value=float("nan"))
+
+
+def gradients(loss: Any, leaves: Sequence[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
+    """The derivative of a loss with respect to each of these tensors; zeros if it does not depend on one.
+
+    Raises:
+        TypeError: some tensors already have a gradient, because user code called backward().
+    """
+    if any(leaf.grad is not None for of_call in leaves for leaf in of_call.values()):
+        raise TypeError(
+            "The script's own loss calls .backward(), which trl_jax does itself with what the method returns. Leave it "
+            "out and return the loss, or take gradients with torch.autograd.grad."
+        )
+    loss.backward()
+
+    def gradient_of(leaf: Any) -> np.ndarray:
+        return np.zeros(leaf.shape, np.float32) if leaf.grad is None else leaf.grad.numpy()
+
+    return [{name: gradient_of(leaf) for name, leaf in of_call.items()} for of_call in leaves]
+
+
+def without_gradient() -> Any:
+    """A context in which torch records no gradients."""
+    import torch
+
+    return torch.no_grad()
+
+
+# The values of a parameter as a torch tensor
 
 
 _WRITES = re.compile(r"[^_]_$|^__(i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)|setitem)__$")
@@ -256,33 +278,31 @@ def values_class() -> type:
         def __torch_function__(
             cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if not all(issubclass(one, torch.Tensor) for one in types):
+            if not all(issubclass(kind, torch.Tensor) for kind in types):
                 return NotImplemented  # torch's protocol: it then asks `Parameter`, which passes its values
             kwargs, name = kwargs or {}, function.__name__
-            given = [*args, *kwargs.values()]
-            read = [one for one in _members(given) if type(one) is cls and one.parameter is not None]
-            sets_flag = name == "requires_grad_" and (len(given) < 2 or given[1])
+            arguments = [*args, *kwargs.values()]
+            read = [value for value in _members(arguments) if type(value) is cls and value.parameter is not None]
+            sets_flag = name == "requires_grad_" and (len(arguments) < 2 or arguments[1])
             if sets_flag and read:
                 return _own(read[0]).as_subclass(cls).requires_grad_()  # for torch.nn.Parameter(values)
             writes = _WRITES.search(name) or name in _FLAGS or kwargs.get("inplace")
-            for one in _members(given[:1] if writes else kwargs.get("out")):
-                if any(one is other for other in read):
-                    raise refused_flag() if name in _FLAGS else refused_write(one.parameter)
+            for value in _members(arguments[:1] if writes else kwargs.get("out")):
+                if any(value is other for other in read):
+                    raise refused_flag() if name in _FLAGS else refused_write(value.parameter)
             with torch._C.DisableTorchFunctionSubclass():
-                found = function(*args, **kwargs)
-                if read and isinstance(found, np.ndarray):
-                    found.flags.writeable = False
-                if name in _COPIES and isinstance(found, torch.Tensor):
-                    return _own(found) if any(_share_memory(found, one) for one in read) else _plain(found)
-                return replaced(found, torch.Tensor, lambda one: _result(one, read))
+                result = function(*args, **kwargs)
+                if read and isinstance(result, np.ndarray):
+                    result.flags.writeable = False
+                if name in _COPIES and isinstance(result, torch.Tensor):
+                    return _own(result) if any(_share_memory(result, values) for values in read) else _plain(result)
+                return replaced(result, torch.Tensor, lambda values: _result(values, read))
 
         def __iter__(self) -> Iterator[Any]:
             return iter(self.unbind(0))
 
         def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return function(
-                *replaced(args, ParameterValues, np.asarray), **replaced(kwargs, ParameterValues, np.asarray)
-            )
+            return on_arrays(function, ParameterValues, args, kwargs)
 
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
             values = as_array(_plain(self.detach()))
@@ -307,9 +327,9 @@ def values_class() -> type:
             return _plain(self.detach()).clone().requires_grad_(self.requires_grad)
 
     def _result(values: Any, read: list[Any]) -> Any:
-        found = values.as_subclass(ParameterValues)
-        found.parameter = next((one.parameter for one in read if _share_memory(values, one)), None)
-        return found
+        result = values.as_subclass(ParameterValues)
+        result.parameter = next((source.parameter for source in read if _share_memory(values, source)), None)
+        return result
 
     return ParameterValues
 
@@ -325,9 +345,9 @@ def _own(values: Any) -> Any:
     return _plain(values).clone()
 
 
-def _share_memory(one: Any, other: Any) -> bool:
-    strided = str(one.layout) == "torch.strided" and one.device.type == "cpu"
-    return strided and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _share_memory(tensor: Any, other: Any) -> bool:
+    strided = str(tensor.layout) == "torch.strided" and tensor.device.type == "cpu"
+    return strided and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _members(values: Any) -> Iterator[Any]:
@@ -347,9 +367,14 @@ def replaced(values: Any, kind: type, change: Callable) -> Any:
         return change(values)
     if isinstance(values, dict):
         return {name: replaced(value, kind, change) for name, value in values.items()}
-    if isinstance(values, list | tuple) and any(type(one) is kind for one in _members(values)):
+    if isinstance(values, list | tuple) and any(type(member) is kind for member in _members(values)):
         return type(values)([replaced(value, kind, change) for value in values])
     return values
+
+
+def on_arrays(function: Callable, kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The result of a function that takes NumPy arrays in place of objects of this class."""
+    return function(*replaced(args, kind, np.asarray), **replaced(kwargs, kind, np.asarray))
 
 
 def refused_write(name: str) -> ValueError:
@@ -379,13 +404,210 @@ def without_memory(shape: tuple[int, ...], dtype: str) -> Any:
     return torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
 
 
-def as_array(values: Any) -> np.ndarray:
-    """Convert a tensor to a NumPy array with the same dtype."""
-    import torch
+# The values of a parameter without torch: an array with the tensor methods that scripts use most, in torch's meaning
 
-    if values.dtype is torch.bfloat16:  # not a native NumPy dtype
-        return values.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return values.contiguous().numpy()
+
+class Extremes(NamedTuple):
+    """The result of `max(dim)`, `min(dim)` and `sort`, as in torch."""
+
+    values: ParameterArray
+    indices: ParameterArray
+
+
+def _along(name: str) -> Callable:
+    """NumPy's method, which also takes torch's arguments."""
+
+    def method(values: ParameterArray, dim: Any = None, keepdim: bool = False, **numpys: Any) -> Any:
+        options = {"axis": dim} | ({"keepdims": True} if keepdim else {}) | numpys
+        return vars(np.ndarray)[name](values, **options)
+
+    return method
+
+
+def _unbiased(name: str) -> Callable:
+    def method(values: ParameterArray, dim: Any = None, unbiased: bool = True, **options: Any) -> Any:
+        if isinstance(dim, bool):  # torch's std(unbiased)
+            dim, unbiased = None, dim
+        return _along(name)(values, dim, **{"ddof": options.pop("correction", int(unbiased))} | options)
+
+    return method
+
+
+def _extreme(name: str) -> Callable:
+    def method(values: ParameterArray, dim: int | None = None, keepdim: bool = False, **numpys: Any) -> Any:
+        extremes = _along(name)(values, dim, keepdim, **numpys)
+        return extremes if dim is None else Extremes(extremes, _along(f"arg{name}")(values, dim, keepdim))
+
+    return method
+
+
+class Size(int):
+    """NumPy's `size`, which is also torch's `size()`."""
+
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...]) -> Size:
+        size = cls(math.prod(shape))
+        size.shape = shape
+        return size
+
+    def __call__(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+
+def _in_place(name: str) -> Callable:
+    def method(values: ParameterArray, other: Any) -> ParameterArray:
+        values._check_writable()
+        return vars(np.ndarray)[name](values, other)
+
+    return method
+
+
+class ParameterArray(np.ndarray):
+    """The values of a parameter when they were read, or a copy of them, in a script that does not import torch."""
+
+    parameter = ""  # its name
+    requires_grad, grad, grad_fn, is_leaf, is_cuda = False, None, None, True, False
+
+    sum, mean, prod, all, any = map(_along, ("sum", "mean", "prod", "all", "any"))
+    argmax, argmin, cumsum, cumprod = map(_along, ("argmax", "argmin", "cumsum", "cumprod"))
+    std, var = map(_unbiased, ("std", "var"))
+    max, min = map(_extreme, ("max", "min"))
+
+    def __array_finalize__(self, of: Any) -> None:
+        self.parameter = of.parameter if isinstance(of, ParameterArray) else ""
+
+    @property
+    def data(self) -> ParameterArray:
+        return self
+
+    @property
+    def size(self) -> int:
+        return Size.of(self.shape)
+
+    def numel(self) -> int:
+        return int(self.size)
+
+    nelement = numel
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def element_size(self) -> int:
+        return self.itemsize
+
+    def is_floating_point(self) -> bool:
+        return np.issubdtype(self.dtype, np.floating) or self.dtype.name.startswith(("bfloat", "float"))
+
+    def clone(self) -> ParameterArray:
+        return self.copy()
+
+    def detach(self) -> ParameterArray:
+        return self
+
+    def cpu(self) -> ParameterArray:
+        """A copy, into which a script may write."""
+        return self.copy()
+
+    def to(self, *args: Any, **kwargs: Any) -> ParameterArray:
+        """A copy, into which a script may write, with another dtype if one is named. JAX chooses the device."""
+        names = [name for name in map(given_dtype, (*args, *kwargs.values())) if name is not None]
+        return self.astype(np.dtype(names[0])) if names else self.copy()
+
+    def float(self) -> ParameterArray:
+        return self.astype(np.float32)
+
+    def numpy(self) -> np.ndarray:
+        return np.asarray(self)
+
+    def abs(self) -> ParameterArray:
+        return np.abs(self)
+
+    def pow(self, exponent: Any) -> ParameterArray:
+        return self**exponent
+
+    def sqrt(self) -> ParameterArray:
+        return np.sqrt(self)
+
+    def isnan(self) -> ParameterArray:
+        return np.isnan(self)
+
+    def isfinite(self) -> ParameterArray:
+        return np.isfinite(self)
+
+    def norm(self, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
+        order = {"inf": np.inf, "fro": 2}.get(p, p)
+        if isinstance(dim, tuple | list):
+            raise ValueError(f"norm(dim={dim}): without torch, a norm is over one axis or all. Import torch.")
+        return np.linalg.norm(
+            self.ravel() if dim is None else self, order, axis=dim, keepdims=keepdim and dim is not None
+        )
+
+    def sort(self, dim: int = -1, descending: bool = False) -> Extremes:
+        order = self.argsort(dim, descending)
+        return Extremes(np.take_along_axis(self, order, axis=dim), order)
+
+    def argsort(self, dim: int = -1, descending: bool = False, **numpys: Any) -> Any:
+        return np.ndarray.argsort(-self if descending else self, **{"axis": dim, "kind": "stable"} | numpys)
+
+    def nonzero(self) -> ParameterArray:
+        return np.argwhere(self)
+
+    def repeat(self, *sizes: Any, **numpys: Any) -> ParameterArray:
+        if numpys:
+            return np.ndarray.repeat(self, *sizes, **numpys)
+        return np.tile(self, sizes[0] if isinstance(sizes[0], tuple | list) else sizes)
+
+    def view(self, *shape: Any, **numpys: Any) -> ParameterArray:
+        of_numpy = numpys or not shape or isinstance(shape[0], type | np.dtype | str)
+        return np.ndarray.view(self, *shape, **numpys) if of_numpy else self.reshape(*shape)
+
+    def t(self) -> ParameterArray:
+        return self.T
+
+    def transpose(self, *dims: Any) -> ParameterArray:
+        numpys = len(dims) != 2
+        return np.ndarray.transpose(self, *dims) if numpys else self.swapaxes(*dims)
+
+    def permute(self, *dims: Any) -> ParameterArray:
+        return np.ndarray.transpose(self, *dims)
+
+    def squeeze(self, dim: int | None = None, **numpys: Any) -> ParameterArray:
+        if dim is None or self.shape[dim] == 1:
+            return np.ndarray.squeeze(self, **{"axis": dim} | numpys)
+        return self
+
+    def unsqueeze(self, dim: int) -> ParameterArray:
+        return np.expand_dims(self, dim)
+
+    def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """NumPy's functions call NumPy's methods."""
+        result = on_arrays(function, ParameterArray, args, kwargs)
+        return result.view(ParameterArray) if type(result) is np.ndarray else result
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and _WRITES.search(name):
+            self._check_writable()
+        instead = "" if name.startswith("_") else ". Use NumPy, or import torch: then values are its tensors"
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{instead}")
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        self._check_writable()
+        super().__setitem__(index, values)
+
+    __iadd__, __isub__, __imul__, __itruediv__ = map(_in_place, ("__iadd__", "__isub__", "__imul__", "__itruediv__"))
+
+    def _check_writable(self) -> None:
+        """Raise ValueError unless this is the script's own copy, for example from `clone`."""
+        if not self.flags.writeable:
+            raise refused_write(self.parameter)
+
+
+# pytorch_model.bin
+
+
+PICKLED = "pytorch_model.bin"
 
 
 def unpickled(path: Path) -> dict[str, Any]:
@@ -397,72 +619,14 @@ def unpickled(path: Path) -> dict[str, Any]:
     except MemoryError:
         raise
     except Exception as error:  # zip archives, pickles and torch's own checks raise errors of many types
-        raise _not_tensors_error(path, error) from error
+        raise not_tensors_error(path, error) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise ValueError(f"{path} must hold a state dict of tensors by name, got a {type(content).__name__}.")
     return dict(content)
 
 
-def _not_tensors_error(path: Path, error: Exception) -> ValueError:
+def not_tensors_error(path: Path, error: Exception) -> ValueError:
     return ValueError(
         f"{path} is not a PyTorch file that only holds tensors ({type(error).__name__}); no code in it was run. "
         "Download it again, or use a safetensors version of the checkpoint."
     )
-
-
-# Recurrences over tokens as a single operation of an exported program
-
-
-_SCANS = "torch._higher_order_ops.associative_scan"
-
-
-@contextlib.contextmanager
-def scanned(module: Any) -> Iterator[None]:
-    """Within the context, associative scans in the code of `module` are recorded as a single operation."""
-    has = {sys.modules[type(part).__module__] for part in module.modules() if "use_associative_scan" in vars(part)}
-    with contextlib.ExitStack() as stack:
-        for code in has:
-            stack.enter_context(patch.object(code, "is_torchdynamo_compiling", lambda: True))
-            stack.enter_context(patch.object(code, "is_torchdynamo_exporting", lambda: False))
-        if has:
-            torchs = importlib.import_module(_SCANS)
-            stack.enter_context(patch.object(torchs, "associative_scan", _scan_by(torchs.associative_scan)))
-        yield
-
-
-def _scan_by(original: Callable) -> Callable:
-    """torch's associative_scan, except that linear recurrences use our own operation."""
-
-    def scan(combine_fn: Callable, xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
-        if reverse or not _is_linear_recurrence(combine_fn):
-            return original(combine_fn, xs, dim, reverse=reverse, combine_mode=combine_mode)
-        decay, drive = xs
-        return decay.cumprod(dim), _linear_recurrence()(decay, drive, dim)
-
-    return scan
-
-
-def _is_linear_recurrence(combine: Callable) -> bool:
-    """Whether `combine` composes two steps of h -> a h + b; tested on numbers."""
-    try:
-        return tuple(combine((2, 3), (5, 7))) == (10, 22) and tuple(combine((-3, 4), (11, 2))) == (-33, 46)
-    except (TypeError, AttributeError):  # it only accepts tensors
-        return False
-
-
-@cache
-def _linear_recurrence() -> Callable:
-    """torch's operator for `exported.aten.linear_recurrence`."""
-    import torch
-
-    def computed(decay: Any, drive: Any, dim: int) -> Any:
-        state, states = torch.zeros_like(drive.select(dim, 0)), []
-        for now, given in zip(decay.unbind(dim), drive.unbind(dim), strict=True):
-            state = now * state + given
-            states.append(state)
-        return torch.stack(states, dim)
-
-    schema = "(Tensor decay, Tensor drive, int dim) -> Tensor"
-    made = torch.library.custom_op("trl_jax::linear_recurrence", computed, mutates_args=(), schema=schema)
-    made.register_fake(lambda decay, drive, dim: torch.empty_like(drive))
-    return made

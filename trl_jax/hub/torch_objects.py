@@ -1,26 +1,26 @@
-"""Torch and PEFT models that a user passes: read and check them, and copy the trained weights back."""
+"""Torch and PEFT models that a user passes: read and check them, and copy the trained weights back.
+
+Their weights are read from files that transformers saves, so anything that a script changed beyond weights and config
+would be lost. Such models are refused.
+"""
 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import logging
 import re
 import sys
 import tempfile
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -30,7 +30,7 @@ from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import ENCODER, LoraConfig, already_initialized, positions_left, read_adapter_config
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization
-from trl_jax.hub.torch_bridge import adapted, as_array, as_tensors, available, dtype_name, peft_available
+from trl_jax.hub.torch_bridge import adapted, dtype_name, function_name, peft_available
 from trl_jax.models.adapters import PREFIX
 
 # Copying weights from torch models and back
@@ -99,7 +99,7 @@ def _with_untrained_row(checkpoint: Checkpoint, base: Any) -> Checkpoint:
         return checkpoint
     import torch
 
-    tables = (one for one in base.get_input_embeddings().modules() if isinstance(one, torch.nn.Embedding))
+    tables = (module for module in base.get_input_embeddings().modules() if isinstance(module, torch.nn.Embedding))
     arch = replace(checkpoint.native.arch, padding_idx=next(tables).padding_idx)
     return replace(checkpoint, native=replace(checkpoint.native, arch=arch), max_positions=arch.max_positions)
 
@@ -200,15 +200,15 @@ def _without_peft(key: str) -> str:
 def _in_few_bits(base: Any) -> dict[str, Any]:
     """The modules whose weights bitsandbytes quantized to 4 or 8 bits."""
     kinds = ("Params4bit", "Int8Params")
-    weights = {name: one.weight for name, one in base.named_modules() if "weight" in vars(one)["_parameters"]}
-    return {name: base.get_submodule(name) for name, one in weights.items() if type(one).__name__ in kinds}
+    weights = {name: module.weight for name, module in base.named_modules() if "weight" in vars(module)["_parameters"]}
+    return {name: base.get_submodule(name) for name, weight in weights.items() if type(weight).__name__ in kinds}
 
 
 def _floats(modules: dict[str, Any]) -> dict[str, Any]:
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
-    states = {name: vars(one).get("state") for name, one in modules.items()}
-    return {f"{name}.weight": dequantize_bnb_weight(one.weight, states[name]) for name, one in modules.items()}
+    states = {name: vars(module).get("state") for name, module in modules.items()}
+    return {f"{name}.weight": dequantize_bnb_weight(module.weight, states[name]) for name, module in modules.items()}
 
 
 def quantization_of(base: Any) -> BitsAndBytesConfig | None:
@@ -270,7 +270,7 @@ def frozen_names(model: Any) -> list[str]:
     quantized model, which needs an adapter anyway."""
     if is_adapted(model) or _in_few_bits(model):
         return []
-    return [name for name, one in model.named_parameters() if not one.requires_grad]
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
 def check_adapter_flags(model: Any, trained: Mapping[str, bool]) -> None:
@@ -390,15 +390,15 @@ class TorchOriginal:
         model = self._model()
         if model is None:
             return
-        self._values, self._dtype = {name: _mark(one) for name, one in model.named_parameters()}, _dtype_of(model)
+        self._values, self._dtype = _marks(model), _dtype_of(model)
         if flags:
             self._flags = _flags(model)
 
     def changed_dtype(self) -> str | None:
         """The dtype to which the model was cast since `mark`; None if it was not."""
         model = self._model()
-        found = self._dtype if model is None else _dtype_of(model)
-        return None if found == self._dtype else found
+        dtype = self._dtype if model is None else _dtype_of(model)
+        return None if dtype == self._dtype else dtype
 
     def changed(self, *, ignore_casts: bool = False) -> str | None:
         """The name of a parameter that was changed, added or removed since `mark`; None if there is none.
@@ -409,7 +409,7 @@ class TorchOriginal:
         model = self._model()
         if model is None:
             return None
-        values = {name: _mark(one) for name, one in model.named_parameters()}
+        values = _marks(model)
         for name in [*values, *self._values]:
             now, before = values.get(name), self._values.get(name)
             cast = None not in (now, before) and now.dtype != before.dtype
@@ -419,14 +419,14 @@ class TorchOriginal:
 
     def same_parameters(self) -> bool:
         """Whether the model still has the same parameters with the same shapes."""
-        shapes = {name: tuple(one.shape) for name, one in self._model().named_parameters()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._model().named_parameters()}
         return shapes == {name: mark.shape for name, mark in self._values.items()}
 
     def changed_flags(self) -> dict[str, bool]:
         """The parameters whose `requires_grad` was changed since `mark`, with the new value."""
         model = self._model()
-        found = {} if model is None else _flags(model)
-        return {name: flag for name, flag in found.items() if self._flags.get(name) != flag}
+        flags = {} if model is None else _flags(model)
+        return {name: flag for name, flag in flags.items() if self._flags.get(name) != flag}
 
 
 def originals(models: Mapping[str, Any], policy: Any) -> dict[str, TorchOriginal]:
@@ -435,10 +435,12 @@ def originals(models: Mapping[str, Any], policy: Any) -> dict[str, TorchOriginal
     Args:
         policy: the torch model that is trained, if it is one. Models that share parameters with it are left out.
     """
-    trained = {id(one) for one in policy.parameters()} if is_torch_model(policy) else set()
-    found = {name: model for name, model in models.items() if is_torch_model(model)}
-    apart = {name: model for name, model in found.items() if trained.isdisjoint(map(id, model.parameters()))}
-    return {name: TorchOriginal(model) for name, model in apart.items()}
+    trained = {id(parameter) for parameter in policy.parameters()} if is_torch_model(policy) else set()
+    return {
+        name: TorchOriginal(model)
+        for name, model in models.items()
+        if is_torch_model(model) and trained.isdisjoint(map(id, model.parameters()))
+    }
 
 
 def check_originals(known: Mapping[str, TorchOriginal], *, trains: bool) -> None:
@@ -463,11 +465,12 @@ def check_originals(known: Mapping[str, TorchOriginal], *, trains: bool) -> None
 
 def _dtype_of(model: Any) -> str | None:
     """The dtype of the model's first floating-point parameter."""
-    return next((dtype_name(one.dtype) for one in model.parameters() if one.is_floating_point()), None)
+    floats = (parameter for parameter in model.parameters() if parameter.is_floating_point())
+    return next((dtype_name(parameter.dtype) for parameter in floats), None)
 
 
 def _flags(model: Any) -> dict[str, bool]:
-    return {name: one.requires_grad for name, one in model.named_parameters()}
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 class _Mark(NamedTuple):
@@ -478,6 +481,10 @@ class _Mark(NamedTuple):
     dtype: str
     version: int
     total: str
+
+
+def _marks(model: Any) -> dict[str, _Mark]:
+    return {name: _mark(parameter) for name, parameter in model.named_parameters()}
 
 
 def _mark(parameter: Any) -> _Mark:
@@ -567,20 +574,17 @@ def check_unaltered(model: Any, base: Any, *, plain: bool, dropout: bool = True)
         dropout: whether dropout must match the config, too.
     """
     check_functions(model)
-    found = [*_tied(base)]
-    if base is not model:
-        found += _adapter_layers(model, dropout)
-    if plain:
-        found += _modules(base, dropout)
-    if found:
-        raise _altered(base, found[0])
+    layers = _adapter_layers(model, dropout) if base is not model else ()
+    change = next(chain(_tied(base), layers, _modules(base, dropout) if plain else ()), None)
+    if change is not None:
+        raise _altered(base, change)
 
 
 def check_functions(model: Any) -> None:
     """Raise ValueError for a model with hooks, or another `forward`, of a script."""
-    found = next(chain(_functions(model), _gradient_hooks(model)), None)
-    if found is not None:
-        raise _altered(model.get_base_model() if is_adapted(model) else model, found)
+    change = next(chain(_functions(model), _gradient_hooks(model)), None)
+    if change is not None:
+        raise _altered(model.get_base_model() if is_adapted(model) else model, change)
 
 
 def _altered(base: Any, change: str) -> ValueError:
@@ -593,13 +597,13 @@ def _altered(base: Any, change: str) -> ValueError:
 
 def _functions(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
-        own = vars(module)
-        if "forward" in own and "_hf_hook" not in own and not _is_known(own["forward"]):
+        attributes = vars(module)
+        if "forward" in attributes and "_hf_hook" not in attributes and not _is_known(attributes["forward"]):
             yield f"{name}.forward was replaced by the script"
         for kind in _HOOKS:
-            for hook in own[kind].values():
+            for hook in attributes[kind].values():
                 if not _is_known(hook):
-                    yield f"{name} has a hook set by the script, {_name_of(hook)}"
+                    yield f"{name} has a hook set by the script, {function_name(hook)}"
 
 
 def _gradient_hooks(model: Any) -> Iterator[str]:
@@ -621,21 +625,21 @@ def _adapter_layers(model: Any, dropout: bool) -> Iterator[str]:
     """Descriptions of LoRA layers of a PeftModel that do not match its config."""
     name = _adapter_name(model)
     config = model.peft_config[name]
-    if config.peft_type != "LORA":
+    if config.peft_type != LoraConfig.kind:
         return
     alike = not config.alpha_pattern and not config.rank_pattern
     wanted = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
     for path, layer in model.named_modules():
-        own = vars(layer)
-        if not isinstance(own.get("scaling"), dict) or name not in own["scaling"]:  # attention has a number
+        scales = vars(layer).get("scaling")
+        if not isinstance(scales, dict) or name not in scales:  # attention has a number
             continue
-        if own["merged_adapters"]:
+        if layer.merged_adapters:
             yield f"the adapter of {path} is merged"
-        if own["_disable_adapters"]:
+        if layer._disable_adapters:
             yield f"the adapter of {path} is disabled"
-        if alike and abs(own["scaling"][name] - wanted) > 1e-6 * abs(wanted):
-            yield f"the adapter of {path} is scaled by {own['scaling'][name]}, but by {wanted} according to its config"
-        drops = vars(own["_modules"]["lora_dropout"][name]).get("p", 0.0)
+        if alike and abs(scales[name] - wanted) > 1e-6 * abs(wanted):
+            yield f"the adapter of {path} is scaled by {scales[name]}, but by {wanted} according to its config"
+        drops = vars(layer.lora_dropout[name]).get("p", 0.0)
         if dropout and drops != config.lora_dropout:
             yield f"the adapter of {path} has a dropout of {drops}, but {config.lora_dropout} according to its config"
 
@@ -670,287 +674,20 @@ def _buffers(name: str, module: Any) -> Iterator[str]:
     if any(word in str(vars(module).get("rope_type")) for word in ("dynamic", "longrope")):
         return  # these depend on the longest text so far
     with torch.random.fork_rng(devices=[]):
-        made = type(module)(copy.deepcopy(module.config))
+        twin = type(module)(copy.deepcopy(module.config))
     for key in wanted:
-        ours, theirs = (dict(one.named_buffers(recurse=False))[key].float().cpu() for one in (module, made))
+        ours, theirs = (dict(one.named_buffers(recurse=False))[key].float().cpu() for one in (module, twin))
         if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=_NEAR, atol=0.0):
             yield f"{name}.{key} differs from the values that its config determines"
 
 
 def _needs_more_than_a_config(kind: type) -> bool:
-    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
-    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    return needed != ["config"]
+    arguments = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    named = [argument for argument in arguments if argument.kind is argument.POSITIONAL_OR_KEYWORD]
+    return [argument.name for argument in named if argument.default is argument.empty] != ["config"]
 
 
 def _is_known(function: Any) -> bool:
     if isinstance(function, partial):
         function = function.func
-    return str(function.__module__).partition(".")[0] in _KNOWN or _name_of(function) in _HARMLESS
-
-
-def _name_of(function: Any) -> str:
-    return function.__name__ if "__name__" in dir(function) else type(function).__qualname__
-
-
-# Losses written in torch: outputs as tensors that require a gradient, and their gradients
-
-
-def batch_tensors(arrays: dict[str, Any]) -> dict[str, Any]:
-    """A batch as torch's collators return it, with int64 token ids, masks and labels."""
-    return as_tensors({name: _as_long(np.array(values)) for name, values in arrays.items()})
-
-
-def batch_tensor(values: Any) -> Any:
-    """Like `batch_tensors`, for a single array."""
-    return batch_tensors({"": values})[""]
-
-
-def as_arrays(values: Any) -> Any:
-    """A tensor, or the tensors in mappings and lists, as NumPy arrays; other values as they are."""
-    if isinstance(values, Mapping):
-        return {name: as_arrays(value) for name, value in values.items()}
-    if isinstance(values, list):
-        return list(map(as_arrays, values))
-    return as_array(values.detach()) if "torch" in sys.modules and is_tensor(values) else values
-
-
-def knows_torch(function: Callable) -> bool:
-    """Whether torch is installed, and a function or the module that defines it imports it."""
-    return available() and _imports(function, "torch")
-
-
-def takes_tensors(function: Callable) -> bool:
-    """Whether torch is installed, and neither a function nor the module that defines it imports jax."""
-    return available() and not _imports(function, "jax")
-
-
-def _imports(function: Callable, package: str) -> bool:
-    function = inspect.unwrap(function)
-    if not inspect.isfunction(function):
-        return False
-    modules = [value.__name__ for value in function.__globals__.values() if isinstance(value, ModuleType)]
-    return any(name.partition(".")[0] == package for name in (*modules, *function.__code__.co_names))
-
-
-def is_data_loader(value: Any) -> bool:
-    """Whether `value` is a torch DataLoader, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.utils.data.DataLoader)
-
-
-class ParamGroup(NamedTuple):
-    """A parameter group of a torch optimizer.
-
-    names: of its parameters in the model.
-    options: its other entries.
-    foreign: number of parameters that are not the model's.
-    """
-
-    names: frozenset[str]
-    options: dict[str, Any]
-    foreign: int
-
-
-def is_torch_optimizer(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.optim.Optimizer)
-
-
-def optimizer_class(args: Any) -> tuple[type, dict[str, Any]]:
-    """The torch class of `args.optim`, and its arguments, as transformers' Trainer chooses them."""
-    from transformers import Trainer
-    from transformers.training_args import OptimizerNames
-
-    chosen = copy.copy(args)
-    vars(chosen)["optim"] = OptimizerNames(args.optim)
-    return Trainer.get_optimizer_cls_and_kwargs(chosen)
-
-
-def param_groups(optimizer: Any, *models: Any) -> list[ParamGroup]:
-    """The groups of a torch optimizer that has parameters of these models, which have the same names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in chain.from_iterable(model.named_parameters(remove_duplicate=False) for model in models):
-        names.setdefault(id(parameter), []).append(name)
-    return [
-        ParamGroup(
-            frozenset(name for parameter in group["params"] for name in names.get(id(parameter), ())),
-            {key: value for key, value in group.items() if key not in ("params", "param_names")},
-            sum(id(parameter) not in names for parameter in group["params"]),
-        )
-        for group in optimizer.param_groups
-    ]
-
-
-def check_unused(optimizer: Any) -> None:
-    """Raise ValueError for a torch optimizer with hooks or with averages of earlier steps, which JAX would ignore."""
-    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    if hooks:
-        raise ValueError(
-            f"optimizers: the {type(optimizer).__name__} has a hook of the script, {_name_of(hooks[0])}, which would "
-            "never be called. Use a TrainerCallback."
-        )
-    if any(value is not None for averages in optimizer.state.values() for value in averages.values()):
-        raise ValueError(
-            f"optimizers: the {type(optimizer).__name__} has taken steps, and its state is not read. "
-            "Create a new optimizer, or resume with train(resume_from_checkpoint=...)."
-        )
-
-
-def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
-    """Number of finished steps -> the learning rate that a torch scheduler gives the first parameter group.
-
-    Raises:
-        TypeError: it is not a scheduler whose rates depend on the step only, and are the same multiple of each group's
-            learning rate.
-        ValueError: it is the scheduler of another optimizer.
-    """
-    from torch.optim import lr_scheduler as schedulers
-
-    if isinstance(scheduler, schedulers.LRScheduler) and scheduler.optimizer is not optimizer:
-        raise ValueError(
-            f"optimizers: the {type(scheduler).__name__} was made for another optimizer, whose learning rate it sets. "
-            "Make it for the optimizer that is passed with it."
-        )
-    base = float(scheduler.base_lrs[0]) if "base_lrs" in vars(scheduler) else 0.0
-    if type(scheduler) is schedulers.LambdaLR and all(one is scheduler.lr_lambdas[0] for one in scheduler.lr_lambdas):
-        factor, done = scheduler.lr_lambdas[0], scheduler.last_epoch
-        return lambda step: base * factor(done + step)
-    simple = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"
-    kinds = {getattr(schedulers, name) for name in simple.split()}
-    if type(scheduler) not in kinds or len(set(scheduler.base_lrs)) > 1:
-        raise TypeError(
-            f"optimizers: the scheduler is a {type(scheduler).__module__}.{type(scheduler).__qualname__}; supported "
-            "are transformers' schedules, such as get_cosine_schedule_with_warmup(...), a LambdaLR with one function "
-            f"for all groups, and, if all groups have the same learning rate, {', '.join(simple.split())}. Or pass a "
-            "function of the step, as in optimizers=(optax.adamw(1.0), lambda step: 1e-4)."
-        )
-    replayed = _with_optimizer_of_its_own(scheduler)
-    rates = [float(replayed.get_last_lr()[0])]
-
-    def rate(step: int) -> float:
-        while len(rates) <= step:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the scheduler is ahead of its optimizer
-                replayed.step()
-            rates.append(float(replayed.get_last_lr()[0]))
-        return rates[step]
-
-    return rate
-
-
-def _with_optimizer_of_its_own(scheduler: Any) -> Any:
-    """A copy of a torch scheduler whose steps leave the script's optimizer unchanged."""
-    import torch
-
-    first = scheduler.optimizer.param_groups[0]
-    alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(first["lr"]))
-    alone.param_groups[0]["initial_lr"] = first["initial_lr"]
-    replayed = copy.copy(scheduler)
-    replayed.optimizer, replayed.base_lrs = alone, replayed.base_lrs[:1]
-    return replayed
-
-
-def with_seed(sampler: Any, seed: int, *, replaces: bool) -> Any:
-    """A copy of torch's RandomSampler with this seed, as accelerate's SeedableRandomSampler is seeded in each epoch;
-    other samplers as they are.
-
-    Args:
-        replaces: whether the seed replaces the generator of a sampler that has one.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None or type(sampler) is not torch.utils.data.RandomSampler:
-        return sampler
-    if sampler.generator is not None and not replaces:
-        return sampler
-    seeded = copy.copy(sampler)
-    seeded.generator = torch.Generator()
-    seeded.generator.manual_seed(seed)
-    return seeded
-
-
-def draw_base_seed(generator: Any) -> None:
-    """Advance a generator as torch's DataLoader does at the start of an epoch, where it draws the seed of workers."""
-    import torch
-
-    torch.empty((), dtype=torch.int64).random_(generator=generator)
-
-
-def _as_long(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.int64) if values.dtype.kind in "iu" else values
-
-
-def as_leaves(outputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Convert arrays to leaf tensors that record gradients, and to clones of these, which user code may modify in
-    place."""
-    leaves = {name: tensor.requires_grad_() for name, tensor in as_tensors(_copied(outputs)).items()}
-    return leaves, {name: leaf.clone() for name, leaf in leaves.items()}
-
-
-def padded_gradient(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Pad a gradient with zeros at the end of its axes: the script saw only the first positions of an output of this
-    shape."""
-    found = np.zeros(shape, np.float32)
-    found[tuple(map(slice, gradient.shape))] = gradient
-    return found
-
-
-def padded_positions(values: Any, before: int, after: int) -> Any:
-    """Pad the second axis of a tensor `[rows, positions, V]` with NaN."""
-    import torch
-
-    return torch.nn.functional.pad(values, (0, 0, before, after), value=float("nan"))
-
-
-def _copied(outputs: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {name: np.array(values) for name, values in outputs.items()}
-
-
-def gradients(loss: Any, leaves: Sequence[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
-    """The derivative of a loss with respect to each of these tensors; zeros if it does not depend on one.
-
-    Raises:
-        TypeError: some tensors already have a gradient, because user code called backward().
-    """
-    if any(leaf.grad is not None for of_call in leaves for leaf in of_call.values()):
-        raise TypeError(
-            "The script's own loss calls .backward(), which trl_jax does itself with what the method returns. Leave it "
-            "out and return the loss, or take gradients with torch.autograd.grad."
-        )
-    loss.backward()
-    return [{name: _gradient_of(leaf) for name, leaf in of_call.items()} for of_call in leaves]
-
-
-def _gradient_of(leaf: Any) -> np.ndarray:
-    return np.zeros(leaf.shape, np.float32) if leaf.grad is None else leaf.grad.numpy()
-
-
-def is_tensor(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor)
-
-
-def any_tensor(*values: Any) -> bool:
-    """Whether any of `values` is a tensor, without importing torch."""
-    return "torch" in sys.modules and any(map(is_tensor, values))
-
-
-def also_of_tensors(function: Callable) -> Callable:
-    """Let a function of arrays also accept tensors; it then returns a tensor without a gradient."""
-
-    @functools.wraps(function)
-    def called(*values: Any, **options: Any) -> Any:
-        if not any_tensor(*values, *options.values()):
-            return function(*values, **options)
-        found = function(*as_arrays(list(values)), **as_arrays(options))
-        return as_tensors(jax.tree.map(np.asarray, found))
-
-    return called
-
-
-def without_gradient() -> Any:
-    """A context in which torch records no gradients."""
-    import torch
-
-    return torch.no_grad()
+    return str(function.__module__).partition(".")[0] in _KNOWN or function_name(function) in _HARMLESS

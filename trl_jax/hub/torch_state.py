@@ -1,12 +1,18 @@
-"""Read optimizer.pt and rng_state.pth from TRL's checkpoints."""
+"""torch's optimizers, schedulers, data loaders and random generators.
+
+A script passes or seeds them, and TRL's checkpoints contain the states of optimizers and generators.
+"""
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -18,6 +24,7 @@ from trl_jax.hub.formats import SINGLE
 from trl_jax.hub.heads import HeadName
 from trl_jax.hub.peft_config import CONFIG as ADAPTER
 from trl_jax.hub.peft_config import VECTORS, WEIGHTS
+from trl_jax.hub.torch_bridge import auto_class, function_name
 
 # Optimizer states saved by torch, which is only imported to read one
 
@@ -89,11 +96,9 @@ def _read(path: Path) -> Any:
 def _parameter_names(checkpoint: Path, config: Any, head: HeadName) -> list[str]:
     """The names of the trained parameters in torch's order."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    kind = {"score": AutoModelForSequenceClassification, "lm": AutoModelForCausalLM}[head]
     with torch.device("meta"):
-        model = kind.from_config(config, attn_implementation="eager", trust_remote_code=False)
+        model = auto_class(head).from_config(config, attn_implementation="eager", trust_remote_code=False)
         if (checkpoint / ADAPTER).is_file():
             model = _adapted(model, checkpoint)
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -114,6 +119,156 @@ def _on_disk(name: str) -> str:
         return VECTORS
     name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
     return name.replace(".modules_to_save.default", "").replace(".default", "")
+
+
+# Optimizers and schedulers that a script passes
+
+
+class ParamGroup(NamedTuple):
+    """A parameter group of a torch optimizer.
+
+    names: of its parameters in the model.
+    options: its other entries.
+    foreign: number of parameters that are not the model's.
+    """
+
+    names: frozenset[str]
+    options: dict[str, Any]
+    foreign: int
+
+
+def is_torch_optimizer(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.optim.Optimizer)
+
+
+def optimizer_class(args: Any) -> tuple[type, dict[str, Any]]:
+    """The torch class of `args.optim`, and its arguments, as transformers' Trainer chooses them."""
+    from transformers import Trainer
+    from transformers.training_args import OptimizerNames
+
+    chosen = copy.copy(args)
+    vars(chosen)["optim"] = OptimizerNames(args.optim)
+    return Trainer.get_optimizer_cls_and_kwargs(chosen)
+
+
+def param_groups(optimizer: Any, *models: Any) -> list[ParamGroup]:
+    """The groups of a torch optimizer that has parameters of these models, which have the same names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in chain.from_iterable(model.named_parameters(remove_duplicate=False) for model in models):
+        names.setdefault(id(parameter), []).append(name)
+    return [
+        ParamGroup(
+            frozenset(name for parameter in group["params"] for name in names.get(id(parameter), ())),
+            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+            sum(id(parameter) not in names for parameter in group["params"]),
+        )
+        for group in optimizer.param_groups
+    ]
+
+
+def check_unused(optimizer: Any) -> None:
+    """Raise ValueError for a torch optimizer with hooks or with averages of earlier steps, which JAX would ignore."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    if hooks:
+        raise ValueError(
+            f"optimizers: the {type(optimizer).__name__} has a hook of the script, {function_name(hooks[0])}, which "
+            "would never be called. Use a TrainerCallback."
+        )
+    if any(value is not None for averages in optimizer.state.values() for value in averages.values()):
+        raise ValueError(
+            f"optimizers: the {type(optimizer).__name__} has taken steps, and its state is not read. "
+            "Create a new optimizer, or resume with train(resume_from_checkpoint=...)."
+        )
+
+
+def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
+    """Number of finished steps -> the learning rate that a torch scheduler gives the first parameter group.
+
+    Raises:
+        TypeError: it is not a scheduler whose rates depend on the step only, and are the same multiple of each group's
+            learning rate.
+        ValueError: it is the scheduler of another optimizer.
+    """
+    from torch.optim import lr_scheduler as schedulers
+
+    if isinstance(scheduler, schedulers.LRScheduler) and scheduler.optimizer is not optimizer:
+        raise ValueError(
+            f"optimizers: the {type(scheduler).__name__} was made for another optimizer, whose learning rate it sets. "
+            "Make it for the optimizer that is passed with it."
+        )
+    base = float(scheduler.base_lrs[0]) if "base_lrs" in vars(scheduler) else 0.0
+    if type(scheduler) is schedulers.LambdaLR:
+        factor, done = scheduler.lr_lambdas[0], scheduler.last_epoch
+        if all(other is factor for other in scheduler.lr_lambdas):
+            return lambda step: base * factor(done + step)
+    simple = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"
+    kinds = {getattr(schedulers, name) for name in simple.split()}
+    if type(scheduler) not in kinds or len(set(scheduler.base_lrs)) > 1:
+        raise TypeError(
+            f"optimizers: the scheduler is a {type(scheduler).__module__}.{type(scheduler).__qualname__}; supported "
+            "are transformers' schedules, such as get_cosine_schedule_with_warmup(...), a LambdaLR with one function "
+            f"for all groups, and, if all groups have the same learning rate, {', '.join(simple.split())}. Or pass a "
+            "function of the step, as in optimizers=(optax.adamw(1.0), lambda step: 1e-4)."
+        )
+    replayed = _with_optimizer_of_its_own(scheduler)
+    rates = [float(replayed.get_last_lr()[0])]
+
+    def rate(step: int) -> float:
+        while len(rates) <= step:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the scheduler is ahead of its optimizer
+                replayed.step()
+            rates.append(float(replayed.get_last_lr()[0]))
+        return rates[step]
+
+    return rate
+
+
+def _with_optimizer_of_its_own(scheduler: Any) -> Any:
+    """A copy of a torch scheduler whose steps leave the script's optimizer unchanged."""
+    import torch
+
+    first = scheduler.optimizer.param_groups[0]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(first["lr"]))
+    optimizer.param_groups[0]["initial_lr"] = first["initial_lr"]
+    replayed = copy.copy(scheduler)
+    replayed.optimizer, replayed.base_lrs = optimizer, replayed.base_lrs[:1]
+    return replayed
+
+
+# Data loaders of a script, and their samplers
+
+
+def is_data_loader(value: Any) -> bool:
+    """Whether `value` is a torch DataLoader, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.utils.data.DataLoader)
+
+
+def with_seed(sampler: Any, seed: int, *, replaces: bool) -> Any:
+    """A copy of torch's RandomSampler with this seed, as accelerate's SeedableRandomSampler is seeded in each epoch;
+    other samplers as they are.
+
+    Args:
+        replaces: whether the seed replaces the generator of a sampler that has one.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or type(sampler) is not torch.utils.data.RandomSampler:
+        return sampler
+    if sampler.generator is not None and not replaces:
+        return sampler
+    seeded = copy.copy(sampler)
+    seeded.generator = torch.Generator()
+    seeded.generator.manual_seed(seed)
+    return seeded
+
+
+def draw_base_seed(generator: Any) -> None:
+    """Advance a generator as torch's DataLoader does at the start of an epoch, where it draws the seed of workers."""
+    import torch
+
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 # torch's random state in a checkpoint, and seeding torch

@@ -24,7 +24,8 @@ from trl_jax.data.chat import is_messages, load_tokenizer, rendered
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.hub.config import naming_argument
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import as_arrays, as_checkpoint, is_torch_model
+from trl_jax.hub.torch_bridge import as_arrays
+from trl_jax.hub.torch_objects import as_checkpoint, is_torch_model
 
 logger = logging.getLogger(__name__)
 

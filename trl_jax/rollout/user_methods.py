@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_jax.core.text import brief
-from trl_jax.hub.torch_objects import as_arrays
+from trl_jax.hub.torch_bridge import as_arrays
 from trl_jax.rollout.rollout import TRL_LOGPS, EncodedTexts, Experience, Rollout, Written, all_written
 
 USER_METHODS = "_generate_and_score_completions", "_generate", "_tokenize_prompts"

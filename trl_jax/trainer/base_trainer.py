@@ -24,7 +24,9 @@ from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.parameters import counting_as_tensors
 from trl_jax.hub.peft_config import as_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import check_originals, optimizer_class, originals, takes_tensors
+from trl_jax.hub.torch_bridge import takes_tensors
+from trl_jax.hub.torch_objects import check_originals, originals
+from trl_jax.hub.torch_state import optimizer_class
 from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import Accelerator, is_first, together
 from trl_jax.tasks.policy import check_changes

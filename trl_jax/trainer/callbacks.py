@@ -17,8 +17,8 @@ from transformers.trainer_callback import TrainerCallback
 from trl_jax.core.text import brief
 from trl_jax.data.chat import rendered
 from trl_jax.data.prompts import is_conversation
-from trl_jax.hub.torch_bridge import as_tensors
-from trl_jax.hub.torch_objects import as_arrays, is_torch_model
+from trl_jax.hub.torch_bridge import as_arrays, as_tensors
+from trl_jax.hub.torch_objects import is_torch_model
 from trl_jax.mesh.mesh import fetched
 from trl_jax.rollout.completions_log import trackers
 

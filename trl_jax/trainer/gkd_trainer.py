@@ -22,7 +22,7 @@ from trl_jax.hub.generate import check_completes, check_generates
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import also_of_tensors
+from trl_jax.hub.torch_bridge import also_of_tensors
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.steps import BASE_SEED_WORDS
 from trl_jax.tasks.distillation import GkdTask, generalized_jsd_loss

@@ -15,7 +15,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.config.generation import uses_server
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import also_of_tensors, any_tensor
+from trl_jax.hub.torch_bridge import also_of_tensors, any_tensor
 from trl_jax.losses.policy_gradient import MAX_LOG, MIN_LOG, PolicyLoss, entropy_mask
 from trl_jax.rollout.completions_log import CompletionsRepo
 from trl_jax.rollout.tools import Environments

@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.data.batch import IGNORED
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import any_tensor
+from trl_jax.hub.torch_bridge import any_tensor
 from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
 from trl_jax.trainer.collators import DataCollatorForUnpairedPreference, DataCollatorForVisionUnpairedPreference

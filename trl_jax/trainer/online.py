@@ -25,7 +25,7 @@ from trl_jax.data.checks import has_images, has_transform
 from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.generate import check_completes
 from trl_jax.hub.pretrained import PreTrainedModel
-from trl_jax.hub.torch_objects import batch_tensor, batch_tensors, knows_torch
+from trl_jax.hub.torch_bridge import batch_tensor, batch_tensors, knows_torch
 from trl_jax.mesh.processes import several
 from trl_jax.rollout.completions_log import CompletionsLog, CompletionsRepo, trackers
 from trl_jax.rollout.rewards import (

@@ -16,8 +16,7 @@ from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.core.trainers import lazy_getattr
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.hub.quantization import BitsAndBytesConfig
-from trl_jax.hub.torch_bridge import peft_available
-from trl_jax.hub.torch_objects import also_of_tensors, any_tensor, as_arrays, batch_tensor
+from trl_jax.hub.torch_bridge import also_of_tensors, any_tensor, as_arrays, batch_tensor, peft_available
 from trl_jax.trainer.model_config import ModelConfig
 
 # Names that earlier TRL releases had in this module.

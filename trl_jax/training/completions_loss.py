@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from trl_jax.data.batch import Batch, CompletionRows, Extras, padded_length
 from trl_jax.data.packed import by_shard
-from trl_jax.hub import torch_objects
+from trl_jax.hub import torch_bridge
 from trl_jax.losses.policy_gradient import sampler_ratio
 from trl_jax.losses.supervised import of_texts
 from trl_jax.mesh.mesh import on_each_device, platform
@@ -574,7 +574,7 @@ class TorchCalls:
         arrays = {name: _cut(name, values, prompt, completion, length) for name, values in arrays.items()}
         leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
         self._owner.current = one = TorchPass(setup.model, arrays, leaves, int(given["micro_batches"]), refusal)
-        evaluates = contextlib.nullcontext() if setup.model.training else torch_objects.without_gradient()
+        evaluates = contextlib.nullcontext() if setup.model.training else torch_bridge.without_gradient()
         with parameters_refused(setup.model, read_in_jax_error, base_in_pass_error), evaluates:
             loss = torch_scalar(self._compute_loss(one.model, one.inputs))
         check_bonus(setup, asked=one.asked)
@@ -588,7 +588,7 @@ class TorchCalls:
             )
         if loss.requires_grad:
             gradients = {
-                name: torch_objects.padded_gradient(values, np.shape(whole[name]))
+                name: torch_bridge.padded_gradient(values, np.shape(whole[name]))
                 for name, values in one.gradients(loss).items()
             }
         elif setup.model.training:
@@ -606,7 +606,7 @@ class TorchCalls:
         self._names += [name for name in metrics if name not in self._names]
         if len(self._names) > SLOTS:
             raise ValueError(f"The trainer's own loss logs more than {SLOTS} numbers: {', '.join(self._names)}.")
-        for name, values in torch_objects.as_arrays(metrics).items():
+        for name, values in torch_bridge.as_arrays(metrics).items():
             if values:
                 found[self._names.index(name)] = np.mean(np.asarray(values, np.float32))
         return found
@@ -666,10 +666,10 @@ class TorchPass:
             refusal: why the task's loss is not available.
         """
         self.model = PolicyInPass(model, self)
-        self.inputs, self.micro_batches = torch_objects.batch_tensors(arrays), micro_batches
+        self.inputs, self.micro_batches = torch_bridge.batch_tensors(arrays), micro_batches
         self._given, self._refusal = arrays, refusal
         self.asked = self.gave_logits = False
-        self._leaves = torch_objects.as_leaves(leaves)[0]
+        self._leaves = torch_bridge.as_leaves(leaves)[0]
         self.metrics: dict[str, list[Any]] = defaultdict(list)
 
     def logps(
@@ -679,7 +679,7 @@ class TorchPass:
         given = self._given
         ids = np.concatenate([given["prompt_ids"], given["completion_ids"]], axis=1)
         check_asked(self.model, model, ids, input_ids, given["completion_ids"].shape[1], logits_to_keep)
-        if not np.array_equal(ids, torch_objects.as_arrays(input_ids)):
+        if not np.array_equal(ids, torch_bridge.as_arrays(input_ids)):
             raise TypeError(
                 "_get_per_token_logps_and_entropies was called with other token ids than prompt_ids and completion_ids "
                 "of the inputs: the step computes each token once."
@@ -697,7 +697,7 @@ class TorchPass:
             TypeError: the ids or the mask differ from the pass's.
             TraceAgain: the step has no logits yet.
         """
-        given, found = self._given, np.asarray(torch_objects.as_arrays(input_ids))
+        given, found = self._given, np.asarray(torch_bridge.as_arrays(input_ids))
         ids = np.concatenate([given["prompt_ids"], given["completion_ids"]], axis=1)
         if found.ndim != 2 or found.shape[1] != ids.shape[1]:
             raise other_ids_error(found, ids)
@@ -708,7 +708,7 @@ class TorchPass:
         rows = np.arange(len(ids)) if len(found) == len(ids) and equal.diagonal().all() else equal.argmax(axis=-1)
         if attention_mask is not None:
             mask = np.concatenate([given["prompt_mask"], given["completion_mask"]], axis=1)[rows]
-            if attends_otherwise(np.asarray(torch_objects.as_arrays(attention_mask)), mask, prompt):
+            if attends_otherwise(np.asarray(torch_bridge.as_arrays(attention_mask)), mask, prompt):
                 raise TypeError(
                     "model(...) was called with another attention_mask than prompt_mask and completion_mask of the "
                     "inputs, but the step computes each token once. Pass these, concatenated, or no attention_mask."
@@ -717,7 +717,7 @@ class TorchPass:
             raise TraceAgain
         self.gave_logits = True
         first, before = logits_kept(prompt, completion, logits_to_keep)
-        return torch_objects.padded_positions(self._leaves[LOGITS][rows, first:], before, 1)
+        return torch_bridge.padded_positions(self._leaves[LOGITS][rows, first:], before, 1)
 
     def divergences(self, model: Any, beta: float) -> Any:
         """Raise TypeError: this is not available in torch."""
@@ -742,7 +742,7 @@ class TorchPass:
 
     def gradients(self, loss: Any) -> dict[str, np.ndarray]:
         """The derivatives of the loss with respect to the leaves."""
-        return torch_objects.gradients(loss, [self._leaves])[0]
+        return torch_bridge.gradients(loss, [self._leaves])[0]
 
 
 @jax.custom_vjp

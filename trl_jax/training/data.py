@@ -29,7 +29,7 @@ from trl_jax.data.image_rows import Encoder
 from trl_jax.data.layout_plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch, StepLayout, Weighting
 from trl_jax.hub.generate import complete
-from trl_jax.hub.torch_objects import draw_base_seed, is_data_loader, with_seed
+from trl_jax.hub.torch_state import draw_base_seed, is_data_loader, with_seed
 from trl_jax.hub.vision.processor import native_of
 from trl_jax.mesh.jax_internals import devices_have_started
 from trl_jax.mesh.mesh import SEQUENCE, ShardingPlan, distributed

@@ -13,7 +13,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.config.optimizers import OPTIMIZERS, parsed
 from trl_jax.config.rules import as_dict, plain
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.torch_objects import check_unused, is_torch_optimizer, param_groups, rates_of
+from trl_jax.hub.torch_state import check_unused, is_torch_optimizer, param_groups, rates_of
 from trl_jax.training.optimizers import Hyperparameters, Optimizer, from_optax, make_optimizer
 from trl_jax.training.schedules import ADAPTIVE, Plateau, learning_rates
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch
-from trl_jax.hub import torch_objects
+from trl_jax.hub import torch_bridge
 from trl_jax.training.data import ROW_IMAGES, averages_micro_batches, inputs_of, seen_by_scripts
 from trl_jax.training.forward import Forward, aux_loss_sums, aux_loss_weight
 from trl_jax.training.metrics import with_same_names
@@ -193,7 +193,7 @@ class UserPrediction:
 
 
 def _predicted(sums: dict, loss: Any, outputs: list) -> tuple:
-    loss, outputs = torch_objects.as_arrays([loss, outputs])
+    loss, outputs = torch_bridge.as_arrays([loss, outputs])
     on_host = tuple(() if part is None else jax.tree.map(np.asarray, part) for part in outputs)
     return sums | {"loss": jnp.asarray(loss, jnp.float32)}, on_host
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from trl_jax.core.outputs import Images, PrecomputedFeatures, reads_of_rows
 from trl_jax.data.batch import IGNORED, Extras, LossBatch
-from trl_jax.hub import torch_objects
+from trl_jax.hub import torch_bridge
 from trl_jax.hub.heads import HeadName
 from trl_jax.losses.supervised import load_balancing_loss
 from trl_jax.models.model import merge
@@ -253,7 +253,7 @@ def logged_sums(model: Any) -> dict[str, jax.Array]:
     if not (model.metrics or isinstance(model, BoundModel) and model.comparing is not None):
         return {}
     logged = {name: values for name, values in model.metrics.items() if name != "num_tokens"}  # counted by the run
-    return user_sums(torch_objects.as_arrays(logged), jnp.bool_(True))
+    return user_sums(torch_bridge.as_arrays(logged), jnp.bool_(True))
 
 
 # The default loss, for `super().compute_loss` in a user-defined method.

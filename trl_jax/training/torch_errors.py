@@ -22,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from trl_jax.hub import torch_objects
+from trl_jax.hub import torch_bridge
 from trl_jax.hub.parameters import Refusal
-from trl_jax.hub.torch_bridge import available
-from trl_jax.hub.torch_objects import knows_torch, takes_tensors
+from trl_jax.hub.torch_bridge import available, knows_torch, takes_tensors
 
 # Errors of a user-defined loss: torch code on JAX arrays is translated, and values missing in a trace are explained.
 
@@ -176,7 +175,7 @@ class ArraysOrTensors:
                     text = f"{self._name} receives arrays: `{error.line}`; {error.instead}."
                     raise TypeError(text) from error.__cause__
             self._in_torch = True
-        return jax.tree.map(torch_objects.as_arrays, self.function(*jax.tree.map(torch_objects.batch_tensor, values)))
+        return jax.tree.map(torch_bridge.as_arrays, self.function(*jax.tree.map(torch_bridge.batch_tensor, values)))
 
 
 def _line_in_torch(function: Callable) -> str | None:
@@ -213,15 +212,15 @@ def torch_scalar(result: Any) -> Any:
         TypeError: it is not a tensor with one element.
     """
     loss = result[0] if isinstance(result, tuple) else result
-    if not torch_objects.is_tensor(loss) or loss.numel() != 1:
-        what = f"a tensor {list(loss.shape)}" if torch_objects.is_tensor(loss) else f"a {type(loss).__qualname__}"
+    if not torch_bridge.is_torch(loss) or loss.numel() != 1:
+        what = f"a tensor {list(loss.shape)}" if torch_bridge.is_torch(loss) else f"a {type(loss).__qualname__}"
         raise TypeError(f"compute_loss returned {what}; expected a tensor of one number, as in loss.mean().")
     return loss.reshape(())
 
 
 def other_values(inputs: dict[str, Any], given: dict[str, np.ndarray]) -> list[str]:
     """The names of torch inputs that differ from the arrays that the script got, even by a change in place."""
-    arrays = {name: np.asarray(torch_objects.as_arrays(inputs.get(name))) for name in given.keys() & inputs.keys()}
+    arrays = {name: np.asarray(torch_bridge.as_arrays(inputs.get(name))) for name in given.keys() & inputs.keys()}
     return sorted(name for name, values in arrays.items() if not _equal(values, given.get(name)))
 
 

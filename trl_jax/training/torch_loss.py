@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.hub import torch_objects
+from trl_jax.hub import torch_bridge
 from trl_jax.training.data import seen_by_scripts
 from trl_jax.training.script_model import FIXED, OUTPUTS, BoundModel, Outputs, default_loss, logged_sums, read_by_model
 from trl_jax.training.torch_errors import NotGiven, check_same, outputs_alone, parameters_refused, torch_scalar
@@ -40,7 +40,7 @@ class TorchModel:
             compares: whether the loss uses a reference, whose log-probabilities belong to the unchanged rows.
         """
         self._compute, self._model, self._known, self.training = compute, model, known, training
-        self._rows, self.tensors, self._compares = rows, torch_objects.batch_tensors(rows.shown), compares
+        self._rows, self.tensors, self._compares = rows, torch_bridge.batch_tensors(rows.shown), compares
         self.metrics = defaultdict(list)
         self.leaves, self.backwards, self.outputs = [], [], []
 
@@ -55,7 +55,7 @@ class TorchModel:
         kind = "fused" if fused_lm_head else "call"
         if self._in_base:  # no parameter of the base model is trained
             *_, outputs = self._padded(f"base {kind}", given)
-            return Outputs(**torch_objects.batch_tensors(outputs))
+            return Outputs(**torch_bridge.batch_tensors(outputs))
         return self._outputs(kind, given)
 
     forward = __call__
@@ -81,8 +81,8 @@ class TorchModel:
 
     def _outputs(self, kind: str, tensors: dict[str, Any]) -> Outputs:
         outputs, back, cut = self._padded(kind, tensors)
-        leaves, shown = torch_objects.as_leaves({name: value for name, value in cut.items() if name not in FIXED})
-        shown |= torch_objects.batch_tensors({name: value for name, value in cut.items() if name in FIXED})
+        leaves, shown = torch_bridge.as_leaves({name: value for name, value in cut.items() if name not in FIXED})
+        shown |= torch_bridge.batch_tensors({name: value for name, value in cut.items() if name in FIXED})
         self.leaves.append(leaves)
         self.backwards.append(back)
         self.outputs.append(outputs)
@@ -142,7 +142,7 @@ class TorchLoss:
         loss = self._loss(model, num_items)
         if not (loss.requires_grad and model.leaves):
             raise TypeError("compute_loss returned a tensor without a gradient; expected a loss of model(...).logits.")
-        found = map(_of_whole_rows, torch_objects.gradients(loss, model.leaves), model.outputs)
+        found = map(_of_whole_rows, torch_bridge.gradients(loss, model.leaves), model.outputs)
         parts = [self._back(back, gradient) for back, gradient in zip(model.backwards, found, strict=True)]
         gradient = jax.tree.map(lambda *of_calls: sum(of_calls[1:], of_calls[0]), *parts)
         return (np.float32(loss.item()), self._sums(model.outputs, inputs) | logged_sums(model)), gradient
@@ -150,14 +150,14 @@ class TorchLoss:
     def predicted(self, call: Callable, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
         """The sums of a batch, and the result of `call(model, tensors)`."""
         model = self._evaluating(params, inputs, dtype)
-        with torch_objects.without_gradient(), outputs_alone():
+        with torch_bridge.without_gradient(), outputs_alone():
             found = call(model, model.tensors)
         return self._sums(model.outputs, inputs), found
 
     def evaluated(self, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
         """`(sums with "loss", outputs)` of a batch."""
         model = self._evaluating(params, inputs, dtype)
-        with torch_objects.without_gradient():
+        with torch_bridge.without_gradient():
             loss = self._loss(model, self._user_loss.num_items(inputs))
         outputs = [_of_texts(found, self._setup.task.head) for found in model.outputs if "logits" in found]
         found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
@@ -189,7 +189,7 @@ class TorchLoss:
         options, own = {}, self._setup.script_loss
         if self._setup.task.head == "lm":
             options = {"num_items_in_batch": num_items}
-            options = options if num_items is None else torch_objects.batch_tensors(options)
+            options = options if num_items is None else torch_bridge.batch_tensors(options)
         refused = parameters_refused(self._setup.model, lambda: NotGiven("the model's parameters"))
         if own is not None:
             own.current = model
@@ -243,7 +243,7 @@ class TorchLoss:
 def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> dict[str, np.ndarray]:
     """Pad gradients with zeros to the length of the outputs, because the script only saw their first positions."""
 
-    return {name: torch_objects.padded_gradient(value, np.shape(outputs[name])) for name, value in gradient.items()}
+    return {name: torch_bridge.padded_gradient(value, np.shape(outputs[name])) for name, value in gradient.items()}
 
 
 def _with_vjp(outputs: Callable, params: dict, *given: Any, **options: Any) -> tuple[dict, Any]:

@@ -22,7 +22,8 @@ from trl_jax.config.rules import as_choice
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.peft_backend import AdaptedBackend
-from trl_jax.hub.torch_objects import TorchOriginal, copy_back_to_torch, is_adapted, is_torch_optimizer, refreshed
+from trl_jax.hub.torch_objects import TorchOriginal, copy_back_to_torch, is_adapted, refreshed
+from trl_jax.hub.torch_state import is_torch_optimizer
 from trl_jax.mesh.processes import barrier, is_first, reached, several, together
 from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.training.callbacks import begin_state

@@ -9,7 +9,7 @@ import numpy as np
 
 from trl_jax.core.text import brief
 from trl_jax.data.batch import IGNORED
-from trl_jax.hub import torch_objects
+from trl_jax.hub import torch_bridge
 from trl_jax.training.data import seen_by_scripts
 from trl_jax.training.reference import ReferenceInputs
 from trl_jax.training.state import Setup
@@ -80,7 +80,7 @@ class UserStep:
                 f"training_step called super().training_step(model, inputs, ...) {len(made)} times for a micro-batch; "
                 "expected once: it computes the loss and its gradient."
             )
-        return made[0], np.float32(torch_objects.as_arrays(loss))
+        return made[0], np.float32(torch_bridge.as_arrays(loss))
 
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs as `_prepare_inputs` changes them."""
@@ -88,7 +88,7 @@ class UserStep:
         return self._taken(inputs, rows, self._prepare(self._as_given(rows.shown)))
 
     def _as_given(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        return torch_objects.batch_tensors(arrays) if self._tensors else dict(arrays)
+        return torch_bridge.batch_tensors(arrays) if self._tensors else dict(arrays)
 
     def _rows(self, inputs: dict[str, Any]) -> CutRows:
         """The batch under TRL's names; for DPO and KTO without the reference log-probabilities."""
@@ -104,7 +104,7 @@ class UserStep:
             TypeError: a value is not numeric, or the loss uses a reference and anything was changed.
         """
         shown = rows.shown
-        found = {name: np.asarray(value) for name, value in torch_objects.as_arrays(dict(given)).items()}
+        found = {name: np.asarray(value) for name, value in torch_bridge.as_arrays(dict(given)).items()}
         if other := sorted(name for name, value in found.items() if value.dtype.kind not in "biuf"):
             raise TypeError(
                 f"inputs[{other[0]!r}] is {brief(given[other[0]])}; expected numbers: the loss is compiled."
