@@ -22,7 +22,7 @@ from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.decoder import Features, in_a_stack
 from trl_jax.models.model import logical_axes, merge
 from trl_jax.nn.cache import Cache, CacheFill, Kept, Room, grown_ring
-from trl_jax.nn.linear import Quantized
+from trl_jax.nn.linear import EncodedWeight
 
 # Prefill
 
@@ -451,7 +451,7 @@ def model_with_cast_head(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dt
     step. Do not use its trunk for embedding lookups."""
     model = merge(graph, arrays)
     embed = trunk_of(model).embed
-    if model.lm_head.weight is None and not isinstance(embed.weight, Quantized):
+    if model.lm_head.weight is None and not isinstance(embed.weight, EncodedWeight):
         embed.weight = nnx.Param(embed.weight[...].astype(dtype))
     return model
 

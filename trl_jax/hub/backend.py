@@ -21,9 +21,6 @@ from trl_jax.hub.heads import HeadName
 Locations = dict[str, list[tuple[str, tuple[int, ...]]]]  # name in PyTorch -> (path of our array, index in it)
 
 
-SAVED_DTYPES = ("float32", "bfloat16", "float16")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Traits:
     """What a model can do, and its limits.
@@ -161,7 +158,7 @@ class Backend(abc.ABC):
             arrays: all arrays of the model, trained and frozen.
             wanted: the only names to yield; None means all.
         """
-        return (one for one in self.on_disk(arrays) if wanted is None or one[0] in wanted)
+        return (tensor for tensor in self.on_disk(arrays) if wanted is None or tensor[0] in wanted)
 
     @property
     def file_names(self) -> Mapping[str, str]:

@@ -14,29 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trl_jax.core.files import WEIGHT_DTYPES
 from trl_jax.core.torch_random import TorchParamLayout
-from trl_jax.hub.backend import SAVED_DTYPES, Backend, Locations, Traits, fixed_values_error
+from trl_jax.hub.backend import Backend, Locations, Traits, fixed_values_error
 from trl_jax.hub.checkpoint import ShardingRule, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
+from trl_jax.hub.heads import LM_HEAD
 from trl_jax.hub.modules import current_name, parameter_names, torch_tensor_map
 from trl_jax.hub.tensor_map import Kernel, TensorEntry
 from trl_jax.models.adapters import module_at
 from trl_jax.models.decoder import narrowest_window
 from trl_jax.models.model import abstract, logical_axes
 from trl_jax.nn.layers import Norm
-from trl_jax.nn.linear import HALVES, TABLES, Format, Quantized, dequantized
+from trl_jax.nn.linear import HALVES, TABLES, EncodedWeight, Format, dequantized
 
 # Untying the language model head from the embedding
-
-
-_HEAD = "lm_head.weight"
 
 
 def untied(backend: NativeBackend, arrays: dict[str, Any]) -> tuple[NativeBackend, dict[str, Any]]:
     """The backend and the arrays of a tied model after giving its head a copy of the embedding."""
     source = backend.source
     [table] = [entry for entry in source.tensor_map if entry.path.split(".")[1:] == ["embed", "weight"]]
-    head = TensorEntry(_HEAD, source.config.family.language_heads[0])
+    head = TensorEntry(LM_HEAD, source.config.family.language_heads[0])
     dtypes, formats = dict(source.dtypes), dict(backend.formats)
     if table.tensor in dtypes:
         dtypes[head.tensor] = dtypes[table.tensor]
@@ -44,8 +43,8 @@ def untied(backend: NativeBackend, arrays: dict[str, Any]) -> tuple[NativeBacken
         formats[head.path] = formats[table.path]
     copies = {head.path + leaf: arrays.get(table.path + leaf) for leaf in ("", ".codes")}
     config, tensor_map = source.config.untied(), [*source.tensor_map, head]
-    made = NativeBackend(replace(source, config=config, tensor_map=tensor_map, dtypes=dtypes), formats)
-    return made, arrays | {path: array for path, array in copies.items() if array is not None}
+    backend = NativeBackend(replace(source, config=config, tensor_map=tensor_map, dtypes=dtypes), formats)
+    return backend, arrays | {path: array for path, array in copies.items() if array is not None}
 
 
 # NativeBackend
@@ -76,7 +75,7 @@ class NativeBackend(Backend):
         """The RMS norms: transformers recognizes LayerNorms by their class, but these only by their names."""
         model = nnx.eval_shape(self.source.config.model)
         norms = {path: module_at(model, path.rpartition(".")[0]) for path in self.tensors}
-        return frozenset(path for path, one in norms.items() if isinstance(one, Norm) and not one.kind.centered)
+        return frozenset(path for path, norm in norms.items() if isinstance(norm, Norm) and not norm.kind.centered)
 
     @property
     def axes(self) -> Mapping[str, tuple[str, ...]]:
@@ -89,7 +88,7 @@ class NativeBackend(Backend):
             owner, _, name = path.rpartition(".")
             module = module_at(model, owner)
             weight = vars(module)[name]
-            setattr(module, name, Quantized(form, weight.shape[:-2], weight.get_metadata()["axes"]))
+            setattr(module, name, EncodedWeight(form, weight.shape[:-2], weight.get_metadata()["axes"]))
         return model
 
     def torch_param_layout(self) -> TorchParamLayout:
@@ -129,8 +128,10 @@ class NativeBackend(Backend):
         return self.source.dtype
 
     def save_in(self, dtype: str) -> None:
-        if dtype not in SAVED_DTYPES:
-            raise ValueError(f"model.to({dtype}): weights are saved in {', '.join(SAVED_DTYPES)}. Choose one of these.")
+        if dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"model.to({dtype}): weights are saved in {', '.join(WEIGHT_DTYPES)}. Choose one of these."
+            )
         self.source = replace(self.source, dtype=dtype, dtypes=dict.fromkeys(self.source.dtypes, dtype))
         self.dtypes = self.source.dtypes
 
@@ -181,10 +182,11 @@ class NativeBackend(Backend):
             array = arrays[path]
             tensor, _ = entry.tensors(array.shape)[0]
             kind = jnp.dtype(self.source.dtypes.get(tensor, self.source.dtype))
-            array = _of(array, lambda one, kind=kind: one.astype(kind))
+            array = _of(array, lambda values, kind=kind: values.astype(kind))
             if path in bits and kind.name in HALVES:
                 forms[path] = Format(kind.name, array.shape[-2:])
-                path, array = f"{path}.codes", _of(array, lambda one: jax.lax.bitcast_convert_type(one, jnp.uint16))
+                path = f"{path}.codes"
+                array = _of(array, lambda values: jax.lax.bitcast_convert_type(values, jnp.uint16))
             held[path] = array
         return held, NativeBackend(self.source, forms)
 
@@ -258,8 +260,8 @@ class NativeBackend(Backend):
         for entry in self._in_torch:
             for name, index in entry.tensors(arrays[entry.path].shape):
                 if name in values:
-                    found = changed.setdefault(entry.path, np.array(arrays[entry.path]))
-                    found[index] = entry.take(values[name])
+                    array = changed.setdefault(entry.path, np.array(arrays[entry.path]))
+                    array[index] = entry.take(values[name])
         return changed
 
 

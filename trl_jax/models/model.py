@@ -18,7 +18,7 @@ from trl_jax.models.encoder import Encoder
 from trl_jax.models.vision import Vision
 from trl_jax.nn.head import HeadInputs, head_logits, token_outputs
 from trl_jax.nn.layers import ACTIVATIONS, Norm
-from trl_jax.nn.linear import Linear, Lora, Quantized, Stream, dropout_or_none, stored
+from trl_jax.nn.linear import EncodedWeight, Linear, Lora, Stream, dropout_or_none, stored
 
 # Modules as a static graph and a flat dict of arrays, keyed by dotted path
 
@@ -215,7 +215,7 @@ class LmHead(nnx.Module):
         self.scale, self.softcap = arch.logit_scale, arch.logit_softcap
 
     def __call__(
-        self, hidden: jax.Array, table: nnx.Param | Quantized, targets: jax.Array | None, temperature: float = 1.0
+        self, hidden: jax.Array, table: nnx.Param | EncodedWeight, targets: jax.Array | None, temperature: float = 1.0
     ) -> TokenOutputs | jax.Array:
         """`TokenOutputs` for the `targets` `[N]`; without targets, logits `[N, V]`, float32.
 
@@ -230,7 +230,7 @@ class LmHead(nnx.Module):
             return head_logits(inputs.hidden, inputs.weight, **facts)
         return token_outputs(inputs.hidden, inputs.weight, targets, **facts)
 
-    def inputs(self, hidden: jax.Array, table: nnx.Param | Quantized) -> HeadInputs:
+    def inputs(self, hidden: jax.Array, table: nnx.Param | EncodedWeight) -> HeadInputs:
         """The arrays from which logits are computed, including the adapter; arguments as in `__call__`."""
         weight = stored(table if self.weight is None else self.weight)
         bias = None if self.bias is None else self.bias[...]

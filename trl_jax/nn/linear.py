@@ -86,7 +86,7 @@ class Embedding(nnx.Module):
         self.lora = nnx.data(None)
 
     def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        embedded = self.weight.rows(ids) if isinstance(self.weight, Quantized) else rows(self.weight[...], ids)
+        embedded = self.weight.rows(ids) if isinstance(self.weight, EncodedWeight) else rows(self.weight[...], ids)
         if self.padding_idx is not None:
             embedded = jnp.where((ids == self.padding_idx)[..., None], jax.lax.stop_gradient(embedded), embedded)
         if self.lora is not None:
@@ -94,9 +94,9 @@ class Embedding(nnx.Module):
         return embedded.astype(dtype)
 
 
-def stored(weight: nnx.Param | Quantized) -> jax.Array:
+def stored(weight: nnx.Param | EncodedWeight) -> jax.Array:
     """A weight in the dtype in which it is stored; float32 for quantized weights."""
-    return weight.whole() if isinstance(weight, Quantized) else weight[...]
+    return weight.whole() if isinstance(weight, EncodedWeight) else weight[...]
 
 
 def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -321,7 +321,7 @@ def _blockwise_backward(saved, gradient):
 _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 
-# Quantized weights, dequantized when they are used, one layer at a time
+# Frozen weights in fewer bits, converted to floats when they are used, one layer at a time
 
 HALVES = ("bfloat16", "float16")
 QUANTIZED_BLOCK, SCALES = 64, 256  # numbers per scale, and scales per scale of scales
@@ -374,8 +374,9 @@ class Format:
         return leaves
 
 
-class Quantized(nnx.Module):
-    """A stored matrix in place of an `nnx.Param`: `weight[...]` is the float32 matrix."""
+class EncodedWeight(nnx.Module):
+    """A matrix in place of an `nnx.Param` that is stored as codes: numbers of 4 or 8 bits with scales, or the bits of
+    16-bit floats. `weight[...]` is the float32 matrix."""
 
     def __init__(self, form: Format, lead: tuple[int, ...] = (), axes: tuple[str, ...] = ("", "")):
         """`lead` are the sizes of leading axes before the matrix, `axes` the logical axes of all."""

@@ -186,7 +186,7 @@ def given(model: PreTrainedModel, vocab_size: int, *, as_bits: bool) -> Referenc
 
     Args:
         vocab_size: number of tokens that the policy embeds.
-        as_bits: store 16-bit matrices as integers (`nn.linear.Quantized`).
+        as_bits: store 16-bit matrices as integers (`nn.linear.EncodedWeight`).
 
     Raises:
         ValueError: it embeds fewer tokens than the policy.
