@@ -173,10 +173,10 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
         raise unknown_arguments_error(unknown)
     named = {config.attribute_map.get(name, name): value for name, value in values.items()}
     older = ("rope_theta", "rope_scaling") if "rope_parameters" in named else ()  # old names of the same values
-    found = {name: value for name, value in raw.items() if name not in older} | named
-    if "num_hidden_layers" in named and isinstance(found.get("layer_types"), list):
-        found["layer_types"] = found["layer_types"][: named["num_hidden_layers"]]
-    return found
+    merged = {name: value for name, value in raw.items() if name not in older} | named
+    if "num_hidden_layers" in named and isinstance(merged.get("layer_types"), list):
+        merged["layer_types"] = merged["layer_types"][: named["num_hidden_layers"]]
+    return merged
 
 
 def changes(config: Any, raw: dict[str, Any], path: Path, head: HeadName) -> dict[str, Any]:
@@ -187,24 +187,24 @@ def changes(config: Any, raw: dict[str, Any], path: Path, head: HeadName) -> dic
 
 
 def _different(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for key, value in now.items():
         if key in _OF_FILES or key.startswith("_") or (key in before and before[key] == value):
             continue
         parts = isinstance(value, dict) and isinstance(before.get(key), dict)
-        found[key] = _different(before[key], value) if parts else value
-    return found
+        differences[key] = _different(before[key], value) if parts else value
+    return differences
 
 
 def _head_of(family: Family, head: HeadName, path: Path) -> Head:
     """The head of a family. Raises ValueError if it has none of this kind."""
-    found = {"score": family.score_head, "lm": family.lm_head}[head]
-    if found is None:
+    head_of_family = {"score": family.score_head, "lm": family.lm_head}[head]
+    if head_of_family is None:
         raise ValueError(
             f"{path}: model_type {family.model_type!r} is bidirectional and has no causal language model. Pass a "
             "decoder checkpoint such as llama, qwen3 or gpt2."
         )
-    return found
+    return head_of_family
 
 
 # Arguments of from_pretrained

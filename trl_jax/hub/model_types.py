@@ -73,9 +73,9 @@ def max_positions(config: Any, head: HeadName = "score") -> int | None:
 
 def max_positions_of(module: Any) -> int | None:
     """Like `max_positions`, for a module: its position table has a row per position, plus unused rows before them."""
-    facts = module.config.get_text_config().to_dict()
+    values = module.config.get_text_config().to_dict()
     names = "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"
-    stated = next((facts[name] for name in names if isinstance(facts.get(name), int)), None)
+    stated = next((values[name] for name in names if isinstance(values.get(name), int)), None)
     offset = OFFSETS.get(module.config.model_type, 0)
 
     def first(table):

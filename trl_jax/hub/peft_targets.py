@@ -178,15 +178,15 @@ def token_tables(lora: LoraConfig, modules: list[Module]) -> list[tuple[Module, 
     if not isinstance(asked, dict):
         texts = (table for table in tables if not of_vision(table.tensor_map[0]))
         asked = {next(texts).name: asked}
-    found = []
+    selected = []
     for name, ids in asked.items():
         table = next((table for table in tables if table.name.endswith(name)), None)
         if table is None:
             names = ", ".join(table.name.rpartition(".")[2] for table in tables)
             raise ValueError(f"LoraConfig: trainable_token_indices names {name!r}, not a token embedding: {names}.")
         _check(lora, name, table, ids)
-        found.append((table, tuple(ids)))
-    return found
+        selected.append((table, tuple(ids)))
+    return selected
 
 
 def _check(lora: LoraConfig, name: str, table: Module, ids: list[int]) -> None:
@@ -222,11 +222,11 @@ def with_peft_head(lora: LoraConfig, modules: list[Module], kind: HeadName) -> t
     """
     if kind == "lm":
         return _of_causal_lm(lora)
-    saved, task, own = list(lora.modules_to_save or []), lora.task_type, _TASKS[kind]
+    saved, task, expected = list(lora.modules_to_save or []), lora.task_type, _TASKS[kind]
     if task is not None:
-        changed = f"task_type={task!r} was changed to {own!r}, so that the head is trained too."
+        changed = f"task_type={task!r} was changed to {expected!r}, so that the head is trained too."
         saved = saved if saved[-2:] == _PEFT_SAVED else [*saved, *_PEFT_SAVED]
-        return replace(lora, task_type=own, modules_to_save=saved), None if task == own else changed
+        return replace(lora, task_type=expected, modules_to_save=saved), None if task == expected else changed
     head = next((name for name in _PEFT_HEADS if _has(modules, name)), None)
     if head is None or any(head.endswith(name) for name in saved):
         return lora, None
@@ -235,10 +235,10 @@ def with_peft_head(lora: LoraConfig, modules: list[Module], kind: HeadName) -> t
 
 
 def _of_causal_lm(lora: LoraConfig) -> tuple[LoraConfig, str | None]:
-    task, own = lora.task_type, _TASKS["lm"]
-    if task in (None, own):
+    task, expected = lora.task_type, _TASKS["lm"]
+    if task in (None, expected):
         return lora, None
-    return replace(lora, task_type=own), f"task_type={task!r} was changed to {own!r}, the task of this model."
+    return replace(lora, task_type=expected), f"task_type={task!r} was changed to {expected!r}, the task of this model."
 
 
 def is_lm_head(module: Module) -> bool:
@@ -344,13 +344,11 @@ def _shortest(wanted: set[str], names: set[str]) -> set[str]:
     """Suffixes that match exactly these modules; PEFT shortens long lists this way."""
     others = {name for name in names if name not in wanted and not name.endswith(tuple(f".{w}" for w in wanted))}
     ends = {end for name in others for end in _ends(name)}
-    kept: set[str] = set()
+    suffixes: set[str] = set()
     for name in sorted(wanted, key=_ends):
-        for end in _ends(name):
-            if end not in kept and end not in ends and not any(name.endswith(f".{shorter}") for shorter in kept):
-                kept.add(end)
-                break
-    return kept if kept and len(kept) < len(wanted) else wanted
+        if not any(name.endswith(f".{suffix}") for suffix in suffixes):
+            suffixes.update([end for end in _ends(name) if end not in suffixes and end not in ends][:1])
+    return suffixes if suffixes and len(suffixes) < len(wanted) else wanted
 
 
 def _ends(name: str) -> list[str]:
@@ -431,14 +429,14 @@ def _in_layers(config: LoraConfig, name: str) -> bool:
     if layers is None or layers == []:
         return True
     if not patterns:
-        found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", name)
+        match = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", name)
     else:
         patterns = [patterns] if isinstance(patterns, str) else patterns
         tried = (re.match(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.", name) for pattern in patterns)
-        found = next((match for match in tried if match), None)
-    if found is None or found["number"] is None:  # an alternative of the pattern may have no number
+        match = next((match for match in tried if match), None)
+    if match is None or match["number"] is None:  # an alternative of the pattern may have no number
         return False
-    return int(found["number"]) in ([layers] if isinstance(layers, int) else layers)
+    return int(match["number"]) in ([layers] if isinstance(layers, int) else layers)
 
 
 def fully_trained(config: LoraConfig, modules: list[Module]) -> Targets:

@@ -107,8 +107,8 @@ def halves(lora: LoraConfig | None, config: NativeConfig) -> frozenset[str]:
     """Paths of the matrices and embeddings that `lora` does not train (all if it is None). If the checkpoint has 16-bit
     weights, they may be stored as raw bits."""
     modules = modules_of(config)
-    whole = set() if lora is None else _trained_names(lora, modules, config.head.kind)
-    frozen = [module for module in modules if module.kind in _MATRICES and module.name not in whole]
+    trained = set() if lora is None else _trained_names(lora, modules, config.head.kind)
+    frozen = [module for module in modules if module.kind in _MATRICES and module.name not in trained]
     paths = {f"{path}.weight" for module in frozen for path, _ in module.parts}
     return frozenset(paths | {path for module in modules for one in module.inside for path, _ in one.parts})
 

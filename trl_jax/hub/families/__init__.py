@@ -79,8 +79,8 @@ _REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 def families() -> dict[str, Family]:
     """All families here, by model_type."""
     modules = [vars(import_module(f"{__name__}.{module.name}")) for module in iter_modules(__path__)]
-    found = [family for module in modules for family in module.get("FAMILIES") or (module["FAMILY"],)]
-    return {family.model_type: family for family in sorted(found, key=lambda family: family.model_type)}
+    every = [family for module in modules for family in module.get("FAMILIES") or (module["FAMILY"],)]
+    return {family.model_type: family for family in sorted(every, key=lambda family: family.model_type)}
 
 
 def family_of(raw: dict[str, Any], source: Path) -> Family:
@@ -89,10 +89,10 @@ def family_of(raw: dict[str, Any], source: Path) -> Family:
     Raises:
         ValueError: no model_type, or an unsupported one; the message lists the supported ones.
     """
-    found = raw.get("model_type")
-    if not isinstance(found, str) or found not in families():
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in families():
         raise unsupported_error(raw, families(), source)
-    return families()[found]
+    return families()[model_type]
 
 
 def read_arch(raw: dict[str, Any], source: Path) -> tuple[Family, Any]:
@@ -109,9 +109,9 @@ def read_section(raw: dict[str, Any], source: str, model_type: str, arch: Callab
     """The architecture in a section of a config.json; absent sizes come from the config class of this model_type."""
     kind = config_class(model_type)
     reader = ConfigReader(raw, source, _defaults(kind, ()))
-    found = arch(reader)
+    architecture = arch(reader)
     reader.finish(partial(is_unread, kind))
-    return found
+    return architecture
 
 
 def _defaults(kind: Any, without: Collection[str] = _REQUIRED) -> dict[str, Any]:

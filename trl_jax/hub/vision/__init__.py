@@ -140,5 +140,5 @@ _UNUSED = frozenset({"initializer_range", "initializer_factor", "projection_dim"
 def vision_families() -> dict[str, VisionFamily]:
     """The vision families, by model_type."""
     modules = [vars(import_module(f"{__name__}.{module.name}")) for module in iter_modules(__path__)]
-    found = [family for module in modules for family in module.get("FAMILIES", ())]
-    return {family.model_type: family for family in sorted(found, key=lambda family: family.model_type)}
+    every = [family for module in modules for family in module.get("FAMILIES", ())]
+    return {family.model_type: family for family in sorted(every, key=lambda family: family.model_type)}

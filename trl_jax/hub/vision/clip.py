@@ -48,9 +48,9 @@ def layers_read(config: ConfigReader, selected: Any) -> int:
 
 def require_tower(config: ConfigReader, whole: Any, *known: str) -> None:
     """Raise ValueError unless the tower is one of these model types."""
-    found = whole.vision_config.model_type
-    if found not in known:
-        raise config.wrong("model_type", found, f"{' or '.join(map(repr, known))}, which are computed here")
+    model_type = whole.vision_config.model_type
+    if model_type not in known:
+        raise config.wrong("model_type", model_type, f"{' or '.join(map(repr, known))}, which are computed here")
 
 
 def arch(config: ConfigReader, whole: Any) -> VisionArch:
@@ -81,14 +81,14 @@ def patches_of(pixels: np.ndarray, size: int) -> np.ndarray:
 def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
     vision, clip = whole.vision_config, whole.vision_config.model_type == CLIP
     default = whole.vision_feature_select_strategy == "default"
-    found = []
+    images = []
     for patches in patches_of(processed["pixel_values"], vision.patch_size):
         patches = np.pad(patches, ((int(clip), 0), (0, 0)))  # a class token in front
         numbers = np.arange(len(patches), dtype=np.int32)
         groups = numbers[int(default) :, None]
         places, tokens = np.zeros((len(patches), 2), np.int32), np.arange(len(groups), dtype=np.int32)
-        found.append(ImagePatches(patches, places, spans_of([len(patches)]), groups, tokens, table=numbers[:, None]))
-    return found
+        images.append(ImagePatches(patches, places, spans_of([len(patches)]), groups, tokens, table=numbers[:, None]))
+    return images
 
 
 def tower_names(arch: VisionArch, prefix: str) -> Names:

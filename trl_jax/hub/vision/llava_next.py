@@ -20,14 +20,14 @@ _SEPARATOR = -2  # its number in `ImagePatches.tokens`
 
 
 def _arch(config: ConfigReader, whole: Any) -> VisionArch:
-    found = clip.arch(config, whole)
-    wanted = "default" if found.class_token else "full"
+    base = clip.arch(config, whole)
+    wanted = "default" if base.class_token else "full"
     if whole.vision_feature_select_strategy != wanted:
         raise ValueError(
             f"{config.source}: vision_feature_select_strategy is {whole.vision_feature_select_strategy!r}, wanted "
             f"{wanted!r} for a {whole.vision_config.model_type}: the features of a tile must form a square."
         )
-    return replace(found, connector=replace(found.connector, separators=1))
+    return replace(base, connector=replace(base.connector, separators=1))
 
 
 def best_resolution(size: Sequence[int], choices: Sequence[Sequence[int]]) -> tuple[int, int]:
