@@ -30,6 +30,8 @@ from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_config import PICKLED, PISSA, WEIGHTS, LoraConfig, no_adapter_error, refuse_beyond
 from trl_jax.hub.peft_targets import (
     ADAPTABLE,
+    EMBEDDING,
+    HEAD,
     TENSOR,
     Targets,
     fully_trained,
@@ -58,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
 _SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "lora_B.bias"}
-_SAVED_TABLES = ("embed_tokens", "lm_head")  # if a module with this name is adapted, PEFT also saves its base weight
+_SAVED_TABLES = (EMBEDDING, HEAD)  # if a module with this name is adapted, PEFT also saves its base weight
 # What PEFT inserts between a table's name and its weight: nothing; for an adapter; for full training; for single rows.
 WRAPPED = ("", ".base_layer", ".original_module", ".token_adapter.base_layer")
 _TABLE_SUFFIX = {"a": "lora_embedding_A", "b": "lora_embedding_B"}

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from trl_jax.hub.heads import HeadName
+from trl_jax.hub.heads import LM_HEAD, HeadName
 from trl_jax.hub.modules import Module, in_order, of_vision
 from trl_jax.hub.peft_config import PISSA, LoraConfig
 
@@ -137,7 +137,7 @@ def _matrices(every: list[tuple[str, str, Module, int]]) -> list[str]:
 # trainable_token_indices: rows of the token embedding that are trained
 
 
-_TABLE, _HEAD = "embed_tokens", "lm_head"
+EMBEDDING, HEAD = "embed_tokens", "lm_head"  # PEFT's names for the modules with one row per token
 TENSOR = "token_adapter.trainable_tokens_delta"  # suffix of the trained rows' tensor after the module's name
 
 
@@ -154,9 +154,9 @@ def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraCon
         )
     asked, saved = lora.trainable_token_indices, list(lora.modules_to_save or [])
     named = isinstance(asked, dict)
-    asked = asked | {_TABLE: [*asked.get(_TABLE, ()), *ids]} if named else [*(asked or ()), *ids]
-    if head == "lm" and _HEAD not in saved:
-        saved.append(_HEAD)
+    asked = asked | {EMBEDDING: [*asked.get(EMBEDDING, ()), *ids]} if named else [*(asked or ()), *ids]
+    if head == "lm" and HEAD not in saved:
+        saved.append(HEAD)
         logger.warning(
             "Cloning chat template added new tokens to the tokenizer, but 'lm_head' is not in `modules_to_save` of the "
             "adapter. It was added, because otherwise the model may not learn to generate these tokens. "
@@ -209,7 +209,6 @@ def _check(lora: LoraConfig, name: str, table: Module, ids: list[int]) -> None:
 
 
 _TASKS = {"score": "SEQ_CLS", "lm": "CAUSAL_LM"}  # PEFT's names for models with these heads
-_LM_HEAD = "lm_head"  # our module
 _PEFT_HEADS = ("score", "classifier")  # attributes that PEFT considers the head of a classifier
 _PEFT_SAVED = ["classifier", "score"]  # what PEFT adds to modules_to_save for a classifier
 
@@ -243,7 +242,7 @@ def _of_causal_lm(lora: LoraConfig) -> tuple[LoraConfig, str | None]:
 
 def is_lm_head(module: Module) -> bool:
     """Whether the module is the head of a language model."""
-    return any(path == _LM_HEAD for path, _ in module.parts)
+    return any(f"{path}.weight" == LM_HEAD for path, _ in module.parts)
 
 
 def peft_head(lora: LoraConfig, modules: list[Module]) -> str | None:
