@@ -40,7 +40,7 @@ from trl_jax.hub.formats import (
 from trl_jax.hub.gguf import BLOCKS, LINK, GgufFiles, Mxfp4Files
 from trl_jax.hub.heads import ONE_LABEL, Draw, HeadName
 from trl_jax.hub.quantization import quantized
-from trl_jax.hub.tensor_map import ExpertRows, TensorEntry, make_tensor_map
+from trl_jax.hub.tensor_map import TensorEntry, make_tensor_map, with_fused_experts
 from trl_jax.mesh.mesh import owned
 from trl_jax.models.model import logical_axes
 from trl_jax.nn.linear import HALVES, Format
@@ -646,41 +646,6 @@ class ArrayReader:
 @partial(jax.jit, donate_argnums=0)
 def _set_at(array: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:
     return array.at[tuple(index)].set(values.astype(array.dtype))
-
-
-# Experts fused into one 3D tensor, as in transformers' modules
-
-_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-# Weight of a single expert -> the fused tensor, and its position if two weights share that tensor.
-_FUSED = {
-    ".{}.gate_proj.weight": (_GATE_UP, 0),
-    ".{}.up_proj.weight": (_GATE_UP, 1),
-    ".{}.down_proj.weight": (_DOWN, None),
-}
-
-
-def with_fused_experts(
-    tensor_map: list[TensorEntry], shapes: Mapping[str, Any], on_disk: Mapping[str, tuple[int, ...]]
-) -> list[TensorEntry]:
-    """Adapt the tensor map to checkpoints that store all experts in one tensor, in either orientation. Other maps are
-    returned unchanged. The checkpoint is saved in the form it had, as in transformers."""
-    if not any(name.endswith(f".experts.{_GATE_UP}") for name in on_disk):
-        return tensor_map
-    return [_fused(entry, shapes[entry.path].shape, on_disk) for entry in tensor_map]
-
-
-def _fused(entry: TensorEntry, shape: tuple[int, ...], on_disk: Mapping[str, tuple[int, ...]]) -> TensorEntry:
-    ending = next((end for end in _FUSED if entry.tensor.endswith(f".experts{end}")), None)
-    if ending is None:
-        return entry
-    (name, place), (experts, size, inputs) = _FUSED[ending], shape[-3:]
-    tensor, total = f"{entry.tensor.removesuffix(ending)}.{name}", size if place is None else 2 * size
-    stored = {tuple(form) for tensor, form in on_disk.items() if tensor.endswith(f".experts.{name}")}
-    transposed = total != inputs and stored == {(experts, inputs, total)}
-    if place is None and not transposed:
-        return replace(entry, tensor=tensor, tensor_slice=None)
-    rows = ExpertRows((place or 0) * size, size, total, transposed=transposed)
-    return replace(entry, tensor=tensor, tensor_slice=rows)
 
 
 # Slices on the host: XLA takes longer to compile a program for each shape than to run it.
