@@ -178,3 +178,11 @@ def test_jax_takes_values(models):
     for found in (ones - 2 * values, (-2 * values) + ones):
         assert isinstance(found, jax.Array)
         np.testing.assert_allclose(found, 1 - 2 * np.asarray(values), rtol=1e-6)
+
+
+def test_a_resized_copy_leaves_the_shapes_of_the_original(folder):
+    original = trl_jax.AutoModelForCausalLM.from_pretrained(folder)
+    table = original.get_parameter("model.embed_tokens.weight")
+    rows, resized = table.shape[0], copy.copy(original)
+    resized.resize_token_embeddings(rows + 8)
+    assert resized.get_parameter("model.embed_tokens.weight").shape[0] == rows + 8 and table.shape[0] == rows

@@ -289,6 +289,9 @@ def compiled_scores(
 _OUTPUT_EMBEDDINGS = re.compile(r"(?P<module>(^|.*\.)(lm_head|embed_out))\.(?!.*lora_).*weight$")
 
 
+_NO_MODULES: tuple[tuple[Any, bool], dict[str, Any]] = (None, False), {}
+
+
 class LoadedKeys(NamedTuple):
     """The result of `load_state_dict`, as in torch."""
 
@@ -308,32 +311,34 @@ class TransformersModelApi(ModuleApi):
     model_tags: list[str] | None = None
     was_merged: bool = False  # by `merge_and_unload`, after which PEFT leaves all parameters frozen
     accepts_loss_kwargs: bool | None = None  # read by transformers' Trainer; None: as for the model type
-    _known_parameters: dict[str, Parameter] | None = None
-    _submodules: weakref.WeakValueDictionary[str, Submodule] | None = None
+    _parameters_by_name: dict[str, Parameter]
+    _submodules: weakref.WeakValueDictionary[str, Submodule]
     # (the backend, whether torch was imported) when the modules were listed, and the modules by name.
-    _known_modules: tuple[tuple[Any, bool], dict[str, Any]] = ((None, False), {})
+    _known_modules: tuple[tuple[Any, bool], dict[str, Any]] = _NO_MODULES
     _module = ""
     _base: Any = None  # the model without its adapter, in `disable_adapter`
 
     def _named(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Parameter]]:
         """Yield parameters and buffers: all, or the `wanted` ones. There is one object for each."""
-        if self._known_parameters is None:
-            self._known_parameters = {}
         for name, _ in self.weights.read_values(wanted, keep=True) if wanted is None or wanted else ():
-            yield name, self._known_parameters.setdefault(name, Parameter(self.weights, name))
+            yield name, self._parameters_by_name.setdefault(name, Parameter(self.weights, name))
 
-    def _copied(self, copied: Callable[[Any], Any]) -> Any:
-        """A copy, which has weights and parameters of its own."""
-        apart = {"weights": copy.copy(self.weights), "_known_parameters": None, "_submodules": None, "_base": None}
-        other = object.__new__(type(self))
-        vars(other).update(copied(vars(self) | apart))
-        return other
+    def _set_weights(self, weights: Weights) -> None:
+        """Set the weights of a new model, of which no parameters or modules exist yet."""
+        self.weights, self._base = weights, None
+        self._parameters_by_name, self._submodules = {}, weakref.WeakValueDictionary()
 
     def __copy__(self) -> Any:
-        return self._copied(dict)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other._set_weights(copy.copy(self.weights))
+        return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._copied(lambda state: copy.deepcopy(state | {"_known_modules": ((None, False), {})}, memo))
+        other = copy.copy(self)
+        other._known_modules = _NO_MODULES
+        vars(other).update(copy.deepcopy(vars(other), memo))
+        return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -379,8 +384,6 @@ class TransformersModelApi(ModuleApi):
 
     def _module_named(self, name: str) -> Submodule:
         """The module with this name: the same object as long as a script holds it, so that `is` compares modules."""
-        if self._submodules is None:
-            self._submodules = weakref.WeakValueDictionary()
         is_table = f"{name}.weight" == self.backend.token_table or _OUTPUT_EMBEDDINGS.match(f"{name}.weight")
         kind = EmbeddingModule if is_table else Submodule
         return self._submodules.setdefault(name, kind(self, name))
@@ -442,12 +445,11 @@ class TransformersModelApi(ModuleApi):
         """The names of all modules in order -> torch's modules without values if torch is imported; otherwise the names
         of modules with parameters -> None."""
         in_torch = "torch" in sys.modules
-        known, known_in_torch = self._known_modules[0]
-        if known is not self.backend or known_in_torch != in_torch:
-            adapter = self.backend.config if isinstance(self.backend, AdaptedBackend) else None
-            adapter = already_initialized(adapter) if isinstance(adapter, LoraConfig) else adapter
-            images = any(path.startswith("vision.") for path in self.backend.tensors)
+        if self._known_modules[0] != (self.backend, in_torch):
             if in_torch:
+                adapter = self.backend.config if isinstance(self.backend, AdaptedBackend) else None
+                adapter = already_initialized(adapter) if isinstance(adapter, LoraConfig) else adapter
+                images = any(path.startswith("vision.") for path in self.backend.tensors)
                 modules = torch_modules(self.config, self.backend.head, adapter, images=images)
             else:
                 modules = dict.fromkeys(owners(self.names(), self.backend.tied))
@@ -662,7 +664,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         self.generation_config = generation_config
         self.processor: Any = folder
         self.writes = True  # whether this process does; see `read`
-        self.weights = Weights(params, {} if frozen is None else frozen, backend)
+        self._set_weights(Weights(params, {} if frozen is None else frozen, backend))
 
     def __call__(
         self,
