@@ -9,6 +9,7 @@ import pytest
 
 from compat_tests.effort import only_thorough
 from compat_tests.tiny import tiny_model
+from trl_jax.cli import compare
 from trl_jax.cli.compare import SIDES, Record, differences, first_difference, make_parser, picture, report, run
 from trl_jax.cli.main import main
 
@@ -160,9 +161,20 @@ def test_two_runs_without_a_finite_loss():
 def test_a_script_that_one_side_does_not_run():
     lines = report(Record(error="TypeError: no argument max_seq_length"), record())
     assert lines[1].startswith("step 1  loss 2") and lines[-1] == (
-        "The script does not train under TRL: TypeError: no argument max_seq_length The numbers are from trl_jax."
+        "The script does not train under TRL: TypeError: no argument max_seq_length. The numbers are from trl_jax."
     )
-    assert report(record(), Record(error="it ends"))[-1].endswith("it ends The numbers are from TRL.")
+    assert report(record(), Record(error="it ends"))[-1].endswith("it ends. The numbers are from TRL.")
+
+
+def test_trl_is_not_installed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "it.py").write_text("")
+    records = {"trl": Record(error="ModuleNotFoundError: No module named 'trl'"), "trl_jax": record()}
+    order = []
+    monkeypatch.setattr(compare, "run", lambda side, *_: order.append(capsys.readouterr().err) or records[side])
+    compare.main(compare.make_parser().parse_args([str(tmp_path / "it.py")]))
+    said = "ModuleNotFoundError: No module named 'trl'. `pip install trl` installs it, with torch."
+    assert f"trl: {said}\n10 steps under trl_jax ..." in order[1]  # before the minutes that the other side takes
+    assert f"under TRL: {said} The numbers are from trl_jax." in capsys.readouterr().out
 
 
 @only_thorough

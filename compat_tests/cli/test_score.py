@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +96,13 @@ def test_env_names_versions_devices_and_what_is_missing(capsys, monkeypatch):
     told = capsys.readouterr().out
     assert "- nowhere_to_be_found: not installed; needed to do wonders" in told
     assert "- devices: 1 x cpu (cpu)" in told and "- jax: 0." in told
+
+
+def test_env_names_every_extra_of_users():
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    wanted = [one for name in ("torch", "gguf", "peft", "math-verify", "vision") for one in extras[name]]
+    assert {re.split("[^a-z-]", one)[0] for one in wanted} <= set(env.OPTIONAL)
 
 
 @pytest.mark.parametrize("command", ["reward", "score", "env"])

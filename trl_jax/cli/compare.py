@@ -80,8 +80,10 @@ def main(args: argparse.Namespace) -> None:
     for side in SIDES:
         print(f"{args.steps} steps under {side} ...", file=sys.stderr, flush=True)
         records[side] = run(side, args.script, args.flags, args.steps)
+        if records[side].error:
+            print(f"{side}: {cleaned(_explained(records[side].error))}", file=sys.stderr, flush=True)
     if all(record.error for record in records.values()):
-        raise ValueError(" ".join(f"{side}: {record.error}" for side, record in records.items()))
+        raise ValueError(" ".join(f"{side}: {_explained(record.error)}" for side, record in records.items()))
     print("\n".join(map(cleaned, report(*records.values()))))
     if args.json:
         write_whole(Path(args.json), json.dumps({side: record._asdict() for side, record in records.items()}, indent=2))
@@ -141,9 +143,15 @@ def report(theirs: Record, ours: Record) -> list[str]:
         other = "trl_jax" if theirs.error else "TRL"
         return [
             *_lines_of_one(record),
-            f"The script does not train under {side}: {error} The numbers are from {other}.",
+            f"The script does not train under {side}: {_explained(error)} The numbers are from {other}.",
         ]
     return [*_table(theirs, ours), "", *_costs(theirs, ours), "", _verdict(theirs, ours)]
+
+
+def _explained(error: str) -> str:
+    """The error as a sentence, with the way out if trl is not installed."""
+    way = " `pip install trl` installs it, with torch." if error.endswith("No module named 'trl'") else ""
+    return f"{error.rstrip('.')}.{way}"
 
 
 def differences(theirs: Record, ours: Record) -> dict[str, float]:

@@ -13,6 +13,7 @@ OPTIONAL = {
     "peft": "pass objects of peft",
     "gguf": "load GGUF files",
     "math-verify": "use accuracy_reward",
+    "pillow": "train on rows with images",
     "trl": "use trainers that trl_jax lacks, under python -m trl_jax",
     "rich": "use RichProgressCallback",
     "tensorboard": "use report_to='tensorboard'",
