@@ -111,7 +111,7 @@ def test_missing_columns(form):
         form([{"prompt": "a", "chosen": "b"}]),
         "train_dataset must have the columns 'chosen' and 'rejected', or 'chosen_ids' and 'rejected_ids', or "
         "'chosen_input_ids' and 'rejected_input_ids', or 'input_ids_chosen' and 'input_ids_rejected', "
-        "got ['prompt', 'chosen'].",
+        "got ['prompt', 'chosen']. Rename columns with dataset.rename_column.",
     )
 
 

@@ -88,7 +88,8 @@ REFUSED = {
     "images": (
         {"train": table().add_column("image", [[0]] * 8)}, ValueError, "contains 'image' or 'images' keys"),
     "no prompts": (
-        {"train": table().rename_column("prompt", "text")}, KeyError, "must have the column 'prompt', got text"
+        {"train": table().rename_column("prompt", "text")}, KeyError,
+        "train_dataset must have the column 'prompt', got .'text'.*rename_column",
     ),
     "a stream without an end": (
         {"train": table().to_iterable_dataset(), "config": {"max_steps": -1}}, ValueError, "max_steps must be set"),

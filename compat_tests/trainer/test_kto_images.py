@@ -91,7 +91,11 @@ def test_an_evaluation_is_trls(llava, tmp_path):
 
 REFUSED = {
     "pairs": (pairs, {}, "Vision datasets must be in unpaired format"),
-    "no label": (lambda: unpaired().remove_columns("label"), {}, "train_dataset must have the column 'label'"),
+    "no label": (
+        lambda: unpaired().remove_columns("label"),
+        {},
+        "train_dataset must have the column 'label'.*rename_column",
+    ),
     "precomputed": (unpaired, {"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not"),
     "prompts": (unpaired, {"max_prompt_length": 8}, "max_prompt_length=8 is not supported for rows with images"),
 }

@@ -99,7 +99,7 @@ def test_full_prompts_are_left_out_and_long_ones_shortened(folder, caplog):
     kept = preference.prepare_reference_free(rows, tokenizer, max_prompt_length=5, **options)
     whole = tokenizer(rows[4]["prompt"])["input_ids"]
     assert kept[4]["prompt_input_ids"] == whole[-5:] and kept[4]["chosen_input_ids"][:5] == whole[-5:]
-    with pytest.raises(ValueError, match="train_dataset must have the columns 'chosen' and 'rejected'"):
+    with pytest.raises(ValueError, match="train_dataset must have the columns 'chosen' and 'rejected'.*rename_column"):
         preference.prepare_reference_free(rows.remove_columns("rejected"), tokenizer, max_prompt_length=None, **options)
 
 

@@ -87,7 +87,10 @@ def check_image_columns(columns: Collection[str], where: str) -> None:
             "your dataset first: `dataset = unpair_preference_dataset(dataset)`."
         )
     if missing := [column for column in _NEEDED if column not in columns]:
-        raise ValueError(f"{where} must have the column {missing[0]!r}, got {brief(list(columns), 500)}.")
+        raise ValueError(
+            f"{where} must have the column {missing[0]!r}, got {brief(list(columns), 500)}. Rename columns with "
+            "dataset.rename_column."
+        )
 
 
 def rotated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -135,7 +138,8 @@ def _unpaired(
         if not preference.has_all(first, _NEEDED):
             raise ValueError(
                 f"{where} must have the columns 'prompt', 'completion' and 'label', or 'chosen' and 'rejected' (with "
-                f"an optional 'prompt'), or {', '.join(IDS)}, got {brief(list(first), 500)}."
+                f"an optional 'prompt'), or {', '.join(IDS)}, got {brief(list(first), 500)}. Rename columns with "
+                "dataset.rename_column."
             )
         return tokenize.with_columns(dataset, _NEEDED, where), where
     dataset = tokenize.with_columns(dataset, [name for name in ("prompt", *_PAIR) if name in first], where)

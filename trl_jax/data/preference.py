@@ -65,7 +65,7 @@ def prepare_dpo(
     if not has_ids and not has_texts:
         raise ValueError(
             f"{where} must have the columns 'chosen' and 'rejected' (with an optional 'prompt'), or "
-            f"{', '.join(IDS)}, got {brief(list(first), 500)}."
+            f"{', '.join(IDS)}, got {brief(list(first), 500)}. Rename columns with dataset.rename_column."
         )
     if has_ids:
         plain = tokenize.with_columns(plain, IDS, where)
@@ -154,7 +154,8 @@ def prepare_reference_free(
     if not has_all(first, _SIDES):
         found = brief(list(first), 500)
         raise ValueError(
-            f"{where} must have the columns 'chosen' and 'rejected' (with an optional 'prompt'), got {found}."
+            f"{where} must have the columns 'chosen' and 'rejected' (with an optional 'prompt'), got {found}. Rename "
+            "columns with dataset.rename_column."
         )
     plain = tokenize.with_columns(plain, [column for column in ("prompt", *_SIDES) if column in first], where)
     options = tokenize.map_options(plain, num_proc, f"Tokenizing {where}")

@@ -53,7 +53,8 @@ def check_prompts(
     columns = dataset.column_names
     if columns is not None and "prompt" not in columns:
         raise KeyError(
-            f"{name} must have the column 'prompt', got {', '.join(columns)}. Rename the column with the prompts."
+            f"{argument(name)} must have the column 'prompt', got {brief(list(columns), 500)}. Rename the column with "
+            "the prompts: dataset.rename_column(old_name, 'prompt')."
         )
     if not images:
         checks.check_no_images(columns or (), argument(name))

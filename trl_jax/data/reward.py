@@ -484,7 +484,10 @@ def _warn_unread(column_names: list[str], tokenized: bool, where: str) -> None:
 def missing_columns(columns: list[str], name: str) -> ValueError:
     """The error for a dataset with neither texts nor ids."""
     accepted = ", or ".join(f"{chosen!r} and {rejected!r}" for chosen, rejected in (TEXTS, IDS, *LEGACY_IDS))
-    return ValueError(f"{argument(name)} must have the columns {accepted}, got {brief(columns, 500)}.")
+    return ValueError(
+        f"{argument(name)} must have the columns {accepted}, got {brief(columns, 500)}. Rename columns "
+        "with dataset.rename_column."
+    )
 
 
 def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.ndarray]:
