@@ -213,6 +213,16 @@ def test_row18_nothing_to_resume_from(there, tmp_path):
         find("nowhere", str(tmp_path))
 
 
+@pytest.mark.parametrize("there", ["nothing", "model"])
+def test_row18_a_folder_that_is_no_checkpoint(there, saved):
+    folder = saved / "final"
+    folder.mkdir()
+    if there == "model":
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"Can't find a valid checkpoint at {folder}: .* pass its folder as model"):
+        find(folder, str(saved))
+
+
 @pytest.mark.parametrize(
     ("step", "written"), [(1, "a newer one wrote it. Upgrade trl_jax"), (-1, "an older one wrote it. Resume with that")]
 )

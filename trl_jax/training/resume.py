@@ -607,6 +607,13 @@ def find(wanted: str | Path | bool, output_dir: str) -> ResumePoint:
             f"resume_from_checkpoint={str(wanted)!r} is not a folder. Pass a checkpoint's, or True for the newest in "
             "output_dir."
         )
+    is_named = folder.absolute() in checkpoints(folder.absolute().parent)
+    if not is_named and not any((folder / name).exists() for name in (MANIFEST, STATE_FILE)):
+        raise ValueError(
+            f"Can't find a valid checkpoint at {wanted}: resume_from_checkpoint is a folder with neither {MANIFEST} "
+            f"nor {STATE_FILE}. Pass a folder checkpoint-<step>, or True for the newest in output_dir. To start from "
+            "the weights of a saved model, pass its folder as model."
+        )
     try:
         return check(folder)
     except BrokenCheckpoint as error:
