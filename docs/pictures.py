@@ -109,10 +109,11 @@ def _line(
     if inside:
         label = f'x="{first_x + 8:.1f}" y="{first_y + (12 if rises else -12):.1f}"'
     through = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
+    key = "" if kind == "limit" else f'<tspan class="{kind}">&#9679;</tspan> '  # a dashed line needs no color
     return [
         f'<polyline class="line {kind}" points="{through}"/>',
         f'<text class="soft" {label}>{_told(first, digits)}</text>',
-        f'<text class="text" x="{last_x + 10:.1f}" y="{last_y:.1f}">{_told(last, digits)} {name}</text>',
+        f'<text class="text" x="{last_x + 10:.1f}" y="{last_y:.1f}">{key}{_told(last, digits)} {name}</text>',
     ]
 
 
@@ -175,7 +176,7 @@ def _curves(heading: str, title: str, told: str) -> str:
         name = rows[0][column][0]
         lines[name, kind] = [(float(row[0][1]), float(row[column][1])) for row in rows if row[column][1] != "-"]
     most = max(value for points in lines.values() for _, value in points)
-    first, right, low = _FIRST + 40, _RIGHT - 210, 330.0
+    first, right, low = _FIRST + 40, _RIGHT - 228, 330.0
     parts = [f'<path class="grid" d="M{first} 330H{right}"/>', f'<text class="soft" x="{first}" y="384">step</text>']
     for row in rows:
         x = first + (right - first) * float(row[0][1]) / last
