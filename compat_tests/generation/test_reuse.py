@@ -19,7 +19,7 @@ from trl_jax.generation.generator import SHARE, Lengths, Limit, cache_bytes, dev
 from trl_jax.generation.reuse import TurnCache, can_keep
 from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl_jax.hub.generate import complete
-from trl_jax.nn.cache import CachedTexts, LayerCache
+from trl_jax.nn.cache import CachedTexts, TokenCache
 
 OPTIONS = {"max_new_tokens": 40, "do_sample": True, "pad_token_id": 0, "eos_token_id": list(range(5, 500, 40))}
 FEW = {"max_new_tokens": 4, "do_sample": True, "pad_token_id": 0, "eos_token_id": None}
@@ -191,13 +191,13 @@ def test_later_turns_are_padded_within_the_limit(model, at_once, monkeypatch):
 
 
 def test_texts_are_moved_without_a_copy_of_the_cache():
-    places = {"prompt_k": (2, 4, 2, 64, 8), "prompt_v": (2, 4, 2, 64, 8)}
-    texts = {"prompt_k": (2, 8, 2, 128, 8), "prompt_v": (2, 8, 2, 128, 8)}
-    own = {"k_T": (2, 4, 2, 2, 8, 32), "v": (2, 4, 2, 2, 32, 8)}, {"k_T": (2, 8, 1, 2, 8, 32), "v": (2, 8, 1, 2, 32, 8)}
-    old, new = (
-        LayerCache(**{name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in (prompts | more).items()})
-        for prompts, more in zip((places, texts), own, strict=True)
-    )
+    def keys_and_values(prompts, length, group):
+        shape = jax.ShapeDtypeStruct((2, prompts, 2, length, 8), np.float32)
+        k_T = jax.ShapeDtypeStruct((2, prompts, group, 2, 8, 32), np.float32)
+        v = jax.ShapeDtypeStruct((2, prompts, group, 2, 32, 8), np.float32)
+        return TokenCache(shape, k_T, token_axis=-1), TokenCache(shape, v)
+
+    old, new = keys_and_values(4, 64, 2), keys_and_values(8, 128, 1)
     number, here = jax.ShapeDtypeStruct((8,), np.int32), jax.ShapeDtypeStruct((8,), bool)
     compiled = reuse._with_texts.lower(new, old, CachedTexts(number, number, number, number, here)).compile()
     size = compiled.memory_analysis()

@@ -341,4 +341,4 @@ def _reordered(state: Decoding, beam: jax.Array) -> Decoding:
     def select(array: jax.Array, axis: int, each: bool) -> jax.Array:
         return array[(slice(None),) * axis + (jnp.arange(prompts)[:, None], members)] if each else array
 
-    return state._replace(cache=state.cache._replace(parts=[part.selected(select) for part in state.cache.parts]))
+    return state._replace(cache=state.cache.selected(select))

@@ -21,7 +21,7 @@ from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.decoder import Features, in_a_stack
 from trl_jax.models.model import logical_axes, merge
-from trl_jax.nn.cache import Cache, CacheFill, Kept, Room, grown_ring
+from trl_jax.nn.cache import Cache, CacheFill, CacheSize, NewEntries, each_entry, grown_ring
 from trl_jax.nn.linear import EncodedWeight
 
 # Prefill
@@ -69,9 +69,12 @@ def prefill(
         trunk = trunk_of(model)
         features = None if seen.images is None else model.features(seen.images, dtype=dtype)
         options = {"positions": seen.positions, "features": features}
-        hidden, kept = _through(trunk, tokens, lengths, longest, dtype, max_tokens, **options)
+        hidden, new = _through(trunk, tokens, lengths, longest, dtype, max_tokens, **options)
         logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
-        parts = [own.cache(lengths, room) for own, room in zip(kept, _rooms(trunk, group, capacity), strict=True)]
+        parts = [
+            each_entry(lambda entry, size=size: entry.cache(lengths, size), entries)
+            for entries, size in zip(new, _cache_sizes(trunk, group, capacity), strict=True)
+        ]
         parts = by_layers(parts, trunk.arch) if by_layer else parts
         return logits, Cache(parts, CacheFill(lengths, jnp.zeros_like(lengths), jnp.int32(0), seen.offsets))
 
@@ -91,7 +94,7 @@ def _through(
     *,
     positions: jax.Array | None = None,
     features: Features | None = None,
-) -> tuple[jax.Array, list[Kept]]:
+) -> tuple[jax.Array, list[NewEntries]]:
     """Run right-padded texts through the decoder.
 
     Args:
@@ -99,7 +102,7 @@ def _through(
         features: of the texts' images.
 
     Returns:
-        The hidden state of the last token of each text, and the keys and values of all tokens.
+        The hidden state of the last token of each text, and the new entries for the cache.
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -154,11 +157,13 @@ def recomputed(
     def of_shard(arrays, state, texts, longest):
         fill = state.cache.fill
         group = len(texts) // len(fill.prompt_lengths)
-        lengths = jnp.maximum(jnp.repeat(fill.prompt_lengths + fill.own, group), 1)
+        lengths = jnp.maximum(jnp.repeat(fill.prompt_lengths + fill.completion_lengths, group), 1)
         trunk = trunk_of(merge(graph, arrays))
-        _, kept = _through(trunk, texts, lengths, longest, dtype, max_tokens)
-        rooms = _rooms(trunk, group, state.capacity)
-        parts = [own.cache_of_texts(fill, room) for own, room in zip(kept, rooms, strict=True)]
+        _, new = _through(trunk, texts, lengths, longest, dtype, max_tokens)
+        parts = [
+            each_entry(lambda entry, size=size: entry.cache_of_texts(fill, size), entries)
+            for entries, size in zip(new, _cache_sizes(trunk, group, state.capacity), strict=True)
+        ]
         return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, fill))
 
     def specs(own: Shards) -> tuple:
@@ -167,9 +172,9 @@ def recomputed(
     return shard_mapped(shards, of_shard, specs, parameters=True)(arrays, state, texts, longest)
 
 
-def _rooms(trunk: nnx.Module, group: int, capacity: int) -> list[Room]:
-    """The capacity of each part of the cache."""
-    return [Room(group, capacity, part.window) for part in cache_parts(trunk.arch)]
+def _cache_sizes(trunk: nnx.Module, group: int, capacity: int) -> list[CacheSize]:
+    """The size of each part of the cache."""
+    return [CacheSize(group, capacity, part.window) for part in cache_parts(trunk.arch)]
 
 
 # Decoding state
@@ -288,7 +293,7 @@ def selected(
             array.delete()
         return new
 
-    parts = [part.selected(select) for part in state.cache.parts]
+    parts = state.cache.selected(select).parts
     bare = state._replace(cache=state.cache._replace(parts=[]))
     bare = _selected_rows(bare, prompts, completions, alive, shards=shards)
     return bare._replace(cache=bare.cache._replace(parts=parts))

@@ -45,7 +45,7 @@ from trl_jax.generation.sampling import History, Processor, process
 from trl_jax.mesh.mesh import TENSOR, fetched
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
-from trl_jax.nn.cache import Cache, Kept, LayerCache, LayersCache, Room
+from trl_jax.nn.cache import Cache, CacheSize, NewEntries, StateCache, TokenCache
 
 STEPS = 16  # decoding steps per call, after which the host checks which completions have ended
 FIRST_CAPACITY = 32  # initial capacity in tokens; doubled whenever it is full
@@ -175,9 +175,9 @@ class _Generation:
         if self._continued is None:
             logits, cache = self._prefilled(request_rows, longest, prompt_capacity, capacity)
         else:
-            room = Room(self._request.group, capacity)
+            size = CacheSize(self._request.group, capacity)
             logits, cache = self._continued.prefilled(
-                self._weights, request_rows[:, 0], room, prompt_capacity, self._max_tokens
+                self._weights, request_rows[:, 0], size, prompt_capacity, self._max_tokens
             )
             self._continued = None
         state = initial_state(cache, request_rows.reshape(-1) >= 0, capacity, logps=self._request.logps)
@@ -617,12 +617,12 @@ def cache_bytes(weights: Weights, prompts: int, group: int, lengths: Lengths) ->
     first = min(lengths.new, FIRST_CAPACITY)
     cache = full_cache(weights, (prompts, lengths.prompt), group, (first, lengths.new), lengths.max_tokens)
     tensor = 1 if weights.shards is None else weights.shards.mesh.shape.get(TENSOR, 1)
-    return sum(_bytes(part, tensor) for part in cache.parts)
+    return sum(_bytes(entry, tensor) for part in cache.parts for entry in part)
 
 
-def _bytes(part: LayersCache, tensor: int) -> int:
-    taken = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
-    return taken // tensor if isinstance(part, LayerCache) and part.v.shape[-3] % tensor == 0 else taken
+def _bytes(entry: TokenCache | StateCache, tensor: int) -> int:
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry))
+    return size // tensor if isinstance(entry, TokenCache) and entry.prompts.shape[-3] % tensor == 0 else size
 
 
 # Requests and completions
@@ -914,7 +914,9 @@ class _Steps:
         def angles(state: Decoding, number: jax.Array) -> dict[str, jax.Array]:
             return trunk.angles(_positions(state), longest + number)
 
-        def forward(state: Decoding, number: jax.Array, rotation: dict[str, jax.Array]) -> tuple[jax.Array, list[Kept]]:
+        def forward(
+            state: Decoding, number: jax.Array, rotation: dict[str, jax.Array]
+        ) -> tuple[jax.Array, list[NewEntries]]:
             tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
             inputs = options | {"cache": state.cache, "angles": rotation}
             hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **inputs)

@@ -26,7 +26,7 @@ from trl_jax.generation.decode import (
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
-from trl_jax.nn.cache import Cache, CachedTexts, CacheFill, LayersCache, Room
+from trl_jax.nn.cache import Cache, CachedTexts, CacheFill, CacheSize, LayerCache, each_entry
 
 _STEP = 64  # new tokens of each text per call, so that programs do not depend on the length of a tool's answer
 _MOST_NEW = 1 / 2  # largest ratio of new tokens to the longest text's tokens; above, a prefill is as fast
@@ -124,7 +124,7 @@ class Piece(NamedTuple):
     request_rows: int `[P, G]`, the row of each completion that has ended; -1 for others.
     """
 
-    parts: list[LayersCache]
+    parts: list[LayerCache]
     prompt_lengths: np.ndarray
     request_rows: np.ndarray
 
@@ -189,18 +189,18 @@ class ContinuedTexts:
         return [place.prompt // self._each(self.pieces[place.piece]) for place in self.places]
 
     def prefilled(
-        self, weights: Weights, prompts: np.ndarray, room: Room, prompt_capacity: int, max_tokens: int
+        self, weights: Weights, prompts: np.ndarray, size: CacheSize, prompt_capacity: int, max_tokens: int
     ) -> tuple[jax.Array, Cache]:
         """The result of `decode.prefill`. Consumes the cache of the last turn.
 
         Args:
             prompts: int `[P]`, indices of the prompts in the order of the new cache, which keeps them on their shards;
                 -1 for padding.
-            room, prompt_capacity, max_tokens: for `prefill`.
+            size, prompt_capacity, max_tokens: of the new cache, for `prefill`.
         """
         texts = [self.texts[prompt] if prompt >= 0 else np.zeros(1, np.int32) for prompt in prompts]
         known = np.where(prompts >= 0, self.known[prompts], 0).astype(np.int32)
-        parts = self._joined(weights.shards, prompts, known, prompt_capacity, room)
+        parts = self._joined(weights.shards, prompts, known, prompt_capacity, size)
         offsets = None
         if self.images is not None:
             after = [image.next_position - len(image.features) for image in self.images]
@@ -209,15 +209,16 @@ class ContinuedTexts:
         return _through(weights, Cache(parts, fill), texts, known, max_tokens)
 
     def _joined(
-        self, shards: Shards | None, prompts: np.ndarray, known: np.ndarray, prompt_capacity: int, room: Room
-    ) -> list[LayersCache]:
+        self, shards: Shards | None, prompts: np.ndarray, known: np.ndarray, prompt_capacity: int, size: CacheSize
+    ) -> list[LayerCache]:
         """A cache of the known tokens of these prompts. Consumes the pieces, part by part."""
         texts, parts = [self._texts_of(number, prompts, known) for number in range(len(self.pieces))], []
-        size = {"rows": len(prompts) // self.shards, "length": prompt_capacity, "room": room}
+        sizes = {"rows": len(prompts) // self.shards, "length": prompt_capacity, "size": size}
         for number, example in enumerate(self.pieces[0].parts):
-            part = _empty(example, **size, shards=shards)
-            for piece, own in zip(self.pieces, texts, strict=True):
-                part = _with_texts(part, piece.parts[number], own, shards=shards) if own.here.any() else part
+            part = _empty(example, **sizes, shards=shards)
+            for piece, in_piece in zip(self.pieces, texts, strict=True):
+                if in_piece.here.any():
+                    part = _with_texts(part, piece.parts[number], in_piece, shards=shards)
                 for array in jax.tree.leaves(piece.parts[number]):
                     array.delete()
             parts.append(part)
@@ -237,23 +238,26 @@ class ContinuedTexts:
         return len(piece.request_rows) // self.shards
 
 
-@partial(jax.jit, static_argnames=("rows", "length", "room", "shards"))
-def _empty(example: LayersCache, *, rows: int, length: int, room: Room, shards: Shards | None) -> LayersCache:
-    def specs(own: Shards) -> tuple:
-        return (own.cache.parts,), own.cache.parts
+@partial(jax.jit, static_argnames=("rows", "length", "size", "shards"))
+def _empty(example: LayerCache, *, rows: int, length: int, size: CacheSize, shards: Shards | None) -> LayerCache:
+    def of_shard(example: LayerCache) -> LayerCache:
+        return each_entry(lambda entry: entry.empty(rows, length, size), example)
 
-    return shard_mapped(shards, lambda example: example.empty(rows, length, room), specs)(example)
+    def specs(shards: Shards) -> tuple:
+        return (shards.cache.parts,), shards.cache.parts
+
+    return shard_mapped(shards, of_shard, specs)(example)
 
 
 @partial(jax.jit, static_argnames="shards", donate_argnums=0)
 def _with_texts(
-    part: LayersCache, earlier: LayersCache, texts: CachedTexts, *, shards: Shards | None = None
-) -> LayersCache:
-    def of_shard(part: LayersCache, earlier: LayersCache, texts: CachedTexts) -> LayersCache:
-        return part.with_texts(earlier, texts)
+    part: LayerCache, earlier: LayerCache, texts: CachedTexts, *, shards: Shards | None = None
+) -> LayerCache:
+    def of_shard(part: LayerCache, earlier: LayerCache, texts: CachedTexts) -> LayerCache:
+        return each_entry(lambda entry, earlier: entry.with_texts(earlier, texts), part, earlier)
 
-    def specs(own: Shards) -> tuple:
-        return (own.cache.parts, own.cache.parts, own.rows), own.cache.parts
+    def specs(shards: Shards) -> tuple:
+        return (shards.cache.parts, shards.cache.parts, shards.rows), shards.cache.parts
 
     return shard_mapped(shards, of_shard, specs)(part, earlier, texts)
 

@@ -16,9 +16,10 @@ from flax import nnx
 from trl_jax.models.arch import LayerPattern, Run, layer_pattern_of
 from trl_jax.models.decoder import Decoder, Features, last_layer, of_run, read, whole_layer
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs
-from trl_jax.nn.cache import Cache, Kept
+from trl_jax.nn.cache import Cache, NewEntries
 
-_Walked = tuple[jax.Array, list[Kept], tuple[Any, Any]]  # hidden states, what is kept, the last layer's kept and cache
+# Hidden states, new entries by cache part, and the new entries and the cache of the last layer
+_Walked = tuple[jax.Array, list[NewEntries], tuple[Any, Any]]
 
 
 def with_keys(
@@ -35,10 +36,10 @@ def with_keys(
     angles: dict[str, jax.Array] | None = None,
     features: Features | None = None,
     lengths: jax.Array | None = None,
-) -> tuple[jax.Array, list[Kept]]:
-    """Hidden states `[N, D]`, and what the cache keeps of these tokens: one entry per cache part (see models/arch.py),
-    with a leading layer axis; if `layers` is given, one entry per layer without that axis. Layers that reuse keys and
-    values have no entry.
+) -> tuple[jax.Array, list[NewEntries]]:
+    """Hidden states `[N, D]`, and the new entries for the cache: for each cache part (see models/arch.py), with a
+    leading layer axis; if `layers` is given, for each layer without that axis. Layers that reuse keys and values are
+    left out.
 
     Args:
         tokens, positions, reads, dtype, max_tokens: as in `Decoder.__call__`. Rows have one read each, their last
@@ -56,7 +57,7 @@ def with_keys(
         shared = shared._replace(lengths=reads % tokens.shape[1] + 1, ahead=decoder.image_ahead(features, None))
     h, shared, by_layer = decoder.begin(shared, tokens, positions, longest, max_tokens, dtype, features=features)
     parts = repeat(None) if cache is None else iter(cache.parts)
-    kept, last = [], {}
+    new, last = [], {}
     for run in decoder.arch.runs:
         graph, state = nnx.split(vars(decoder)[run.name])
         earlier = last[run.kind.heads] if run.kind.reuses else None
@@ -64,11 +65,11 @@ def with_keys(
         pattern = layer_pattern_of(decoder.arch, run)
         scan = _scan_layers if cache is None or run.kind.reuses else _scan_periods
         walk = partial(scan, state, pattern) if layers is None else partial(_unrolled, layers)
-        h, new, of_last = walk(layer, h, run, by_layer, repeat(None) if run.kind.reuses else parts)
-        kept += [] if run.kind.reuses else new
+        h, new_of_run, of_last = walk(layer, h, run, by_layer, repeat(None) if run.kind.reuses else parts)
+        new += [] if run.kind.reuses else new_of_run
         if run.kind.reused:
             last[run.kind.heads] = of_last
-    return decoder.finish(read(h, reads, tokens.shape[1], None), dtype), kept
+    return decoder.finish(read(h, reads, tokens.shape[1], None), dtype), new
 
 
 def _run_layer(
@@ -80,14 +81,15 @@ def _run_layer(
     features: Features | None,
     h: jax.Array,
     slices: Any,
-) -> tuple[jax.Array, Kept | None]:
-    """Run one layer and return what it keeps. `earlier`: the keys, values and cache of the layer it reuses, if any."""
+) -> tuple[jax.Array, NewEntries | None]:
+    """Run one layer and return its new entries. `earlier`: the keys, values and cache of the layer it reuses, if
+    any."""
     state, inputs, layer_cache = slices
     reused, cache = earlier or (None, layer_cache)
-    own = shared.of_layer(inputs)._replace(reused=reused, cache=cache)
-    out = nnx.merge(graph, whole_layer(state, stack))(h, own, dtype=dtype)
+    inputs_of_layer = shared.of_layer(inputs)._replace(reused=reused, cache=cache)
+    out = nnx.merge(graph, whole_layer(state, stack))(h, inputs_of_layer, dtype=dtype)
     h = out.h if inputs.number is None else features.added(out.h, inputs.number)
-    return h, out.kept if earlier is None else None
+    return h, out.new if earlier is None else None
 
 
 def _scan_layers(
@@ -115,25 +117,25 @@ def _scan_periods(
     caches: Iterator,
 ) -> _Walked:
     """Run a sequence of layers and their parts of the cache in a scan, one period of the pattern per step."""
-    inputs, own, part_of = (state, of_run(by_layer, run)), [next(caches) for _ in pattern.parts], pattern.part_of
+    inputs, parts, part_of = (state, of_run(by_layer, run)), [next(caches) for _ in pattern.parts], pattern.part_of
 
     def period(h: jax.Array, number: jax.Array | int, count: int = len(part_of)) -> tuple[jax.Array, list[Any]]:
-        """Run the first `count` layers of a period; returns what they keep, `[N, ...]` for each part."""
-        new = [[] for _ in own]
+        """Run the first `count` layers of a period; returns their new entries, `[N, ...]` for each part."""
+        new = [[] for _ in parts]
         for place, part in enumerate(part_of[:count]):
             slot = number * part_of.count(part) + len(new[part])
-            h, kept = layer(h, (*_index(inputs, number * len(part_of) + place), _index(own[part], slot)))
-            new[part].append(kept)
+            h, entries = layer(h, (*_index(inputs, number * len(part_of) + place), _index(parts[part], slot)))
+            new[part].append(entries)
         return h, [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) if each else None for each in new]
 
     whole, rest = divmod(run.count, len(part_of))
     h, new = jax.lax.scan(period, h, jnp.arange(whole))
     new = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), new)
     if rest:
-        h, more = period(h, whole, rest)
-        new = [each if other is None else _concatenate(each, other) for each, other in zip(new, more, strict=True)]
+        h, rest_new = period(h, whole, rest)
+        new = [each if last is None else _concatenate(each, last) for each, last in zip(new, rest_new, strict=True)]
     of_last = part_of[rest - 1]
-    return h, new, (last_layer(new[of_last]), last_layer(own[of_last]))
+    return h, new, (last_layer(new[of_last]), last_layer(parts[of_last]))
 
 
 def _index(arrays: Any, place: jax.Array | int) -> Any:
@@ -145,20 +147,20 @@ def _concatenate(first: Any, then: Any) -> Any:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), first, then)
 
 
-def _select_layers(kept: Any, run: Run, layers: tuple[int, ...]) -> Any:
+def _select_layers(new: Any, run: Run, layers: tuple[int, ...]) -> Any:
     """Select layers from arrays that cover all layers of a run."""
     if len(layers) == run.count:
-        return kept
-    return jax.tree.map(lambda leaf: leaf[np.asarray(layers) - run.first], kept)
+        return new
+    return jax.tree.map(lambda leaf: leaf[np.asarray(layers) - run.first], new)
 
 
 def _unrolled(
     layers: list[nnx.State], layer: Callable, h: jax.Array, run: Run, by_layer: LayerInputs, caches: Iterator
 ) -> _Walked:
     """Run a sequence of layers one by one, each with its own parameters and cache."""
-    kept, new, cache = [], None, None
+    new, cache = [], None
     for number in range(run.first, run.first + run.count):
         cache = next(caches)
-        h, new = layer(h, (layers[number], jax.tree.map(itemgetter(number), by_layer), cache))
-        kept.append(new)
-    return h, kept, (new, cache)
+        h, entries = layer(h, (layers[number], jax.tree.map(itemgetter(number), by_layer), cache))
+        new.append(entries)
+    return h, new, (new[-1], cache)

@@ -19,7 +19,7 @@ from trl_jax.nn.attention.attention import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs, Striped, striped
 from trl_jax.nn.attention.latent import LatentAttention
 from trl_jax.nn.attention.ranges import SAVED
-from trl_jax.nn.cache import Kept, NothingKept
+from trl_jax.nn.cache import NewEntries
 from trl_jax.nn.layers import MLP, LayerEmbeddings, LayerInput, Noise, Norm
 from trl_jax.nn.linear import Embedding, Linear, Stream, dropout_or_none, stream_keys
 from trl_jax.nn.moe import MoE
@@ -152,9 +152,9 @@ class Decoder(nnx.Module):
             graph, state = nnx.split(vars(self)[run.name])
             layer = self._layer(run, graph, own, router_token_count, features, dtype)
             slices = (state, *of_run((by_layer, keys, router_keys), run))
-            h, (run_sums, run_kept) = jax.lax.scan(checkpointed(layer, remat=remat, length=run.count), h, slices)
+            h, (run_sums, run_new) = jax.lax.scan(checkpointed(layer, remat=remat, length=run.count), h, slices)
             if run.kind.reused:
-                reusable[run.kind.heads] = last_layer(run_kept)
+                reusable[run.kind.heads] = last_layer(run_new)
             sums += [] if run_sums is None else [run_sums]
         hidden = self.finish(read(h, reads, length, stripes), dtype)
         if not sums:
@@ -179,7 +179,7 @@ class Decoder(nnx.Module):
             options = {"key": key, "router_key": router_key, "router_token_count": router_token_count}
             out = block(h, shared.of_layer(inputs), dtype=dtype, **options)
             h = out.h if inputs.number is None else features.added(out.h, inputs.number)
-            return h, (out.sums, out.kept if run.kind.reused else None)
+            return h, (out.sums, out.new if run.kind.reused else None)
 
         return layer
 
@@ -285,10 +285,10 @@ _ATTENTION, _ATTENTION_OUT, _MLP_OUT = range(3)  # dropout sites within a layer
 
 
 class BlockOutputs(NamedTuple):
-    """h: residual stream `[R, T, D]`. kept: what a cache keeps of these tokens. sums: the router sums, or None."""
+    """h: residual stream `[R, T, D]`. new: the layer's new entries for a cache. sums: the router sums, or None."""
 
     h: jax.Array
-    kept: Kept
+    new: NewEntries
     sums: RouterSums | None
 
 
@@ -332,9 +332,9 @@ class Block(nnx.Module):
         """
         sums_normed = self.arch.block == "normed_sums"
         x = (h if sums_normed else apply(self.attention_norm, h)).astype(dtype)
-        attended, kept = (0.0, NothingKept()) if self.attention is None else self._mix(x, inputs, key)
+        attended, new = (0.0, ()) if self.attention is None else self._mix(x, inputs, key)
         if self.mlp is None:
-            return BlockOutputs(h + attended, kept, None)
+            return BlockOutputs(h + attended, new, None)
         if self.arch.block == "parallel":
             h = h + attended
         elif self.arch.block == "parallel_two_norms":
@@ -351,15 +351,15 @@ class Block(nnx.Module):
         if router_token_count is not None and self.kind.experts:
             sums = self._router_sums(x, h, router_token_count)
         h = h + self._feed_forward(x, h, key, router_key)
-        return BlockOutputs(self.mlp_norm(h) if sums_normed else self._finish_layer(h, inputs, dtype), kept, sums)
+        return BlockOutputs(self.mlp_norm(h) if sums_normed else self._finish_layer(h, inputs, dtype), new, sums)
 
-    def _mix(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, Kept]:
+    def _mix(self, x: jax.Array, inputs: AttentionInputs, key: jax.Array | None) -> tuple[jax.Array, NewEntries]:
         arch = self.arch
         dropout = dropout_or_none(arch.attention_dropout, key, _ATTENTION)
-        out, kept = self.attention(x, inputs, dropout)
+        out, new = self.attention(x, inputs, dropout)
         out = _times(apply(self.attention_out_norm, out), self.attention_scale)
         out = apply(dropout_or_none(arch.attention_out_dropout, key, _ATTENTION_OUT), out)
-        return scaled(out, arch.residual_scale), kept
+        return scaled(out, arch.residual_scale), new
 
     def _router_sums(self, x: jax.Array, h: jax.Array, router_token_count: jax.Array) -> RouterSums:
         if self.beside is None:

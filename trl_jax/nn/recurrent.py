@@ -13,7 +13,7 @@ from flax import nnx
 
 from trl_jax.nn.attention.attention import Attention
 from trl_jax.nn.attention.inputs import AttentionInputs
-from trl_jax.nn.cache import BothKept, ConvolutionCache, ConvolutionInputs, RecurrentCache, RecurrentState
+from trl_jax.nn.cache import NewEntries, NewState
 from trl_jax.nn.layers import Norm
 from trl_jax.nn.linear import Dropout, Linear
 from trl_jax.nn.text_order import PreviousTokens, TextOrder
@@ -323,56 +323,59 @@ class GatedShortConvolution(nnx.Module):
 
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: None = None
-    ) -> tuple[jax.Array, ConvolutionInputs]:
-        """`[R, T, D]` to `[R, T, D]`, and the window for the cache. Reads valid, previous and cache of `inputs`."""
+    ) -> tuple[jax.Array, tuple[NewState]]:
+        """`[R, T, D]` to `[R, T, D]`, and the window for the cache. Reads valid, previous, lengths and cache of
+        `inputs`."""
         del dropout  # no family has dropout here
         if inputs.valid is not None:
             x_RTD = x_RTD * inputs.valid[..., None].astype(x_RTD.dtype)
         gated = self.in_gate(x_RTD) * self.value(x_RTD)
-        convolved, window_RTWD = _convolved(gated, self.weight[:, 0], inputs.previous, inputs.cache)
+        convolved, window = _convolved(gated, self.weight[:, 0], inputs.previous, inputs)
         convolved = convolved.astype(gated.dtype)
         if self.bias is not None:
             convolved = convolved + self.bias[...].astype(gated.dtype)
-        return self.o(self.out_gate(x_RTD) * convolved), ConvolutionInputs(window_RTWD)
+        return self.o(self.out_gate(x_RTD) * convolved), (window,)
 
 
 def silu_convolved(
     x_RTD: jax.Array, weight_DW: jax.Array, bias_D: jax.Array | None, inputs: AttentionInputs
-) -> tuple[jax.Array, jax.Array]:
-    """SiLU of a causal depthwise convolution, float32 `[R, T, D]`, and the window `[R, T, W, D]` for the next token;
-    used by recurrent layers."""
+) -> tuple[jax.Array, NewState]:
+    """SiLU of a causal depthwise convolution, float32 `[R, T, D]`, and the window for the cache; used by recurrent
+    layers."""
     previous = None if inputs.order is None else inputs.order.previous
-    convolved, window = _convolved(x_RTD, weight_DW, previous, inputs.cache)
+    convolved, window = _convolved(x_RTD, weight_DW, previous, inputs)
     if bias_D is not None:
         convolved = convolved + bias_D.astype(x_RTD.dtype).astype(jnp.float32)
     return jax.nn.silu(convolved.astype(x_RTD.dtype)).astype(jnp.float32), window
 
 
 def _convolved(
-    x_RTD: jax.Array,
-    weight_DW: jax.Array,
-    previous: PreviousTokens | None,
-    cache: ConvolutionCache | RecurrentCache | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The convolution, float32 `[R, T, D]`, and the window; `previous` and `cache` as in `AttentionInputs`."""
-    seen = [*_previous(x_RTD, weight_DW.shape[1] - 1, previous, cache), x_RTD]
+    x_RTD: jax.Array, weight_DW: jax.Array, previous: PreviousTokens | None, inputs: AttentionInputs
+) -> tuple[jax.Array, NewState]:
+    """The convolution, float32 `[R, T, D]`, and the window: the last W inputs `[R, W, D]` of each row's text, which the
+    convolution over W + 1 tokens needs for the next token. `previous` as in `AttentionInputs`; reads lengths and cache
+    of `inputs`."""
+    count = weight_DW.shape[1] - 1
+    if inputs.cache is None:
+        padded = jnp.pad(x_RTD, [(0, 0), (count, 0), (0, 0)])
+    else:
+        window = inputs.cache[0].array.astype(x_RTD.dtype).reshape(len(x_RTD), count, -1)
+        padded = jnp.concatenate([window, x_RTD], axis=1)
+    terms = [*_previous(x_RTD, padded, count, previous), x_RTD]
     weight = weight_DW.astype(x_RTD.dtype).astype(jnp.float32)
-    convolved = sum(x.astype(jnp.float32) * weight[:, at] for at, x in enumerate(seen))
-    return convolved, jnp.stack(seen[1:], axis=2)
+    convolved = sum(x.astype(jnp.float32) * weight[:, at] for at, x in enumerate(terms))
+    if inputs.lengths is None:  # a single token, or no cache to fill
+        return convolved, NewState(padded[:, x_RTD.shape[1] :], axes=2)
+    last = inputs.lengths[:, None] + jnp.arange(count)
+    return convolved, NewState(jnp.take_along_axis(padded, last[..., None], axis=1), axes=2)
 
 
-def _previous(
-    x_RTD: jax.Array, count: int, previous: PreviousTokens | None, cache: ConvolutionCache | RecurrentCache | None
-) -> list[jax.Array]:
-    """`x_RTD` at the `count` preceding tokens, nearest last, `[R, T, D]` each; zeros before the start of a text."""
-    if cache is not None:
-        window = cache.window.astype(x_RTD.dtype).reshape(len(x_RTD), count, -1)
-        seen = jnp.concatenate([window, x_RTD], axis=1)
-        return [seen[:, at : at + x_RTD.shape[1]] for at in range(count)]
+def _previous(x_RTD: jax.Array, padded: jax.Array, count: int, previous: PreviousTokens | None) -> list[jax.Array]:
+    """`x_RTD` at the `count` preceding tokens, nearest last, `[R, T, D]` each; zeros before the start of a text.
+    `padded` is `x_RTD` after the `count` tokens before it."""
     if previous is not None and previous.places is not None:
         gathered = jax.vmap(lambda row, places: row.at[places].get(mode="fill", fill_value=0))
         return [gathered(x_RTD, previous.places[..., at]) for at in range(count)]
-    padded = jnp.pad(x_RTD, [(0, 0), (count, 0), (0, 0)])
     earlier = [padded[:, at : at + x_RTD.shape[1]] for at in range(count)]
     if previous is None:
         return earlier
@@ -419,7 +422,7 @@ class Recurrent(nnx.Module):
 
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: None = None
-    ) -> tuple[jax.Array, RecurrentState]:
+    ) -> tuple[jax.Array, tuple[NewState, NewState]]:
         """`[R, T, D]` to `[R, T, D]`, and the state for the cache. Reads valid, order, lengths and cache of
         `inputs`."""
         del dropout  # no family has dropout here
@@ -428,15 +431,18 @@ class Recurrent(nnx.Module):
         x_RTD, order = _hide_invisible(x_RTD, inputs.valid), inputs.order
         x_RTD = x_RTD if order is None else order.to_order(x_RTD)
         parts, window = self._convolved(x_RTD, inputs)
-        given = self._scan_inputs(x_RTD, parts, inputs.lengths)
+        scan_inputs = self._scan_inputs(x_RTD, parts, inputs.lengths)
         if inputs.cache is None:
-            out, state = self._scan(*given, order)
+            out, state = self._scan(*scan_inputs, order)
         else:
-            before = inputs.cache.state.reshape(len(x_RTD), *inputs.cache.state.shape[-4:])
-            one = x_RTD.shape[1] == 1
-            out, state = self._step(*(y[:, 0] for y in given), before) if one else self._scan(*given, None, before)
+            before = inputs.cache[1].array
+            before = before.reshape(len(x_RTD), *before.shape[2:])
+            if x_RTD.shape[1] == 1:
+                out, state = self._step(*(y[:, 0] for y in scan_inputs), before)
+            else:
+                out, state = self._scan(*scan_inputs, None, before)
         out = self._output(out.reshape(*x_RTD.shape[:2], -1), x_RTD, parts)
-        return out if order is None else order.from_order(out), RecurrentState(window, state)
+        return out if order is None else order.from_order(out), (window, NewState(state, axes=4))
 
     @abstractmethod
     def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
@@ -453,7 +459,7 @@ class Recurrent(nnx.Module):
     def _output(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
         """The layer's output `[R, T, D]`, from the outputs of the scan `[R, T, channels]`."""
 
-    def _convolved(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[list[jax.Array], jax.Array]:
+    def _convolved(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[list[jax.Array], NewState]:
         """The convolved parts, float32 `[R, T, channels]` each, and the window for the cache."""
 
         def of_all(ending: str) -> jax.Array:
@@ -606,9 +612,12 @@ class ParallelMixers(nnx.Module):
 
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
-    ) -> tuple[jax.Array, BothKept]:
-        """`[R, T, D]` to `[R, T, D]`, and what both mixers keep for the cache; `dropout` is for attention."""
-        scales, caches = self.scales, (None, None) if inputs.cache is None else inputs.cache
-        attended, keys_values = self.attention(x_RTD * scales.attention_in, inputs._replace(cache=caches[0]), dropout)
-        mixed, state = self.mamba(x_RTD * scales.mamba_in, inputs._replace(cache=caches[1]))
-        return attended * scales.attention_out + mixed * scales.mamba_out, BothKept(keys_values, state)
+    ) -> tuple[jax.Array, NewEntries]:
+        """`[R, T, D]` to `[R, T, D]`, and the new entries of both mixers for the cache; `dropout` is for attention."""
+        scales, cache = self.scales, inputs.cache
+        of_attention, of_mamba = (None, None) if cache is None else (cache[:2], cache[2:])
+        attended, keys_values = self.attention(
+            x_RTD * scales.attention_in, inputs._replace(cache=of_attention), dropout
+        )
+        mixed, states = self.mamba(x_RTD * scales.mamba_in, inputs._replace(cache=of_mamba))
+        return attended * scales.attention_out + mixed * scales.mamba_out, (*keys_values, *states)

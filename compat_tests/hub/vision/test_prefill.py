@@ -14,7 +14,7 @@ from trl_jax.core.outputs import reads_of_rows
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
-from trl_jax.nn.cache import Cache, CacheFill, Room
+from trl_jax.nn.cache import Cache, CacheFill, CacheSize
 
 pytest.importorskip("torch")
 NEW = 4
@@ -38,20 +38,23 @@ def test_a_prompt_with_images_and_a_cache_give_the_logits_of_whole_texts(name, t
     reads = np.arange(whole.size)
     wanted = model(whole, places, reads, images=features._replace(at=at)).reshape(*whole.shape, -1)
 
-    hidden, kept = with_keys(
+    hidden, new = with_keys(
         model.decoder, tokens, positions, reads_of_rows(lengths - 1, tokens.shape[1]), lengths.max(), features=features
     )
-    rooms = [Room(1, 16, part.window) for part in cache_parts(model.decoder.arch)]
-    parts = [own.cache(jnp.asarray(lengths), room) for own, room in zip(kept, rooms, strict=True)]
+    sizes = [CacheSize(1, 16, part.window) for part in cache_parts(model.decoder.arch)]
+    parts = [
+        tuple(entry.cache(jnp.asarray(lengths), size) for entry in entries)
+        for entries, size in zip(new, sizes, strict=True)
+    ]
     cache = Cache(parts, CacheFill(jnp.asarray(lengths), jnp.zeros_like(lengths), jnp.int32(0)))
     for number in range(NEW + 1):
         place = lengths - 1 + number
         found = model.outputs(hidden, None, jnp.float32, None, 1.0)
         np.testing.assert_allclose(found, wanted[np.arange(len(rows)), place], atol=1e-5)
         if number < NEW:
-            new = more[:, number, None]
-            hidden, kept = with_keys(model.decoder, new, place[:, None] + 1, None, place.max() + 2, cache=cache)
-            cache = cache.appended(kept, after=jnp.asarray(new[:, 0]))
+            ids = more[:, number, None]
+            hidden, new = with_keys(model.decoder, ids, place[:, None] + 1, None, place.max() + 2, cache=cache)
+            cache = cache.appended(new, after=jnp.asarray(ids[:, 0]))
 
 
 def test_what_image_features_add_after_layers_is_in_the_cache(tmp_path):

@@ -15,7 +15,7 @@ from trl_jax.nn.attention import cudnn
 from trl_jax.nn.attention.inputs import AttentionInputs
 from trl_jax.nn.attention.packed import attend_by_text, attend_packed, attend_rows
 from trl_jax.nn.attention.ranges import SAVED, by_text, by_token
-from trl_jax.nn.cache import KeysValues, of_prompts
+from trl_jax.nn.cache import NewTokens, prompt_positions
 from trl_jax.nn.layers import Norm
 from trl_jax.nn.linear import ClippedLinear, Dropout, Linear
 from trl_jax.nn.rope import rotate
@@ -50,11 +50,14 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
-    ) -> tuple[jax.Array, KeysValues]:
+    ) -> tuple[jax.Array, tuple[NewTokens, NewTokens]]:
         """`[R, T, D]` to `[R, T, D]`, and the keys and values for the cache; dropout is only supported for padded
         rows."""
         q_RTHC = self._queries(x_RTD, inputs)
-        k_RTKC, v_RTKC = self._keys_values(x_RTD, inputs) if inputs.reused is None else inputs.reused
+        if inputs.reused is None:
+            k_RTKC, v_RTKC = self._keys_values(x_RTD, inputs)
+        else:
+            k_RTKC, v_RTKC = (tokens.array for tokens in inputs.reused)
         if inputs.query_scale is not None and (self.no_rope or not self.arch.query_growth.no_rope):
             q_RTHC = q_RTHC * inputs.query_scale.astype(q_RTHC.dtype)
         scores = {"softcap": self.arch.softcap, "sinks": None if self.sinks is None else self.sinks[...]}
@@ -62,13 +65,13 @@ class Attention(nnx.Module):
         out = out.reshape(*x_RTD.shape[:-1], -1)
         if self.gate is not None:
             out = out * jax.nn.sigmoid(self.gate(x_RTD))
-        return self.o(out), KeysValues(k_RTKC, v_RTKC)
+        return self.o(out), (NewTokens(k_RTKC, token_axis=-1), NewTokens(v_RTKC))
 
     def _queries(self, x_RTD: jax.Array, inputs: AttentionInputs) -> jax.Array:
         """Queries, normed and rotated."""
         return self._norm_and_rotate(self._split_heads(self.q(x_RTD), self.q_norm), self.q_norm, inputs)
 
-    def _keys_values(self, x_RTD: jax.Array, inputs: AttentionInputs) -> KeysValues:
+    def _keys_values(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array]:
         """Keys and values, gathered from all devices if tokens are striped."""
         k = self.k(x_RTD)
         v_RTKC = self._split_heads(k if self.v is None else self.v(x_RTD))
@@ -77,8 +80,8 @@ class Attention(nnx.Module):
         if self.prefix is not None and inputs.cache is None:  # tokens after the prefill are not virtual
             k_RTKC, v_RTKC = self.prefix(k_RTKC, v_RTKC, inputs.virtual)
         if inputs.striped is not None:
-            return KeysValues(inputs.striped.gathered(k_RTKC), inputs.striped.gathered(v_RTKC))
-        return KeysValues(k_RTKC, v_RTKC)
+            return inputs.striped.gathered(k_RTKC), inputs.striped.gathered(v_RTKC)
+        return k_RTKC, v_RTKC
 
     def _split_heads(self, y: jax.Array, norm: Norm | None = None) -> jax.Array:
         """Norm over all heads (if the arch has one), clip, and split into heads."""
@@ -224,22 +227,23 @@ def attend_cached(
     shared prompt, the completion and the token itself, combined by their maximum and sum (Milakov and Gimelshein 2018,
     arXiv:1805.02867).
     """
-    cache, lengths_P, own_P = inputs.cache, inputs.fill.prompt_lengths, inputs.fill.own
-    prompts, heads, places, channels = cache.prompt_k.shape
-    group, capacity = cache.v.shape[1], cache.v.shape[3]
+    (keys, values), lengths_P = inputs.cache, inputs.fill.prompt_lengths
+    prompts, heads, places, channels = keys.prompts.shape
+    group, capacity = values.completions.shape[1], values.completions.shape[3]
     q_PGKMC = q_RTHC.reshape(prompts, group, heads, -1, channels)
     own_k, own_v = (y.reshape(prompts, group, heads, 1, -1) for y in (k_RTKC, v_RTKC))
-    position_P = lengths_P + own_P
-    back_T, at_PS = inputs.fill.tokens_back(capacity), of_prompts(lengths_P, places)
+    new_P = inputs.fill.completion_lengths
+    position_P = lengths_P + new_P
+    back_T, at_PS = inputs.fill.tokens_back(capacity), prompt_positions(lengths_P, places)
     seen_PS = at_PS < lengths_P[:, None]
-    seen_PT = back_T <= own_P[:, None]
+    seen_PT = back_T <= new_P[:, None]
     if inputs.window is not None:
         window = inputs.window.reshape(prompts, -1)[:, :1] if inputs.window.ndim else inputs.window
         seen_PS &= position_P[:, None] - at_PS < window
         seen_PT &= back_T < window
     q_PKMC = q_PGKMC.swapaxes(1, 2).reshape(prompts, heads, -1, channels)  # batch the queries of a prompt's completions
-    of_prompt = _dot("pkmc,pksc->pkms", q_PKMC, cache.prompt_k).reshape(prompts, heads, group, -1, places)
-    of_own = _dot("pgkmc,pgkct->pgkmt", q_PGKMC, cache.k_T)
+    of_prompt = _dot("pkmc,pksc->pkms", q_PKMC, keys.prompts).reshape(prompts, heads, group, -1, places)
+    of_own = _dot("pgkmc,pgkct->pgkmt", q_PGKMC, keys.completions)
     scores = [
         _masked(_scaled_and_capped(of_prompt.swapaxes(1, 2), inputs.scale, softcap), seen_PS[:, None, None, None]),
         _masked(_scaled_and_capped(of_own, inputs.scale, softcap), seen_PT[:, None, None, None]),
@@ -248,9 +252,9 @@ def attend_cached(
     sinks_KM1 = None if sinks is None else sinks.astype(jnp.float32).reshape(heads, -1, 1)
     weights = _joint_softmax(scores, sinks_KM1, v_RTKC.dtype)
     by_prompt = weights[0].swapaxes(1, 2).reshape(prompts, heads, -1, places)
-    out_prompt = _dot("pkms,pksc->pkmc", by_prompt, cache.prompt_v)
+    out_prompt = _dot("pkms,pksc->pkmc", by_prompt, values.prompts)
     out_prompt = out_prompt.reshape(prompts, heads, group, -1, own_v.shape[-1])
-    out = out_prompt.swapaxes(1, 2) + _dot("pgkmt,pgktc->pgkmc", weights[1], cache.v) + weights[2] * own_v
+    out = out_prompt.swapaxes(1, 2) + _dot("pgkmt,pgktc->pgkmc", weights[1], values.completions) + weights[2] * own_v
     return out.astype(v_RTKC.dtype).reshape(*q_RTHC.shape[:-1], -1)
 
 
@@ -268,14 +272,14 @@ def attend_continued(
 
     Reads scale, window, cache and fill of `inputs`; `sinks` as in `attend_padded`.
     """
-    cache, lengths_R = inputs.cache, inputs.fill.prompt_lengths
+    (keys, values), lengths_R = inputs.cache, inputs.fill.prompt_lengths
     rows, length, heads, channels = q_RTHC.shape
-    num_kv, places = cache.prompt_k.shape[1:3]
+    num_kv, places = keys.prompts.shape[1:3]
     k_RSKC, v_RSKC = (
-        jnp.concatenate([prompt.swapaxes(1, 2).astype(own.dtype), own], axis=1)
-        for prompt, own in ((cache.prompt_k, k_RTKC), (cache.prompt_v, v_RTKC))
+        jnp.concatenate([cache.prompts.swapaxes(1, 2).astype(new.dtype), new], axis=1)
+        for cache, new in ((keys, k_RTKC), (values, v_RTKC))
     )
-    at_RP, own_T = of_prompts(lengths_R, places), jnp.arange(length)
+    at_RP, own_T = prompt_positions(lengths_R, places), jnp.arange(length)
     at_RS = jnp.concatenate([at_RP, lengths_R[:, None] + own_T], axis=1)
     there_RS = jnp.concatenate([at_RP < lengths_R[:, None], jnp.ones((rows, length), bool)], axis=1)
     distance_RTS = (lengths_R[:, None] + own_T)[:, :, None] - at_RS[:, None]

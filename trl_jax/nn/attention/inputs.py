@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from trl_jax.core.outputs import Packed
 from trl_jax.mesh.mesh import SEQUENCE, TENSOR, as_summed, psum
-from trl_jax.nn.cache import CacheFill, KeysValues, LayersCache
+from trl_jax.nn.cache import CacheFill, LayerCache, NewTokens
 from trl_jax.nn.text_order import PreviousTokens, TextOrder
 
 # Inputs
@@ -79,8 +79,8 @@ class AttentionInputs(NamedTuple):
     lengths: jax.Array | None = None
     embedded: jax.Array | None = None
     distances: jax.Array | None = None
-    reused: KeysValues | None = None
-    cache: LayersCache | None = None
+    reused: tuple[NewTokens, NewTokens] | None = None
+    cache: LayerCache | None = None
     fill: CacheFill | None = None
     virtual: jax.Array | None = None
 

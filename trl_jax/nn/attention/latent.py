@@ -8,7 +8,7 @@ from flax import nnx
 
 from trl_jax.nn.attention.attention import attend
 from trl_jax.nn.attention.inputs import AttentionInputs
-from trl_jax.nn.cache import Latents
+from trl_jax.nn.cache import NewTokens, TokenCache
 from trl_jax.nn.layers import Norm
 from trl_jax.nn.linear import Dropout, Linear
 from trl_jax.nn.rope import rotate
@@ -40,20 +40,20 @@ class LatentAttention(nnx.Module):
 
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None
-    ) -> tuple[jax.Array, Latents]:
+    ) -> tuple[jax.Array, tuple[NewTokens]]:
         """`[R, T, D]` to `[R, T, D]`, and the latents for the cache; dropout is only supported for padded rows."""
         nope_RTHC, rope_RTHC = self._queries(x_RTD, inputs)
         latent_RTC, rope_RTC = self._latents(x_RTD, inputs)
-        kept = Latents(jnp.concatenate([latent_RTC, rope_RTC], axis=-1))
+        latents_RT1C = jnp.concatenate([latent_RTC, rope_RTC], axis=-1)[:, :, None]
         if inputs.cache is not None:
-            out = self._attend_latents(nope_RTHC, rope_RTHC, kept, inputs)
+            out = self._attend_latents(nope_RTHC, rope_RTHC, latents_RT1C, inputs)
         else:
             k_RTHC, v_RTHC = self._keys_values(latent_RTC, rope_RTC)
             if inputs.striped is not None:
                 k_RTHC, v_RTHC = inputs.striped.gathered(k_RTHC), inputs.striped.gathered(v_RTHC)
             q_RTHC = jnp.concatenate([nope_RTHC, rope_RTHC], axis=-1)
             out = attend(q_RTHC, k_RTHC, v_RTHC, inputs, dropout=dropout)
-        return self.o(out.reshape(*x_RTD.shape[:-1], -1)), kept
+        return self.o(out.reshape(*x_RTD.shape[:-1], -1)), (NewTokens(latents_RT1C),)
 
     def _queries(self, x_RTD: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array]:
         """Query channels without and with rotary positions."""
@@ -76,7 +76,7 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([nope, shared_RTHC], axis=-1), v_RTHC
 
     def _attend_latents(
-        self, nope_RTHC: jax.Array, rope_RTHC: jax.Array, kept: Latents, inputs: AttentionInputs
+        self, nope_RTHC: jax.Array, rope_RTHC: jax.Array, latents_RT1C: jax.Array, inputs: AttentionInputs
     ) -> jax.Array:
         """Attention `[R, T, H, C]` over the latents of the cache and of the rows (section 2.1.2: the key map is
         absorbed into the query, the value map into the output). A bias on the keys cancels in the softmax.
@@ -87,9 +87,11 @@ class LatentAttention(nnx.Module):
         of_keys, of_values = jnp.split(weight_HCI, [arch.head_dim - arch.rotary_dim], axis=1)
         options = {"preferred_element_type": jnp.float32}
         back_RTHI = jnp.einsum("rthc,hci->rthi", nope_RTHC, of_keys, **options).astype(dtype)
-        cache, own = inputs.cache.as_keys_values(arch.latent.key_rank), kept.latent[:, :, None]
+        cache = _keys_and_values(inputs.cache[0], arch.latent.key_rank)
         q_RTHC = jnp.concatenate([back_RTHI, rope_RTHC], axis=-1)
-        seen_RTHI = attend(q_RTHC, own, own[..., : arch.latent.key_rank], inputs._replace(cache=cache))
+        seen_RTHI = attend(
+            q_RTHC, latents_RT1C, latents_RT1C[..., : arch.latent.key_rank], inputs._replace(cache=cache)
+        )
         out_RTHC = jnp.einsum("rthi,hci->rthc", seen_RTHI, of_values, **options).astype(dtype)
         if bias is None:
             return out_RTHC
@@ -97,3 +99,9 @@ class LatentAttention(nnx.Module):
 
     def _rotated(self, x: jax.Array, inputs: AttentionInputs) -> jax.Array:
         return rotate(x, inputs.cos, inputs.sin, interleaved=self.arch.rope_interleaved)
+
+
+def _keys_and_values(latents: TokenCache, value_channels: int) -> tuple[TokenCache, TokenCache]:
+    """Cached latents as the cache of a single key head, whose values are the first channels of its keys."""
+    keys = TokenCache(latents.prompts, latents.completions.swapaxes(-1, -2), token_axis=-1)
+    return keys, TokenCache(latents.prompts[..., :value_channels], latents.completions[..., :value_channels])
