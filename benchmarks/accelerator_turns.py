@@ -97,7 +97,7 @@ def text_by_text() -> None:
 
 
 def layer_by_layer() -> None:
-    from trl_jax.generation import decode as weights
+    from trl_jax.generation import weights
 
     weights.decodes_by_layer = lambda arrays, shards, platform: shards is None
 

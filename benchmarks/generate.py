@@ -164,8 +164,7 @@ def _row(side: str, work: Work, cold: float, whole: dict, prefill: dict, equal: 
 
 def _compiled() -> int:
     """Number of compiled programs for generation: prefills, first tokens, chunks of steps."""
-    from trl_jax.generation.decode import prefill
-    from trl_jax.generation.generator import first_tokens, next_tokens
+    from trl_jax.generation.decode import first_tokens, next_tokens, prefill
 
     return sum(program._cache_size() for program in (prefill, first_tokens, next_tokens))
 

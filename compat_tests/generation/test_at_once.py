@@ -14,8 +14,8 @@ from compat_tests.models import causal
 from compat_tests.trainer.vision_models import tiny_qwen
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import decode, generator
-from trl_jax.generation.decode import Weights
 from trl_jax.generation.generator import Lengths, Limit, Queue, cache_bytes, queue_of
+from trl_jax.generation.weights import Weights
 from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl_jax.hub.generate import complete
 from trl_jax.hub.vision.processor import images_of_rows, split_images

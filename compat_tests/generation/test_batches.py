@@ -91,8 +91,7 @@ def test_an_interrupt_gives_back_the_completions_that_are_there(model, monkeypat
 
 def test_many_lengths_compile_few_programs(model):
     """At most one per padded length of prompts and of completions, which are roughly powers of two."""
-    from trl_jax.generation.decode import prefill
-    from trl_jax.generation.generator import first_tokens, next_tokens
+    from trl_jax.generation.decode import first_tokens, next_tokens, prefill
 
     programs = prefill, first_tokens, next_tokens
     before, random = [program._cache_size() for program in programs], np.random.default_rng(0)

@@ -267,7 +267,7 @@ def test_a_prefix_function_says_what_may_follow(ours, theirs):
 
 
 def test_another_function_compiles_nothing_anew(ours):
-    from trl_jax.generation.generator import next_tokens
+    from trl_jax.generation.decode import next_tokens
 
     def once(bias):
         ours.generate(**prompts(), logits_processor=[lambda ids, scores: scores + bias], **OWN)

@@ -10,10 +10,11 @@ from compat_tests.effort import only_thorough, thorough, usual
 from compat_tests.models import causal
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator
-from trl_jax.generation.decode import Weights, matrices_in, prefill
+from trl_jax.generation.decode import prefill
 from trl_jax.generation.generator import Request, generate
 from trl_jax.generation.noise import PrefetchedWords
 from trl_jax.generation.sampling import Temperature
+from trl_jax.generation.weights import Weights, matrices_in
 from trl_jax.hub.auto import AutoModelForCausalLM
 
 torch = pytest.importorskip("torch")
@@ -103,6 +104,7 @@ def test_matrices_in_sixteen_bits_change_no_logit(family, tmp_path):
     assert "lm_head.weight" in cast and not any("norm" in path or "embed" in path for path in cast)
     assert sum(".layers." in path for path in cast) >= 7
     tokens = np.arange(5, 29, dtype=np.int32).reshape(2, 12)
-    options = {"group": 1, "capacity": 4, "max_tokens": 100, "dtype": jnp.bfloat16, "by_layer": False}
-    lengths, both = (np.array([12, 9]), np.int32(12)), (model.arrays, halves)
-    np.testing.assert_array_equal(*(prefill(model.graph, own, tokens, *lengths, **options)[0] for own in both))
+    sizes, dtype = {"group": 1, "capacity": 4, "max_tokens": 100}, jnp.dtype(jnp.bfloat16)
+    both = (Weights(model.graph, arrays, None, dtype, dtype) for arrays in (model.arrays, halves))
+    found = (prefill(weights, tokens, np.array([12, 9]), np.int32(12), **sizes)[0] for weights in both)
+    np.testing.assert_array_equal(*found)

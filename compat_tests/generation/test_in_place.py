@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 
 from compat_tests.models import causal
 from trl_jax.generation import generator
-from trl_jax.generation.decode import Weights
 from trl_jax.generation.generator import Request
 from trl_jax.generation.reuse import TurnCache
+from trl_jax.generation.weights import Weights
 from trl_jax.hub.auto import AutoModelForCausalLM
 
 
@@ -24,12 +25,12 @@ def test_no_step_copies_the_cache(family, by_layer, keeps, monkeypatch, tmp_path
     facts = {"num_hidden_layers": 1} if by_layer else {}  # each layer is compiled with its own cache
     model = AutoModelForCausalLM.from_pretrained(causal.build(tmp_path, family, tie=False, **facts))
     weights = Weights.of(model.graph, model.arrays)
-    weights = weights if by_layer else weights._replace(layers=None)
+    weights = weights if by_layer else replace(weights, layers=None)
     compute, programs = generator.next_tokens, []
 
     def next_tokens(*args, **options):
         text = compute.lower(*args, **options).compile().as_text()
-        parts = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(args[3].cache.parts)}
+        parts = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(args[1].cache.parts)}
         programs.append([line for line in text.splitlines() if _copied(line) in parts])
         assert any(f"f32[{shape}]" in text for shape in parts)
         return compute(*args, **options)

@@ -9,10 +9,10 @@ from compat_tests.effort import THOROUGH, only_thorough, thorough
 from compat_tests.models import causal
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.generation import generator
-from trl_jax.generation.decode import Weights
 from trl_jax.generation.generator import Request, generate, generate_queue
 from trl_jax.generation.noise import KeyedSource, random_key
 from trl_jax.generation.sampling import RepetitionPenalty
+from trl_jax.generation.weights import Weights
 from trl_jax.hub.auto import AutoModelForCausalLM
 
 EOS, COUNT = (50, 60, 70, 80, 90, 100, 110), 23
@@ -118,8 +118,7 @@ def test_any_number_of_slots(llama, seed):
 
 def test_few_programs_are_compiled(llama):
     """However many prompts there are: neither their number nor the order of refills is part of a shape."""
-    from trl_jax.generation.decode import prefill, refilled
-    from trl_jax.generation.generator import first_tokens, next_tokens
+    from trl_jax.generation.decode import first_tokens, next_tokens, prefill, refilled
 
     programs = prefill, first_tokens, next_tokens, refilled
     before = [program._cache_size() for program in programs]

@@ -13,10 +13,11 @@ from compat_tests.generation.test_at_once import with_pictures
 from compat_tests.models import causal
 from compat_tests.trainer.vision_models import tiny_qwen
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.generation import decode, reuse
-from trl_jax.generation.decode import Weights
+from trl_jax.generation import reuse
+from trl_jax.generation import weights as generation_weights
 from trl_jax.generation.generator import SHARE, Lengths, Limit, cache_bytes, device_bytes
 from trl_jax.generation.reuse import TurnCache, can_keep
+from trl_jax.generation.weights import Weights
 from trl_jax.hub.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl_jax.hub.generate import complete
 from trl_jax.nn.cache import CachedTexts, TokenCache
@@ -44,7 +45,7 @@ class Talk:
         self.model, self.turns, self.new, self.options = model, turns, new, options
         self.steps, self.prompts = [], [ids.tolist() for ids in self.drawn(0, (90, 200, 31, 170, 64))]
         step = reuse._step
-        monkeypatch.setattr(reuse, "_step", lambda *given, **own: self.steps.append(given[6]) or step(*given, **own))
+        monkeypatch.setattr(reuse, "_step", lambda *given, **own: self.steps.append(given[4]) or step(*given, **own))
 
     def drawn(self, seed, lengths):
         dice = np.random.default_rng(seed)
@@ -119,7 +120,7 @@ def test_longrope_is_not_kept(tmp_path_factory):
 
 
 def test_layers_in_a_stack(model, monkeypatch):
-    monkeypatch.setattr(decode, "decodes_by_layer", lambda *given: False)
+    monkeypatch.setattr(generation_weights, "decodes_by_layer", lambda *given: False)
     assert Talk(model, monkeypatch).check() == 1
 
 

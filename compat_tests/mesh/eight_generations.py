@@ -17,10 +17,12 @@ from compat_tests.effort import only_thorough, thorough
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.generation import decode, generator
-from trl_jax.generation.decode import Weights
-from trl_jax.generation.generator import Lengths, Limit, cache_bytes, device_bytes, next_tokens
+from trl_jax.generation import generator
+from trl_jax.generation import weights as generation_weights
+from trl_jax.generation.decode import next_tokens
+from trl_jax.generation.generator import Lengths, Limit, cache_bytes, device_bytes
 from trl_jax.generation.reuse import TurnCache
+from trl_jax.generation.weights import Weights, shard_for_generation
 from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.hub.generate import complete
 from trl_jax.hub.peft_config import LoraConfig
@@ -51,7 +53,7 @@ def gathers(monkeypatch):
     """has(memory): pretend that a device has this much memory for gathering all parameters at once."""
 
     def has(memory):
-        monkeypatch.setattr(decode, "device_memory", lambda: memory)
+        monkeypatch.setattr(generation_weights, "device_memory", lambda: memory)
 
     return has
 
@@ -79,8 +81,8 @@ def test_a_few_at_a_time(load, monkeypatch):
     """The limit is per device: each of four groups of devices has a prompt with two completions."""
     sizes, advance = set(), generator.next_tokens
 
-    def next_tokens_seen(graph, arrays, layers, state, *rest, **options):
-        found = advance(graph, arrays, layers, state, *rest, **options)
+    def next_tokens_seen(*given, **options):
+        found = advance(*given, **options)
         sizes.add((found[0].tokens.shape, device_bytes(found[0].cache.parts)))
         return found
 
@@ -146,9 +148,9 @@ def test_completions_of_a_prompt_lie_on_several(prompts, group, load, monkeypatc
     step program is enough, because keys and values have the steps' sharding from the start."""
     shapes, advance = set(), next_tokens
 
-    def next_tokens_seen(graph, arrays, layers, state, *rest, **options):
+    def next_tokens_seen(weights, state, *rest, **options):
         shapes.add(state.tokens.sharding.shard_shape(state.tokens.shape)[0])
-        return advance(graph, arrays, layers, state, *rest, **options)
+        return advance(weights, state, *rest, **options)
 
     monkeypatch.setattr(generator, "next_tokens", next_tokens_seen)
     ids = np.asarray([row[:4] for row in drawn(40) if len(row) >= 4][:prompts])
@@ -224,7 +226,7 @@ def test_all_arrays_are_of_one_mesh(sequence):
     mesh = jax.make_mesh((4 // sequence, sequence, 2), ("fsdp", "sequence", "tensor"))
     places = {"a": jax.P("fsdp"), "b": jax.P(None, "tensor"), "c": jax.P()}
     arrays = {name: jax.device_put(np.ones((8, 4)), jax.NamedSharding(mesh, place)) for name, place in places.items()}
-    found, shards = decode.shard_for_generation(arrays, 1)
+    found, shards = shard_for_generation(arrays, 1)
     assert {array.sharding.mesh for array in found.values()} == {shards.mesh} and shards.count == 4
     assert (shards.mesh == mesh) == (sequence == 1)
     for path, array in found.items():

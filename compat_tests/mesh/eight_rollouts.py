@@ -16,7 +16,7 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.test_own_policy_loss import Dapo
-from trl_jax.generation import decode
+from trl_jax.generation import weights
 from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.trainer.distillation_config import DistillationConfig
 from trl_jax.trainer.distillation_trainer import DistillationTrainer
@@ -177,7 +177,7 @@ def test_a_student_and_its_teacher_are_divided(checkpoint, tmp_path):
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_layers_with_windows_complete_as_on_one_device(by_layer, make, monkeypatch):
     """Once in a scan over the stack, whose layers' caches come from several parts, and once layer by layer."""
-    monkeypatch.setattr(decode, "_LARGEST", 2**30 if by_layer else 0)
+    monkeypatch.setattr(weights, "_LARGEST", 2**30 if by_layer else 0)
     windows = {"model_type": "gemma2", "sliding_window": 6, "num_hidden_layers": 3}
     options = {"model": windows, "max_steps": 1, "eval_strategy": "no", "generation_batch_size": 32}
     meshes = ("data:1", 1), ("data:2,fsdp:2,tensor:2", 4)

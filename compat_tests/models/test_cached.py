@@ -9,7 +9,8 @@ import pytest
 
 from compat_tests.effort import usual, usually
 from compat_tests.models import causal
-from trl_jax.generation.decode import layers_for_decoding, prefill, trunk_of
+from trl_jax.generation.decode import prefill
+from trl_jax.generation.weights import Weights, layers_for_decoding, trunk_of
 from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
@@ -33,9 +34,10 @@ def test_logits_are_those_of_whole_texts(family, by_layer, tmp_path):
     ids = np.random.default_rng(0).integers(5, model.vocab_size - 8, (4, 24)).astype(np.int32)
     ids[1, :11], ids[3, :7] = ids[0, :11], ids[2, :7]  # two different completions of each prompt
     wanted = np.asarray(model(ids).logits)
-    options = {"group": GROUP, "capacity": 16, "max_tokens": 1000, "dtype": jnp.float32, "by_layer": by_layer}
-    logits, cache = prefill(model.graph, model.arrays, ids[::2, :12], LENGTHS, LENGTHS.max(), **options)
     layers = layers_for_decoding(model.graph, model.arrays, None, "cpu") if by_layer else None
+    weights = Weights(model.graph, model.arrays, layers, jnp.dtype("float32"), jnp.dtype("float32"))
+    sizes = {"group": GROUP, "capacity": 16, "max_tokens": 1000}
+    logits, cache = prefill(weights, ids[::2, :12], LENGTHS, LENGTHS.max(), **sizes)
     far = np.abs(logits - wanted[[0, 2], LENGTHS - 1]).max()
 
     @jax.jit

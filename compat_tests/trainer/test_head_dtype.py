@@ -9,7 +9,8 @@ from datasets import Dataset
 
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
-from trl_jax.generation.decode import matrices_in, prefill
+from trl_jax.generation.decode import prefill
+from trl_jax.generation.weights import Weights, matrices_in
 from trl_jax.hub import generate
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.models.model import merge
@@ -74,9 +75,14 @@ def test_a_generation_keeps_the_heads_weight(make):
     arrays = matrices_in(policy.graph, policy.arrays, jnp.dtype("bfloat16"), jnp.dtype("float32"))
     kinds = {path: array.dtype for path, array in arrays.items()}
     assert kinds["lm_head.weight"] == jnp.float32 and jnp.bfloat16 in kinds.values()
-    how = {"group": 1, "capacity": 32, "max_tokens": 64, "dtype": jnp.dtype("bfloat16"), "by_layer": False}
-    asked = (policy.graph, arrays, PROMPT[None].astype(np.int32), np.asarray([len(PROMPT)], np.int32), len(PROMPT))
-    exact, coarse = prefill(*asked, head_dtype=jnp.dtype("float32"), **how)[0], prefill(*asked, **how)[0]
+    prompt, sizes = PROMPT[None].astype(np.int32), {"group": 1, "capacity": 32, "max_tokens": 64}
+    exact, coarse = (
+        prefill(
+            Weights(policy.graph, arrays, None, jnp.dtype("bfloat16"), jnp.dtype(head_dtype)), prompt,
+            np.asarray([len(PROMPT)], np.int32), len(PROMPT), **sizes,
+        )[0]
+        for head_dtype in ("float32", "bfloat16")
+    )  # fmt: skip
     assert in_bfloat16(coarse) and not in_bfloat16(exact)
     np.testing.assert_allclose(exact, coarse, atol=0.1)
 

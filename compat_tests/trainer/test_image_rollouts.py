@@ -397,9 +397,9 @@ def test_a_prompts_image_is_computed_once_for_its_completions(llava, tmp_path, c
     made = trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY | {"num_generations": 4}, max_steps=1)
     seen, prefill = [], generator.prefill
 
-    def watched(graph, arrays, tokens, lengths, longest, images, **options):
+    def watched(weights, tokens, lengths, longest, images, **options):
         seen.append((len(tokens), int(images.images.at.max() + 1)))
-        return prefill(graph, arrays, tokens, lengths, longest, images, **options)
+        return prefill(weights, tokens, lengths, longest, images, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "prefill", watched)

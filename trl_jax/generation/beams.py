@@ -8,30 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from trl_jax.data.batch import padded_length
 from trl_jax.data.images import TEXT_ALONE, prompt_images
-from trl_jax.generation.decode import (
-    Decoding,
-    Stops,
-    Weights,
-    initial_state,
-    longrope_switch_length,
-    model_with_cast_head,
-    prefill,
-    trunk_of,
-)
-from trl_jax.generation.generator import Completions, Progress, Request, SamplingInputs, cache_capacity
+from trl_jax.generation.decode import Decoding, LastTokens, SamplingInputs, Stops, initial_state, prefill
+from trl_jax.generation.generator import Completions, Progress, Request, cache_capacity
 from trl_jax.generation.noise import Noise, NoiseSource
 from trl_jax.generation.sampling import process
-from trl_jax.models.cached_decoder import with_keys
-from trl_jax.models.model import merge
+from trl_jax.generation.weights import Weights
 
 _NEVER = -1e9  # added to scores of beams that must not be chosen, as in transformers
 
@@ -79,24 +68,23 @@ def search(
     wide = replace(request, group=request.group * beams.count)
     inputs, stops = wide.sampling_inputs(), request.stops()
     longest = max(map(len, request.texts))
-    lengths = {"max_tokens": padded_length(longest, "auto") + cache_capacity(request.max_new_tokens)}
-    logits, found = _begun(weights, wide, beams, longest, **lengths)
-    options = {"beams": beams, "kept": max(2, 1 + len(request.eos)) * beams.count}
+    max_tokens = padded_length(longest, "auto") + cache_capacity(request.max_new_tokens)
+    logits, state = _begun(weights, wide, beams, longest, max_tokens=max_tokens)
+    options = {"max_tokens": max_tokens, "beams": beams, "candidates": max(2, 1 + len(request.eos)) * beams.count}
     rows, count, chunk, goes_on = np.arange(request.rows), 0, None, True
     while goes_on:
         if noise is not None and count % steps == 0:
             chunk = noise.noise(rows, np.full(len(rows), count))
         step, logits = np.int32(count % steps), None if count else logits
-        found, status = _advanced(
-            weights.graph, weights.arrays, weights.layers, logits, found, stops, chunk, inputs, step,
-            np.int32(longest + count), dtype=weights.dtype, head_dtype=weights.head_dtype, **lengths, **options,
-        )  # fmt: skip
+        state, status = _advanced(
+            weights, logits, state, stops, chunk, inputs, step, np.int32(longest + count), **options
+        )
         goes_on, count = bool(status.goes_on), count + 1
         if progress is not None:
             ended = request.rows - int(status.open) if goes_on else request.rows
             progress(ended, count * request.rows)
     fill = request.pad or next(iter(request.eos), 0)  # transformers treats a pad id of 0 as unset
-    return found.best(beams.returned, fill), count
+    return state.best(beams.returned, fill), count
 
 
 def _check(weights: Weights, request: Request) -> None:
@@ -105,7 +93,7 @@ def _check(weights: Weights, request: Request) -> None:
             "generate: beam search on a mesh of several devices is not in this release of trl_jax. Leave num_beams "
             "out, or use one device."
         )
-    switch = longrope_switch_length(weights)
+    switch = weights.longrope_switch_length
     shortest, longest = (chosen(map(len, request.texts)) for chosen in (min, max))
     if switch is not None and shortest <= switch < longest + request.max_new_tokens:
         raise ValueError(
@@ -141,11 +129,11 @@ class Search(NamedTuple):
         longest = max(1, int(lengths.max()))
         within = np.arange(longest) < lengths[:, None]
 
-        def given(kept: jax.Array, rest: float) -> np.ndarray:
-            rows = np.asarray(kept)[:, :count, :longest].reshape(len(lengths), longest)
-            return np.where(within, rows, rest).astype(rows.dtype)
+        def padded(beams: jax.Array, fill: float) -> np.ndarray:
+            rows = np.asarray(beams)[:, :count, :longest].reshape(len(lengths), longest)
+            return np.where(within, rows, fill).astype(rows.dtype)
 
-        return Completions(given(self.tokens, fill), lengths, None if self.logps is None else given(self.logps, 0))
+        return Completions(padded(self.tokens, fill), lengths, None if self.logps is None else padded(self.logps, 0))
 
 
 class Status(NamedTuple):
@@ -163,47 +151,37 @@ def _begun(
     tokens = np.full((len(texts), padded_length(longest, "auto")), request.pad, np.int32)
     for row, ids in zip(tokens, texts, strict=True):
         row[: len(ids)] = ids
-    seen = TEXT_ALONE if request.images is None else prompt_images(request.images, tokens.shape[1], 1)
+    lengths = np.asarray([len(ids) for ids in texts], np.int32)
+    images = TEXT_ALONE if request.images is None else prompt_images(request.images, tokens.shape[1], 1)
     capacity = cache_capacity(request.max_new_tokens)
-    logits, cache = prefill(
-        weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in texts], np.int32), np.int32(longest),
-        seen, group=request.group, capacity=capacity, max_tokens=max_tokens, dtype=weights.dtype,
-        head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
-    )  # fmt: skip
+    sizes = {"group": request.group, "capacity": capacity, "max_tokens": max_tokens}
+    logits, cache = prefill(weights, tokens, lengths, np.int32(longest), images, **sizes)
     decoding = initial_state(cache, np.ones(rows, bool), capacity, logps=request.logps)
     shape = rows // beams.count, beams.count
     scores, finished_scores = np.zeros(shape, np.float32), np.full(shape, _NEVER, np.float32)
     scores[:, 1:] = _NEVER  # all beams start as the prompt, so only the first one may be continued
-    kept = np.full((*shape, capacity), request.pad, np.int32)
-    logps = np.zeros(kept.shape, np.float32) if request.logps else None
-    ended = np.zeros(shape, bool)
+    finished_tokens = np.full((*shape, capacity), request.pad, np.int32)
+    logps = np.zeros(finished_tokens.shape, np.float32) if request.logps else None
+    finished = np.zeros(shape, bool)
     return logits, Search(
-        decoding, scores, kept, logps, np.zeros(shape, np.int32), finished_scores, ended, ~ended[:, 0]
+        decoding, scores, finished_tokens, logps, np.zeros(shape, np.int32), finished_scores, finished, ~finished[:, 0]
     )  # fmt: skip
 
 
-@partial(
-    jax.jit,
-    static_argnames=("graph", "dtype", "head_dtype", "max_tokens", "beams", "kept"),
-    donate_argnames=("found",),
-)
+@partial(jax.jit, static_argnames=("max_tokens", "beams", "candidates"), donate_argnames=("search",))
 def _advanced(
-    graph: Any,
-    arrays: dict[str, jax.Array],
-    layers: list[nnx.State] | None,
+    weights: Weights,
     logits: jax.Array | None,
-    found: Search,
+    search: Search,
     stops: Stops,
     noise: Noise | None,
     sampling: SamplingInputs,
     step: jax.Array,
     longest: jax.Array,
     *,
-    dtype: jnp.dtype,
-    head_dtype: jnp.dtype,
     max_tokens: int,
     beams: Beams,
-    kept: int,
+    candidates: int,
 ) -> tuple[Search, Status]:
     """One step of all beams.
 
@@ -211,24 +189,18 @@ def _advanced(
         logits: `[P, V]`, the prompts' logits for the first token; None to run the model on the latest tokens.
         step: within the `noise` chunk.
         longest: int32 scalar, tokens of the longest text before this step.
-        kept: number of candidates per completion; at least `beams.count` of them do not end.
+        candidates: their number per completion; at least `beams.count` of them do not end.
     """
-    state, new = found.decoding, None
+    state, new = search.decoding, None
     if logits is None:
-        trunk, headed = trunk_of(merge(graph, arrays)), model_with_cast_head(graph, arrays, head_dtype)
-        tokens = jax.lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
-        positions = _by_prompt(state.cache.fill.next_positions, state)[:, None]
-        inputs = {"layers": layers, "cache": state.cache, "angles": trunk.angles(positions, longest)}
-        hidden, new = with_keys(
-            trunk, tokens, positions, None, longest, dtype=dtype, max_tokens=max_tokens, **inputs
-        )  # fmt: skip
-        logits = headed.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
+        model = LastTokens(weights, max_tokens)
+        logits, new = model(state, longest, model.angles(state, longest))
     else:
         logits = _by_prompt(logits, state)
-    chosen = _candidates(logits, found, noise, step, sampling, beams, kept)
+    chosen = _candidates(logits, search, noise, step, sampling, beams, candidates)
     if new is not None:
         state = state._replace(cache=state.cache.appended(new, after=chosen.ids))
-    return _with_candidates(found._replace(decoding=state), chosen, stops, beams)
+    return _with_candidates(search._replace(decoding=state), chosen, stops, beams)
 
 
 def _by_prompt(values: jax.Array, state: Decoding) -> jax.Array:
@@ -253,28 +225,29 @@ class Candidates(NamedTuple):
 
 def _candidates(
     logits: jax.Array,
-    found: Search,
+    search: Search,
     noise: Noise | None,
     step: jax.Array,
     sampling: SamplingInputs,
     beams: Beams,
-    kept: int,
+    count: int,
 ) -> Candidates:
     """The best of all continuations or, with noise, continuations sampled without replacement as by
     torch.multinomial."""
-    state, count, vocabulary = found.decoding, beams.count, logits.shape[1]
+    state, vocabulary = search.decoding, logits.shape[1]
     logps = jax.nn.log_softmax(logits, axis=-1)
     scores = process(sampling.processors, sampling.history(state), logps) if sampling.processors else logps
-    total = (scores.reshape(-1, count, vocabulary) + found.scores[..., None]).reshape(-1, count * vocabulary)
+    total = scores.reshape(-1, beams.count, vocabulary) + search.scores[..., None]
+    total = total.reshape(-1, beams.count * vocabulary)
     if noise is None:
-        best, at = jax.lax.top_k(total, kept)
+        best, at = jax.lax.top_k(total, count)
     else:
-        q = noise.exponentials(step, count * vocabulary)
+        q = noise.exponentials(step, total.shape[1])
         drawn = jax.lax.optimization_barrier(jax.nn.softmax(total, axis=-1) / q)
-        at = jax.lax.top_k(drawn, kept)[1]
+        at = jax.lax.top_k(drawn, count)[1]
         best = jnp.take_along_axis(total, at, axis=1)
         order = jnp.argsort(-best, axis=1)
-        best, at = (jnp.take_along_axis(one, order, axis=1) for one in (best, at))
+        best, at = (jnp.take_along_axis(each, order, axis=1) for each in (best, at))
     beam, ids = at // vocabulary, (at % vocabulary).astype(jnp.int32)
     ids = jnp.where(jnp.isnan(total).any(axis=1, keepdims=True), -1, ids)
     if state.logps is None:
@@ -283,8 +256,8 @@ def _candidates(
     return Candidates(best, beam, ids, jnp.take_along_axis(scaled, at, axis=1))
 
 
-def _with_candidates(found: Search, chosen: Candidates, stops: Stops, beams: Beams) -> tuple[Search, Status]:
-    state, count = found.decoding, beams.count
+def _with_candidates(search: Search, chosen: Candidates, stops: Stops, beams: Beams) -> tuple[Search, Status]:
+    state, count = search.decoding, beams.count
     length = state.count + 1  # length of the candidates
     ended = (chosen.ids[..., None] == stops.eos).any(axis=-1) | (length >= stops.max_new) | (chosen.ids < 0)
 
@@ -308,11 +281,11 @@ def _with_candidates(found: Search, chosen: Candidates, stops: Stops, beams: Bea
     # The best finished beams, old and new
     just = ended & (jnp.arange(ended.shape[1]) < count)
     scores = chosen.scores / length.astype(jnp.float32) ** beams.length_penalty
-    full = found.finished.all(axis=1, keepdims=True) & (beams.early_stopping is True)
-    for excluded in (full, ~found.open[:, None], ~just):
+    full = search.finished.all(axis=1, keepdims=True) & (beams.early_stopping is True)
+    for excluded in (full, ~search.open[:, None], ~just):
         scores = scores + excluded * jnp.float32(_NEVER)
     lengths = jnp.full(ended.shape, length)
-    old = found.tokens, found.logps, found.lengths, found.finished_scores, found.finished
+    old = search.tokens, search.logps, search.lengths, search.finished_scores, search.finished
     both = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), old, (tokens, logps, lengths, scores, just))
     best = jax.lax.top_k(both[3], count)[1]
     finished = jax.tree.map(lambda values: _taken(values, best), both)
@@ -320,7 +293,7 @@ def _with_candidates(found: Search, chosen: Candidates, stops: Stops, beams: Bea
     penalized = beams.length_penalty > 0 and beams.early_stopping == "never"
     reached = (stops.max_new if penalized else length).astype(jnp.float32) ** beams.length_penalty
     worst = jnp.where(finished[4], finished[3].min(axis=1, keepdims=True), _NEVER)
-    is_open = found.open & (running[:, :1] / reached > worst).any(axis=1)
+    is_open = search.open & (running[:, :1] / reached > worst).any(axis=1)
     goes_on = is_open.any() & ~ended.all()
     if beams.early_stopping is True:
         goes_on &= ~finished[4].all()

@@ -1,50 +1,51 @@
-"""Compiled programs of generation: prefill, updates of the decoding state, and sharding over devices."""
+"""The compiled programs of generation: prefill, decoding steps, and updates of the decoding state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from trl_jax.core.outputs import reads_of_rows
 from trl_jax.data.images import TEXT_ALONE, PromptImages
-from trl_jax.mesh.mesh import SEQUENCE, TENSOR, ShardedParams, only, platform
-from trl_jax.models.arch import cache_parts
+from trl_jax.generation.noise import Noise, sample
+from trl_jax.generation.sampling import History, Processor, process
+from trl_jax.generation.weights import (
+    Shards,
+    Weights,
+    all_gather_rows,
+    any_shard,
+    shard_mapped,
+    trunk_of,
+    unstacked,
+)
+from trl_jax.models.arch import Arch, cache_parts
 from trl_jax.models.cached_decoder import with_keys
-from trl_jax.models.decoder import Features, in_a_stack
-from trl_jax.models.model import logical_axes, merge
+from trl_jax.models.decoder import Features
+from trl_jax.models.model import merge
 from trl_jax.nn.cache import Cache, CacheFill, CacheSize, NewEntries, each_entry, grown_ring
-from trl_jax.nn.linear import EncodedWeight
 
 # Prefill
 
 
-@partial(
-    jax.jit, static_argnames=("graph", "group", "capacity", "max_tokens", "dtype", "head_dtype", "by_layer", "shards")
-)
+@partial(jax.jit, static_argnames=("group", "capacity", "max_tokens"))
 def prefill(
-    graph: Any,
-    arrays: dict[str, jax.Array],
+    weights: Weights,
     tokens: jax.Array,
     lengths: jax.Array,
     longest: jax.Array,
-    seen: PromptImages = TEXT_ALONE,
+    images: PromptImages = TEXT_ALONE,
     *,
     group: int,
     capacity: int,
     max_tokens: int,
-    dtype: jnp.dtype,
-    by_layer: bool,
-    head_dtype: jnp.dtype | None = None,
-    shards: Shards | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Run the prompts through the model.
 
@@ -52,44 +53,37 @@ def prefill(
         tokens: int32 `[P, S]`, right-padded prompts.
         lengths: int32 `[P]`, prompt lengths, at least 1.
         longest: int32 scalar, tokens of the longest text in the call.
-        seen: the images of the prompts.
+        images: of the prompts.
         group: completions per prompt.
         capacity: cache capacity per completion, in tokens.
         max_tokens: upper bound on prompt + completion; attention windows of at least this size are ignored.
-        by_layer: whether the cache has one part per layer instead of one per stack of layers (models/arch.py).
-        head_dtype: dtype of the head's computation; None means `dtype`.
 
     Returns:
         float32 logits `[P, V]` of the token after each prompt, and the cache for `group` completions of each.
     """
-    head_dtype = dtype if head_dtype is None else head_dtype
 
-    def of_shard(arrays, tokens, lengths, longest, seen):
-        model = merge(graph, arrays)
-        trunk = trunk_of(model)
-        features = None if seen.images is None else model.features(seen.images, dtype=dtype)
-        options = {"positions": seen.positions, "features": features}
-        hidden, new = _through(trunk, tokens, lengths, longest, dtype, max_tokens, **options)
-        logits = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
-        parts = [
-            each_entry(lambda entry, size=size: entry.cache(lengths, size), entries)
-            for entries, size in zip(new, _cache_sizes(trunk, group, capacity), strict=True)
-        ]
-        parts = by_layers(parts, trunk.arch) if by_layer else parts
-        return logits, Cache(parts, CacheFill(lengths, jnp.zeros_like(lengths), jnp.int32(0), seen.offsets))
+    def of_shard(arrays, tokens, lengths, longest, images):
+        model = merge(weights.graph, arrays)
+        features = None if images.images is None else model.features(images.images, dtype=weights.dtype)
+        options = {"positions": images.positions, "features": features}
+        hidden, new = _through(model, weights, tokens, lengths, longest, max_tokens, **options)
+        fill = CacheFill(lengths, jnp.zeros_like(lengths), jnp.int32(0), images.offsets)
+        parts = _parts(weights, new, lambda entry, size: entry.cache(lengths, size), group, capacity)
+        return weights.logits(model, hidden), Cache(parts, fill)
 
-    def specs(own: Shards) -> tuple:
-        return (own.params, own.rows, own.rows, own.whole, own.rows), (own.rows, own.cache)
+    def specs(shards: Shards) -> tuple:
+        return (shards.params, shards.rows, shards.rows, shards.whole, shards.rows), (shards.rows, shards.cache)
 
-    return shard_mapped(shards, of_shard, specs, parameters=True)(arrays, tokens, lengths, longest, seen)
+    run = shard_mapped(weights.shards, of_shard, specs, parameters=True)
+    return run(weights.arrays, tokens, lengths, longest, images)
 
 
 def _through(
-    trunk: nnx.Module,
+    model: nnx.Module,
+    weights: Weights,
     tokens: jax.Array,
     lengths: jax.Array,
     longest: jax.Array,
-    dtype: jnp.dtype,
     max_tokens: int,
     *,
     positions: jax.Array | None = None,
@@ -107,8 +101,29 @@ def _through(
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     reads = reads_of_rows(lengths - 1, tokens.shape[1])
-    options = {"dtype": dtype, "max_tokens": max_tokens, "features": features}
-    return with_keys(trunk, tokens, positions, reads, longest, **options)
+    options = {"dtype": weights.dtype, "max_tokens": max_tokens, "features": features}
+    return with_keys(trunk_of(model), tokens, positions, reads, longest, **options)
+
+
+def _parts(weights: Weights, new: list[NewEntries], cached: Callable, group: int, capacity: int) -> list[Any]:
+    """The parts of a new cache, layer by layer if the weights are.
+
+    Args:
+        cached: `(entry, size)` -> the cache of the new tokens or state of one entry.
+    """
+    arch, parts = weights.arch, []
+    for entries, (_, window) in zip(new, cache_parts(arch), strict=True):
+        size = CacheSize(group, capacity, window)
+        parts.append(each_entry(partial(cached, size=size), entries))
+    return parts if weights.layers is None else _by_layer(parts, arch)
+
+
+def _by_layer(parts: list[Any], arch: Arch) -> list[Any]:
+    """Split cache parts that cover several layers (models/arch.py) into one part per layer that has a cache."""
+    part_of = {}
+    for part, (layers, _) in zip(parts, cache_parts(arch), strict=True):
+        part_of |= zip(layers, unstacked(part, len(layers)), strict=True)
+    return [part_of[layer] for layer in sorted(part_of)]
 
 
 def full_cache(
@@ -125,28 +140,14 @@ def full_cache(
     """
     tokens, lengths, longest = (jax.ShapeDtypeStruct(shape, np.int32) for shape in (prompts, prompts[:1], ()))
     first, last = capacities
-    _, cache = prefill.eval_shape(
-        weights.graph, weights.arrays, tokens, lengths, longest, TEXT_ALONE, group=group, capacity=first,
-        max_tokens=max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype, by_layer=weights.layers is not None,
-        shards=None,
-    )  # fmt: skip
+    sizes = {"group": group, "capacity": first, "max_tokens": max_tokens}
+    _, cache = prefill.eval_shape(replace(weights, shards=None), tokens, lengths, longest, **sizes)
     state = initial_state(cache, np.ones(prompts[0] * group, bool), first, logps=False)
     return grown_shapes(state, capacity=last).cache
 
 
-@partial(jax.jit, static_argnames=("graph", "max_tokens", "dtype", "by_layer", "shards"), donate_argnames=("state",))
-def recomputed(
-    graph: Any,
-    arrays: dict[str, jax.Array],
-    state: Decoding,
-    texts: jax.Array,
-    longest: jax.Array,
-    *,
-    max_tokens: int,
-    dtype: jnp.dtype,
-    by_layer: bool,
-    shards: Shards | None = None,
-) -> Decoding:
+@partial(jax.jit, static_argnames=("max_tokens",), donate_argnames=("state",))
+def recomputed(weights: Weights, state: Decoding, texts: jax.Array, longest: jax.Array, *, max_tokens: int) -> Decoding:
     """Recompute the cache for a longest text of `longest` tokens: LongRoPE changes the rotation of all tokens once a
     text exceeds a certain length.
 
@@ -158,23 +159,15 @@ def recomputed(
         fill = state.cache.fill
         group = len(texts) // len(fill.prompt_lengths)
         lengths = jnp.maximum(jnp.repeat(fill.prompt_lengths + fill.completion_lengths, group), 1)
-        trunk = trunk_of(merge(graph, arrays))
-        _, new = _through(trunk, texts, lengths, longest, dtype, max_tokens)
-        parts = [
-            each_entry(lambda entry, size=size: entry.cache_of_texts(fill, size), entries)
-            for entries, size in zip(new, _cache_sizes(trunk, group, state.capacity), strict=True)
-        ]
-        return state._replace(cache=Cache(by_layers(parts, trunk.arch) if by_layer else parts, fill))
+        _, new = _through(merge(weights.graph, arrays), weights, texts, lengths, longest, max_tokens)
+        parts = _parts(weights, new, lambda entry, size: entry.cache_of_texts(fill, size), group, state.capacity)
+        return state._replace(cache=Cache(parts, fill))
 
-    def specs(own: Shards) -> tuple:
-        return (own.params, Decoding.specs(own), own.rows, own.whole), Decoding.specs(own)
+    def specs(shards: Shards) -> tuple:
+        return (shards.params, Decoding.specs(shards), shards.rows, shards.whole), Decoding.specs(shards)
 
-    return shard_mapped(shards, of_shard, specs, parameters=True)(arrays, state, texts, longest)
-
-
-def _cache_sizes(trunk: nnx.Module, group: int, capacity: int) -> list[CacheSize]:
-    """The size of each part of the cache."""
-    return [CacheSize(group, capacity, part.window) for part in cache_parts(trunk.arch)]
+    run = shard_mapped(weights.shards, of_shard, specs, parameters=True)
+    return run(weights.arrays, state, texts, longest)
 
 
 # Decoding state
@@ -241,8 +234,8 @@ class Decoding(NamedTuple):
 def initial_state(cache: Cache, alive: np.ndarray, capacity: int, *, logps: bool) -> Decoding:
     """The state before the first token. `alive`, bool `[B]`, is False for padding rows."""
     tokens = np.zeros((len(alive), capacity), np.int32)
-    kept = np.zeros(tokens.shape, np.float32) if logps else None
-    return Decoding(cache, tokens, np.int32(0), np.zeros(len(alive), np.int32), alive, kept)
+    recorded = np.zeros(tokens.shape, np.float32) if logps else None
+    return Decoding(cache, tokens, np.int32(0), np.zeros(len(alive), np.int32), alive, recorded)
 
 
 def grow(state: Decoding, *, capacity: int) -> Decoding:
@@ -324,9 +317,13 @@ def _selected_rows(
 
     def of_shard(state: Decoding, prompts: jax.Array, completions: jax.Array, alive: jax.Array) -> Decoding:
         rows = (prompts[:, None] * _group(state) + completions).reshape(-1)
-        logps = None if state.logps is None else state.logps[rows]
-        own = {"tokens": state.tokens[rows], "lengths": state.lengths[rows], "alive": alive.reshape(-1), "logps": logps}
-        return state._replace(cache=state.cache._replace(fill=state.cache.fill.selected(prompts)), **own)
+        return state._replace(
+            cache=state.cache._replace(fill=state.cache.fill.selected(prompts)),
+            tokens=state.tokens[rows],
+            lengths=state.lengths[rows],
+            alive=alive.reshape(-1),
+            logps=None if state.logps is None else state.logps[rows],
+        )
 
     def specs(own: Shards) -> tuple:
         return (Decoding.specs(own), *[own.rows] * 3), Decoding.specs(own)
@@ -381,331 +378,188 @@ def with_token(state: Decoding, drawn: jax.Array, logps: jax.Array | None, stops
     place = state.count % state.capacity
     full = state.drawn >= state.capacity
 
-    def filled(there: jax.Array, new: jax.Array, pad: jax.Array | int) -> jax.Array:
-        other = jnp.where(full, there[:, place], pad)
-        return there.at[:, place].set(jnp.where(state.alive, new, other).astype(there.dtype))
+    def written(ring: jax.Array, new: jax.Array, pad: jax.Array | int) -> jax.Array:
+        of_ended = jnp.where(full, ring[:, place], pad)
+        return ring.at[:, place].set(jnp.where(state.alive, new, of_ended).astype(ring.dtype))
 
-    kept = None if state.logps is None else filled(state.logps, logps, 0)
     ended = jnp.any(drawn[:, None] == stops.eos, axis=1) | (state.drawn + 1 >= stops.max_new)
     return state._replace(
-        tokens=filled(state.tokens, drawn, stops.pad),
+        tokens=written(state.tokens, drawn, stops.pad),
         count=state.count + 1,
         lengths=state.lengths + state.alive,
         alive=state.alive & ~ended,
-        logps=kept,
+        logps=None if state.logps is None else written(state.logps, logps, 0),
     )
 
 
-# Weights
-
-_LARGEST = 512 * 2**20  # most bytes of layers that are unstacked for decoding on a CPU
+# Decoding steps
 
 
-class Weights(NamedTuple):
-    """The model's arrays as generation uses them, including copies that make a call faster.
+class SamplingInputs(NamedTuple):
+    """Sampling inputs: the logits processors, and the prompts as the processors see them.
 
-    layers: each layer's arrays, separately (see `layers_for_decoding`); None decodes along the stack.
-    dtype, head_dtype: compute dtypes of the decoder and of the head.
-    shards: the devices that rows are sharded over; None on a single device.
+    processors: in order.
+    prompt_ids: int32 `[B, W]`, left-padded; columns from `prompt_length` on are unused.
+    prompt_length: int32 scalar.
+    pads: int32 `[B]`, number of padding columns on the left.
+    temperature: divides the logits for the recorded log-probabilities.
     """
 
-    graph: Any
-    arrays: dict[str, jax.Array]
-    layers: list[nnx.State] | None
-    dtype: Any
-    head_dtype: Any
-    shards: Shards | None = None
+    processors: tuple[Processor, ...]
+    prompt_ids: jax.Array
+    prompt_length: jax.Array
+    pads: jax.Array
+    temperature: jax.Array
 
     @classmethod
-    def of(cls, graph: Any, arrays: dict[str, jax.Array], dtype: Any = jnp.float32, head_dtype: Any = None) -> Weights:
-        """Prepare a model's arrays; `head_dtype` None means `dtype`."""
-        dtype = jnp.dtype(dtype)
-        head_dtype = dtype if head_dtype is None else jnp.dtype(head_dtype)
-        arrays = matrices_in(graph, arrays, dtype, head_dtype)
-        arrays, shards = shard_for_generation(arrays, device_memory())
-        layers = layers_for_decoding(graph, arrays, shards, platform())
-        shards = None if shards is None else replace(shards, by_layer=layers is not None)
-        return cls(graph, arrays, layers, dtype, head_dtype, shards)
+    def specs(cls, shards: Shards) -> SamplingInputs:
+        """Partition specs."""
+        return cls(shards.whole, shards.rows, shards.whole, shards.rows, shards.whole)
+
+    def history(self, state: Decoding) -> History:
+        padded = jnp.pad(self.prompt_ids, ((0, 0), (0, state.capacity)))
+        ids = jax.lax.dynamic_update_slice(padded, state.in_order(), (0, self.prompt_length))
+        return History(ids, self.prompt_length + state.drawn, self.prompt_length, self.pads)
 
 
-def shard_for_generation(arrays: dict[str, Any], memory: int | None) -> tuple[dict[str, Any], Shards | None]:
-    """The arrays as sharded for generation, and the devices that rows are sharded over. For `memory` and for shapes
-    instead of arrays, see `gathered_once`."""
-    stacked = frozenset(filter(in_a_stack, arrays))
-    shards = shards_of(arrays, stacked)
-    if shards is None:
-        return arrays, None
-    arrays = on_their_mesh(gathered_once(arrays, shards, memory), shards)
-    return arrays, shards_of(arrays, stacked)
+class Status(NamedTuple):
+    """Copies of fields of `Decoding` for the host to inspect while the state itself is donated to the next call."""
+
+    count: jax.Array
+    alive: jax.Array
+
+    @classmethod
+    def of(cls, state: Decoding, shards: Shards | None) -> Status:
+        return cls(state.count, all_gather_rows(shards, state.alive))
 
 
-def device_memory() -> int | None:
-    """Memory of a device in bytes; None if the backend does not report it."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+def _sampled(logits, state: Decoding, noise: Noise | None, step, sampling: SamplingInputs):
+    """Sample ids `[B]` from `logits` `[B, V]`; also returns their log-probabilities if these are recorded."""
+    scores = process(sampling.processors, sampling.history(state), logits) if sampling.processors else logits
+    ids = jnp.argmax(scores, axis=-1) if noise is None else sample(scores, noise.exponentials(step, logits.shape[1]))
+    ids = ids.astype(jnp.int32)
+    if state.logps is None:
+        return ids, None
+    scaled = logits / sampling.temperature
+    at_ids = jnp.take_along_axis(scaled, jnp.maximum(ids, 0)[:, None], axis=1)[:, 0]
+    return ids, at_ids - jax.nn.logsumexp(scaled, axis=1)
 
 
-def longrope_switch_length(weights: Weights) -> int | None:
-    """The text length above which LongRoPE rotates all tokens differently; None without LongRoPE."""
-    ropes = trunk_of(merge(weights.graph, weights.arrays)).arch.ropes
-    lengths = [rope.switch_length for rope in ropes if rope is not None]
-    return min((length for length in lengths if length is not None), default=None)
+@partial(jax.jit, static_argnames=("shards",), donate_argnames=("state",))
+def first_tokens(
+    logits: jax.Array,
+    state: Decoding,
+    stops: Stops,
+    noise: Noise | None,
+    sampling: SamplingInputs,
+    *,
+    shards: Shards | None = None,
+) -> tuple[Decoding, Status]:
+    """Sample the first token of each completion from the prompt logits `[P, V]`."""
+
+    def of_shard(logits, state, stops, noise, sampling):
+        logits = jnp.repeat(logits, len(state.alive) // len(logits), axis=0)
+        state = with_token(state, *_sampled(logits, state, noise, 0, sampling), stops)
+        return state, Status.of(state, shards)
+
+    def specs(shards: Shards) -> tuple:
+        arguments = shards.rows, Decoding.specs(shards), shards.whole, *_sampling_specs(shards, noise)
+        return arguments, (Decoding.specs(shards), shards.whole)
+
+    return shard_mapped(shards, of_shard, specs)(logits, state, stops, noise, sampling)
 
 
-def model_with_cast_head(graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype) -> nnx.Module:
-    """The model for computing logits, with the table of a tied head cast to the head's `dtype` once instead of in every
-    step. Do not use its trunk for embedding lookups."""
-    model = merge(graph, arrays)
-    embed = trunk_of(model).embed
-    if model.lm_head.weight is None and not isinstance(embed.weight, EncodedWeight):
-        embed.weight = nnx.Param(embed.weight[...].astype(dtype))
-    return model
+def _sampling_specs(shards: Shards, noise: Noise | None) -> tuple:
+    """Partition specs of noise and `SamplingInputs`."""
+    return None if noise is None else noise.specs(shards), SamplingInputs.specs(shards)
 
 
-def trunk_of(model: nnx.Module) -> nnx.Module:
-    """The decoder of a model."""
-    return vars(model)[model.trunk_name]
-
-
-@partial(jax.jit, static_argnums=0)
-def _unstacked(graph: Any, arrays: dict[str, jax.Array]) -> list[nnx.State]:
-    trunk = trunk_of(merge(graph, arrays))
-    return [layer for run in trunk.arch.runs for layer in unstacked(nnx.split(vars(trunk)[run.name])[1], run.count)]
-
-
-def unstacked(stack: Any, count: int) -> list[Any]:
-    """Split arrays with a leading axis of `count` layers into a list, one entry per layer."""
-    return [jax.tree.map(lambda leaf: leaf[i], stack) for i in range(count)]  # noqa: B023
-
-
-def by_layers(parts: list[Any], arch: Any) -> list[Any]:
-    """Split cache parts that cover several layers (models/arch.py) into one part per layer that has a cache."""
-    of_layer = {}
-    for part, (layers, _) in zip(parts, cache_parts(arch), strict=True):
-        of_layer |= zip(layers, unstacked(part, len(layers)), strict=True)
-    return [of_layer[layer] for layer in sorted(of_layer)]
-
-
-def layers_for_decoding(
-    graph: Any, arrays: dict[str, jax.Array], shards: Shards | None, platform: str
-) -> list[nnx.State] | None:
-    """Each layer's parameters, separately, for small models on a CPU; None decodes along the stack.
-
-    On a CPU, a scan copies each layer's weights and cache out of the stacks in every iteration, which takes half of a
-    small model's time. Other backends do not copy, and a large model has no memory for another copy.
-    """
-    return _unstacked(graph, arrays) if decodes_by_layer(arrays, shards, platform) else None
-
-
-def decodes_by_layer(arrays: Mapping[str, Any], shards: Shards | None, platform: str) -> bool:
-    """Whether `layers_for_decoding` unstacks the layers; `arrays` may be shapes."""
-    if shards is not None and not shards.params_replicated:
-        return False
-    stacked = [array for path, array in arrays.items() if in_a_stack(path)]
-    return platform == "cpu" and sum(array.size * array.dtype.itemsize for array in stacked) <= _LARGEST
-
-
-def layer_shapes(graph: Any, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list[nnx.State]:
-    """The shapes that `layers_for_decoding` would return."""
-    return jax.eval_shape(partial(_unstacked, graph), arrays)
-
-
-def matrices_in(
-    graph: Any, arrays: dict[str, jax.Array], dtype: jnp.dtype, head_dtype: jnp.dtype | None = None
-) -> dict[str, jax.Array]:
-    """Cast the weight matrices to `dtype` once. The products are the same, but each step reads half the bytes.
-
-    Norms, biases, adapters and the embedding table are not cast.
-    """
-    names = cast_matrices(graph, arrays, dtype, head_dtype)
-    return arrays | _cast({path: arrays[path] for path in names}, dtype) if names else arrays
-
-
-def cast_matrices(graph: Any, arrays: Mapping[str, Any], dtype: jnp.dtype, head_dtype: jnp.dtype | None) -> list[str]:
-    """Paths of the matrices that `matrices_in` casts; `arrays` may be shapes."""
-    if dtype == jnp.float32:
-        return []
-    axes_of = logical_axes(lambda: merge(graph, _zeros_like(arrays)))
-    names = [path for path, axes in axes_of.items() if _is_matrix(path, axes) and path in arrays]
-    if head_dtype == jnp.float32:
-        names = [path for path in names if not path.startswith("lm_head.")]
-    return [path for path in names if arrays[path].dtype == jnp.float32]
-
-
-@partial(jax.jit, static_argnums=1)
-def _cast(arrays: dict[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array]:
-    return jax.tree.map(lambda array: array.astype(dtype), arrays)
-
-
-def _zeros_like(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {path: jnp.zeros(array.shape, array.dtype) for path, array in arrays.items()}
-
-
-def _is_matrix(path: str, axes: tuple[str, ...]) -> bool:
-    """Whether the parameter is only used as a matrix, by a layer or an untied head."""
-    if "norm" in axes:
-        return False
-    return axes == ("vocab", "embed") if path.startswith("lm_head.") else axes[0] == "layers" and len(axes) >= 3
-
-
-# Several devices
-
-_WHOLE = 1 / 4  # fraction of a device's memory up to which parameters are gathered once instead of in every step
-
-
-@dataclass(frozen=True)
-class Shards:
-    """How generation is sharded: each device (or group of devices along `tensor`) gets an equal contiguous run of the
-    prompts with all their completions.
-
-    mesh: the product of its axes other than `tensor` is the number of shards.
-    specs: partition spec of each parameter, by path.
-    stacked: paths of parameters with a leading layer axis.
-    by_layer: whether the cache has one part per layer instead of one per stack of layers.
-    """
-
-    mesh: Mesh
-    specs: tuple[tuple[str, PartitionSpec], ...]
-    stacked: frozenset[str]
-    by_layer: bool = False
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis, size in self.mesh.shape.items() if axis != TENSOR and size > 1)
-
-    @property
-    def count(self) -> int:
-        return prod(self.mesh.shape[axis] for axis in self.axes)
-
-    @property
-    def whole(self) -> PartitionSpec:
-        """Spec of replicated arrays."""
-        return PartitionSpec()
-
-    @property
-    def rows(self) -> PartitionSpec:
-        """Spec of arrays whose first axis is prompts or completions."""
-        return PartitionSpec(self.axes)
-
-    @property
-    def cache(self) -> Cache:
-        """Specs of a cache."""
-        parts = self.rows if self.by_layer else PartitionSpec(None, self.axes)
-        return Cache(parts, CacheFill(self.rows, self.rows, self.whole, self.rows))
-
-    @property
-    def params(self) -> dict[str, PartitionSpec]:
-        """Specs of parameters, by path."""
-        return self._parts.own
-
-    @property
-    def params_replicated(self) -> bool:
-        """Whether each shard has all parameters (sharded over `tensor` at most)."""
-        return not any(axis for spec in self.params.values() for axis in spec)
-
-    @property
-    def _parts(self) -> ShardedParams:
-        return ShardedParams(dict(self.specs), self.stacked)
-
-    def mapped(self, body: Callable, of_arguments: Any, of_results: Any, *, parameters: bool) -> Callable:
-        """Wrap `body` in a shard_map, so that each shard computes its own rows.
-
-        Args:
-            of_arguments, of_results: partition specs: `rows`, `cache`, `params` or `whole`.
-            parameters: whether the first argument is a dict of parameters by path, which must be all-gathered.
-        """
-        body = self._parts.with_whole(body) if parameters else body
-        if not self.axes:  # a single shard; XLA partitions the products over `tensor`
-            return self._named(body)
-        specs = {"in_specs": of_arguments, "out_specs": of_results}
-        # check_vma only matters for gradients.
-        return jax.shard_map(body, mesh=self.mesh, **specs, axis_names=set(self.axes), check_vma=False)
-
-    def _named(self, body: Callable) -> Callable:
-        def run(*arguments):
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                return body(*arguments)
-
-        return run
-
-
-def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | None:
-    """The devices that a model's parameters are placed on; None for a single device.
-
-    `arrays` may be shapes with shardings. The sequence axis of training, if any, also shards prompts here.
-    """
-    shardings = {path: array.sharding for path, array in arrays.items()}
-    mesh = next((own.mesh for own in shardings.values() if isinstance(own, NamedSharding)), None)
-    if mesh is None or mesh.size == 1:
-        return None
-    names = ["copies" if axis == SEQUENCE and size > 1 else axis for axis, size in mesh.shape.items()]
-    mesh = Mesh(mesh.devices, names, axis_types=mesh.axis_types)
-    whole = PartitionSpec()
-    specs = ((path, own.spec if isinstance(own, NamedSharding) else whole) for path, own in shardings.items())
-    return Shards(mesh, tuple(specs), stacked)
-
-
-def on_their_mesh(arrays: dict[str, Any], shards: Shards) -> dict[str, Any]:
-    """The same arrays, relabeled with the shards' mesh: JAX lowers custom-partitioned kernels such as cuDNN's for a
-    single mesh only."""
-    return {path: _named(array, shards.mesh) for path, array in arrays.items()}
-
-
-def _named(array: Any, mesh: Mesh) -> Any:
-    sharding = array.sharding
-    if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
-        return array
-    sharding = NamedSharding(mesh, sharding.spec)
-    if not isinstance(array, jax.Array):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-    parts = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
-
-
-def gathered_once(arrays: dict[str, Any], shards: Shards, memory: int | None) -> dict[str, Any]:
-    """All-gather the parameters on every device (they stay sharded over `tensor`) unless that takes more than a quarter
-    of a device's memory, in which case each step gathers one layer at a time.
+class LastTokens:
+    """Runs the model on the last token of each completion. For use inside compiled programs.
 
     Args:
-        arrays: may be shapes with shardings.
-        memory: bytes per device; None if unknown.
+        max_tokens: upper bound on prompt + completion.
     """
-    shardings = {path: NamedSharding(shards.mesh, only((TENSOR,), spec)) for path, spec in shards.specs}
-    numbers = {path: prod(own.shard_shape(arrays[path].shape)) for path, own in shardings.items()}
-    taken = sum(number * arrays[path].dtype.itemsize for path, number in numbers.items())
-    if memory is not None and taken > _WHOLE * memory:
-        return arrays
-    partitioned = {path: sharding for path, sharding in shardings.items() if any(shards.params[path])}
-    own = {path: arrays[path] for path in partitioned}
-    if not all(isinstance(array, jax.Array) for array in own.values()):
-        shapes = {path: (array.shape, array.dtype) for path, array in own.items()}
-        return arrays | {path: jax.ShapeDtypeStruct(*of, sharding=partitioned[path]) for path, of in shapes.items()}
-    return arrays | _at(own, tuple(partitioned.items()))
+
+    def __init__(self, weights: Weights, max_tokens: int):
+        self._weights, self._max_tokens = weights, max_tokens
+        self._trunk, self._headed = trunk_of(weights.model()), weights.model_with_cast_head()
+
+    def angles(self, state: Decoding, longest: jax.Array) -> dict[str, jax.Array]:
+        """Rope angles, if the longest text including its next token has `longest` tokens."""
+        return self._trunk.angles(_positions(state), longest)
+
+    def __call__(
+        self, state: Decoding, longest: jax.Array, angles: dict[str, jax.Array]
+    ) -> tuple[jax.Array, list[NewEntries]]:
+        """Float32 logits `[B, V]`, and the new entries for the cache."""
+        weights = self._weights
+        tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
+        options = {"layers": weights.layers, "dtype": weights.dtype, "max_tokens": self._max_tokens}
+        options |= {"cache": state.cache, "angles": angles}
+        hidden, new = with_keys(self._trunk, tokens, _positions(state), None, longest, **options)
+        return weights.logits(self._headed, hidden), new
 
 
-@partial(jax.jit, static_argnums=1)
-def _at(arrays: dict[str, jax.Array], shardings: tuple[tuple[str, NamedSharding], ...]) -> dict[str, jax.Array]:
-    return {path: jax.lax.with_sharding_constraint(arrays[path], own) for path, own in shardings}
+def _positions(state: Decoding) -> jax.Array:
+    """Positions of the next tokens, int32 `[B, 1]`."""
+    positions_P = state.cache.fill.next_positions
+    return jnp.repeat(positions_P, _group(state))[:, None]
 
 
-def shard_mapped(
-    shards: Shards | None, body: Callable, specs: Callable[[Shards], tuple[Any, Any]], *, parameters: bool = False
-) -> Callable:
-    """`Shards.mapped` with the partition specs that `specs` returns; `body` itself without shards."""
-    return body if shards is None else shards.mapped(body, *specs(shards), parameters=parameters)
+@partial(jax.jit, static_argnames=("max_tokens", "keeps"), donate_argnames=("state",))
+def next_tokens(
+    weights: Weights,
+    state: Decoding,
+    stops: Stops,
+    noise: Noise | None,
+    sampling: SamplingInputs,
+    first: jax.Array,
+    steps: jax.Array,
+    longest: jax.Array,
+    *,
+    max_tokens: int,
+    keeps: bool = False,
+) -> tuple[Decoding, Status]:
+    """Decode up to `steps` tokens of each completion; stops early if all have ended.
 
+    Args:
+        first: the step of the `noise` chunk to start from; without noise, decoding is greedy.
+        longest: int32 scalar, tokens of the longest text including its next token.
+        max_tokens: upper bound on prompt + completion.
+        keeps: whether completions that have ended keep their cache.
+    """
+    shards = weights.shards
 
-def any_shard(shards: Shards | None, flag: jax.Array) -> jax.Array:
-    """Whether `flag` is True on any shard."""
-    return flag if shards is None or not shards.axes else jax.lax.pmax(flag.astype(jnp.int32), shards.axes) > 0
+    def of_shard(arrays, layers, state, stops, noise, sampling, first, steps, longest):
+        model = LastTokens(replace(weights, arrays=arrays, layers=layers), max_tokens)
 
+        def any_alive(state: Decoding) -> jax.Array:
+            """All shards run the same number of steps because each step communicates."""
+            return any_shard(shards, jnp.any(state.alive))
 
-def all_gather_rows(shards: Shards | None, rows: jax.Array) -> jax.Array:
-    """All-gather rows over the shards."""
-    return rows if shards is None or not shards.axes else jax.lax.all_gather(rows, shards.axes, tiled=True)
+        def step(carry):
+            number, state, angles, _ = carry
+            logits, new = model(state, longest + number, angles)
+            ids, logps = _sampled(logits, state, noise, first + number, sampling)
+            cache = state.cache.appended(new, after=ids, alive=state.alive if keeps else None)
+            state = with_token(state._replace(cache=cache), ids, logps, stops)
+            # Compute the angles for the next step here: if they were used in the same step, XLA would recompute them in
+            # every layer and head.
+            return number + 1, state, model.angles(state, longest + (number + 1)), any_alive(state)
 
+        def goes_on(carry):
+            number, _, _, alive = carry
+            return (number < steps) & alive
 
-def part_of_group(prompts: int, group: int, shards: int) -> int:
-    """How many copies of each prompt to make, so that completions spread over the shards with the fewest rows on each.
-    Among equal choices the smallest, because each copy prefills the prompt."""
-    parts = [number for number in range(1, group + 1) if group % number == 0]
-    return min(parts, key=lambda number: -(-prompts * number // shards) * (group // number))
+        begin = jnp.int32(0), state, model.angles(state, longest), any_alive(state)
+        state = jax.lax.while_loop(goes_on, step, begin)[1]
+        return state, Status.of(state, shards)
+
+    def specs(shards: Shards) -> tuple:
+        state, whole = Decoding.specs(shards), shards.whole
+        arguments = shards.params, whole, state, whole, *_sampling_specs(shards, noise), whole, whole, whole
+        return arguments, (state, whole)
+
+    run = shard_mapped(shards, of_shard, specs, parameters=True)
+    return run(weights.arrays, weights.layers, state, stops, noise, sampling, first, steps, longest)

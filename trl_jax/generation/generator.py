@@ -1,51 +1,44 @@
-"""Generate completions for prompts. Host side: batch size, scheduling of slots, and calls of compiled programs."""
+"""Generate completions for prompts, on the host: schedule prompts over the slots of the batch, and call the compiled
+programs of `decode`."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from trl_jax.core.outputs import NO_VIRTUAL_TOKENS, VirtualTokens
 from trl_jax.data.batch import padded_length
 from trl_jax.data.images import TEXT_ALONE, PromptImages, TextImages, prompt_images, rounded_up
 from trl_jax.generation.decode import (
     Decoding,
-    Shards,
+    SamplingInputs,
+    Status,
     Stops,
-    Weights,
-    all_gather_rows,
-    any_shard,
+    first_tokens,
     full_cache,
     grow,
     initial_state,
-    longrope_switch_length,
-    model_with_cast_head,
-    part_of_group,
+    next_tokens,
     prefill,
     recomputed,
     refilled,
     selected,
-    shard_mapped,
-    trunk_of,
     with_prompt_capacity,
-    with_token,
 )
-from trl_jax.generation.noise import Noise, NoiseSource, QueueSource, sample
+from trl_jax.generation.noise import Noise, NoiseSource, QueueSource
 from trl_jax.generation.reuse import Piece, TurnCache
-from trl_jax.generation.sampling import History, Processor, process
+from trl_jax.generation.sampling import Processor
+from trl_jax.generation.weights import Weights, part_of_group
 from trl_jax.mesh.mesh import TENSOR, fetched
-from trl_jax.models.cached_decoder import with_keys
-from trl_jax.models.model import merge
-from trl_jax.nn.cache import Cache, CacheSize, NewEntries, StateCache, TokenCache
+from trl_jax.nn.cache import Cache, CacheSize, StateCache, TokenCache
 
 STEPS = 16  # decoding steps per call, after which the host checks which completions have ended
 FIRST_CAPACITY = 32  # initial capacity in tokens; doubled whenever it is full
@@ -131,7 +124,7 @@ class _Generation:
         self._weights, self._watch, self._turns = weights, watch, turns
         self.kept: list[Piece] = []
         self._source, self._chunk, self._steps, self._used = noise, None, steps, steps
-        self._shards = 1 if weights.shards is None else weights.shards.count
+        self._shards = weights.num_shards
         parts = part_of_group(min(slots, len(request.prompts)), request.group, self._shards)
         self._request = request = request.in_parts(parts)
         self._continued = continued = (
@@ -144,7 +137,7 @@ class _Generation:
         self._inputs = request.sampling_inputs()  # for all rows of the request
         longest = padded_length(max(map(len, request.texts)), "auto")
         self._max_tokens = longest + cache_capacity(request.max_new_tokens)  # bound on prompt + completion
-        self._switch_length = longrope_switch_length(weights)
+        self._switch_length = weights.longrope_switch_length
         self._switched = self._switch_length is not None and self._slots.longest(0) > self._switch_length
 
     def run(self, progress: Progress | None) -> None:
@@ -191,12 +184,12 @@ class _Generation:
         tokens = np.full((len(prompts), prompt_capacity), request.pad, np.int32)
         for row, ids in zip(tokens, prompts, strict=True):
             row[: len(ids)] = ids
-        return prefill(
-            weights.graph, weights.arrays, tokens, np.asarray([len(ids) for ids in prompts], np.int32),
-            np.int32(longest), self._seen(request_rows, prompt_capacity), group=request.group, capacity=capacity,
-            max_tokens=self._max_tokens, dtype=weights.dtype, head_dtype=weights.head_dtype,
-            by_layer=weights.layers is not None, shards=weights.shards,
-        )  # fmt: skip
+        lengths, images = (
+            np.asarray([len(ids) for ids in prompts], np.int32),
+            self._images(request_rows, prompt_capacity),
+        )
+        sizes = {"group": request.group, "capacity": capacity, "max_tokens": self._max_tokens}
+        return prefill(weights, tokens, lengths, np.int32(longest), images, **sizes)
 
     @property
     def _keeps(self) -> bool:
@@ -208,7 +201,7 @@ class _Generation:
         if self._keeps:
             self.kept.append(Piece(state.cache.parts, fetched(state.cache.fill.prompt_lengths), request_rows))
 
-    def _seen(self, request_rows: np.ndarray, prompt_capacity: int) -> PromptImages:
+    def _images(self, request_rows: np.ndarray, prompt_capacity: int) -> PromptImages:
         """The images of these rows' prompts."""
         texts = self._request.images
         if texts is None:
@@ -234,7 +227,7 @@ class _Generation:
         return self._chunk
 
     def _advanced(self, state: Decoding, alive: np.ndarray, count: int) -> tuple[Decoding, Status]:
-        weights, noise = self._weights, self._noise(count, alive)
+        noise = self._noise(count, alive)
         first, longest = self._used, self._slots.longest(count)
         state, most = self._switch_rope(state, longest)
         steps = min(self._steps - first, most)
@@ -243,9 +236,8 @@ class _Generation:
             state = grow(state, capacity=cache_capacity(state.capacity + 1))
         sampling = self._inputs_of(self._slots.request_rows)
         state, status = next_tokens(
-            weights.graph, weights.arrays, weights.layers, state, self._stops, noise, sampling, np.int32(first),
-            np.int32(steps), np.int32(longest), dtype=weights.dtype,
-            head_dtype=weights.head_dtype, max_tokens=self._max_tokens, shards=weights.shards, keeps=self._keeps,
+            self._weights, state, self._stops, noise, sampling, np.int32(first), np.int32(steps), np.int32(longest),
+            max_tokens=self._max_tokens, keeps=self._keeps,
         )  # fmt: skip
         self._used = first + steps
         return state, status
@@ -259,16 +251,12 @@ class _Generation:
             return state, self._steps
         if self._switched != (longest > self._switch_length):
             self._switched = not self._switched
-            weights, prompt_capacity = self._weights, self._prompt_capacity
-            texts = np.zeros((len(state.tokens), prompt_capacity + state.capacity), np.int32)
+            texts = np.zeros((len(state.tokens), self._prompt_capacity + state.capacity), np.int32)
             prompts, completions = self._slots.prompts(self._slots.rows[:, None]), fetched(state.in_order())
-            for row, prompt, own in zip(texts, prompts, completions, strict=True):
+            for row, prompt, completion in zip(texts, prompts, completions, strict=True):
                 row[: len(prompt)] = prompt
-                row[len(prompt) : len(prompt) + len(own)] = own
-            state = recomputed(
-                weights.graph, weights.arrays, state, texts, np.int32(longest), max_tokens=self._max_tokens,
-                dtype=weights.dtype, by_layer=weights.layers is not None, shards=weights.shards,
-            )  # fmt: skip
+                row[len(prompt) : len(prompt) + len(completion)] = completion
+            state = recomputed(self._weights, state, texts, np.int32(longest), max_tokens=self._max_tokens)
         return state, self._steps if self._switched else self._switch_length + 1 - longest
 
     def _alive(self, state: Decoding, status: Status) -> np.ndarray:
@@ -556,9 +544,8 @@ def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit
         weights: may be shapes.
         prompts, group: their number, and completions per prompt.
     """
-    shards = 1 if weights.shards is None else weights.shards.count
     most = limit.completions
-    if most is not None and most >= -(-prompts * group // shards):
+    if most is not None and most >= -(-prompts * group // weights.num_shards):
         return None
     if most is None:
         if limit.memory is None:
@@ -570,14 +557,13 @@ def queue_of(weights: Weights, prompts: int, group: int, lengths: Lengths, limit
         slots = most // size if most is not None else int(room // cache_bytes(weights, 1, size, lengths))
         if slots:
             break
-    return Queue(max(slots, 1) * shards, group // size)
+    return Queue(max(slots, 1) * weights.num_shards, group // size)
 
 
 def _of_shard(weights: Weights, prompts: int, group: int) -> tuple[int, int]:
     """The prompts on one shard, and completions of each, if all are generated at once."""
-    shards = 1 if weights.shards is None else weights.shards.count
-    parts = part_of_group(prompts, group, shards)
-    return -(-prompts * parts // shards), group // parts
+    parts = part_of_group(prompts, group, weights.num_shards)
+    return -(-prompts * parts // weights.num_shards), group // parts
 
 
 def cache_fits(weights: Weights, prompts: int, group: int, lengths: Lengths, limit: Limit, *, held: int) -> bool:
@@ -771,182 +757,3 @@ class Completions(NamedTuple):
             Completed(number, ids[:length], None if own is None else own[:length])
             for number, (ids, own, length) in enumerate(zip(self.tokens, logps, self.lengths, strict=True))
         ]
-
-
-# Compiled sampling steps
-
-
-class SamplingInputs(NamedTuple):
-    """Sampling inputs: the logits processors, and the prompts as the processors see them.
-
-    processors: in order.
-    prompt_ids: int32 `[B, W]`, left-padded; columns from `prompt_length` on are unused.
-    prompt_length: int32 scalar.
-    pads: int32 `[B]`, number of padding columns on the left.
-    temperature: divides the logits for the recorded log-probabilities.
-    """
-
-    processors: tuple[Processor, ...]
-    prompt_ids: jax.Array
-    prompt_length: jax.Array
-    pads: jax.Array
-    temperature: jax.Array
-
-    @classmethod
-    def specs(cls, shards: Shards) -> SamplingInputs:
-        """Partition specs."""
-        return cls(shards.whole, shards.rows, shards.whole, shards.rows, shards.whole)
-
-    def history(self, state: Decoding) -> History:
-        room = jnp.pad(self.prompt_ids, ((0, 0), (0, state.capacity)))
-        ids = jax.lax.dynamic_update_slice(room, state.in_order(), (0, self.prompt_length))
-        return History(ids, self.prompt_length + state.drawn, self.prompt_length, self.pads)
-
-
-class Status(NamedTuple):
-    """Copies of fields of `Decoding` for the host to inspect while the state itself is donated to the next call."""
-
-    count: jax.Array
-    alive: jax.Array
-
-    @classmethod
-    def of(cls, state: Decoding, shards: Shards | None) -> Status:
-        return cls(state.count, all_gather_rows(shards, state.alive))
-
-
-def _sampled(logits, state: Decoding, noise: Noise | None, step, sampling: SamplingInputs):
-    """Sample ids `[B]` from `logits` `[B, V]`; also returns their log-probabilities if these are recorded."""
-    scores = process(sampling.processors, sampling.history(state), logits) if sampling.processors else logits
-    ids = jnp.argmax(scores, axis=-1) if noise is None else sample(scores, noise.exponentials(step, logits.shape[1]))
-    ids = ids.astype(jnp.int32)
-    if state.logps is None:
-        return ids, None
-    scaled = logits / sampling.temperature
-    at = jnp.take_along_axis(scaled, jnp.maximum(ids, 0)[:, None], axis=1)[:, 0]
-    return ids, at - jax.nn.logsumexp(scaled, axis=1)
-
-
-@partial(jax.jit, static_argnames=("shards",), donate_argnames=("state",))
-def first_tokens(
-    logits: jax.Array,
-    state: Decoding,
-    stops: Stops,
-    noise: Noise | None,
-    sampling: SamplingInputs,
-    *,
-    shards: Shards | None = None,
-) -> tuple[Decoding, Status]:
-    """Sample the first token of each completion from the prompt logits `[P, V]`."""
-
-    def of_shard(logits, state, stops, noise, sampling):
-        logits = jnp.repeat(logits, len(state.alive) // len(logits), axis=0)
-        state = with_token(state, *_sampled(logits, state, noise, 0, sampling), stops)
-        return state, Status.of(state, shards)
-
-    def specs(own: Shards) -> tuple:
-        given = own.rows, Decoding.specs(own), own.whole, *_sampling_specs(own, noise)
-        return given, (Decoding.specs(own), own.whole)
-
-    return shard_mapped(shards, of_shard, specs)(logits, state, stops, noise, sampling)
-
-
-def _sampling_specs(shards: Shards, noise: Noise | None) -> tuple:
-    """Partition specs of noise and `SamplingInputs`."""
-    return None if noise is None else noise.specs(shards), SamplingInputs.specs(shards)
-
-
-@partial(
-    jax.jit, static_argnames=("graph", "dtype", "head_dtype", "max_tokens", "shards", "keeps"),
-    donate_argnames=("state",),
-)  # fmt: skip
-def next_tokens(
-    graph: Any,
-    arrays: dict[str, jax.Array],
-    layers: list[nnx.State] | None,
-    state: Decoding,
-    stops: Stops,
-    noise: Noise | None,
-    sampling: SamplingInputs,
-    first: jax.Array,
-    steps: jax.Array,
-    longest: jax.Array,
-    *,
-    dtype: jnp.dtype,
-    head_dtype: jnp.dtype,
-    max_tokens: int,
-    shards: Shards | None = None,
-    keeps: bool = False,
-) -> tuple[Decoding, Status]:
-    """Decode up to `steps` tokens of each completion; stops early if all have ended.
-
-    Args:
-        layers: see `models.cached_decoder.with_keys`.
-        first: the step of the `noise` chunk to start from; without noise, decoding is greedy.
-        longest: int32 scalar, tokens of the longest text including its next token.
-        max_tokens: upper bound on prompt + completion.
-        keeps: whether completions that have ended keep their cache.
-    """
-    steps_of = _Steps(graph, dtype, head_dtype, max_tokens, shards, keeps)
-
-    def specs(own: Shards) -> tuple:
-        given = own.params, own.whole, Decoding.specs(own), own.whole, *_sampling_specs(own, noise), *[own.whole] * 3
-        return given, (Decoding.specs(own), own.whole)
-
-    of_shard = shard_mapped(shards, steps_of, specs, parameters=True)
-    return of_shard(arrays, layers, state, stops, noise, sampling, first, steps, longest)
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """The body of `next_tokens` on one shard."""
-
-    graph: Any
-    dtype: jnp.dtype
-    head_dtype: jnp.dtype
-    max_tokens: int
-    shards: Shards | None
-    keeps: bool
-
-    def __call__(self, arrays, layers, state, stops, noise, sampling, first, steps, longest):
-        trunk, headed = trunk_of(merge(self.graph, arrays)), model_with_cast_head(self.graph, arrays, self.head_dtype)
-        options = {"layers": layers, "dtype": self.dtype, "max_tokens": self.max_tokens}
-
-        def angles(state: Decoding, number: jax.Array) -> dict[str, jax.Array]:
-            return trunk.angles(_positions(state), longest + number)
-
-        def forward(
-            state: Decoding, number: jax.Array, rotation: dict[str, jax.Array]
-        ) -> tuple[jax.Array, list[NewEntries]]:
-            tokens = jax.lax.dynamic_slice_in_dim(state.tokens, (state.count - 1) % state.capacity, 1, axis=1)
-            inputs = options | {"cache": state.cache, "angles": rotation}
-            hidden, new = with_keys(trunk, tokens, _positions(state), None, longest + number, **inputs)
-            logits = headed.outputs(hidden.astype(self.dtype), None, self.head_dtype, None, 1.0)
-            return logits.astype(jnp.float32), new
-
-        def step(carry):
-            number, state, rotation, _ = carry
-            logits, new = forward(state, number, rotation)
-            ids, logps = _sampled(logits, state, noise, first + number, sampling)
-            cache = state.cache.appended(new, after=ids, alive=state.alive if self.keeps else None)
-            state = with_token(state._replace(cache=cache), ids, logps, stops)
-            # Compute the angles for the next step here: if they were used in the same step, XLA would recompute them in
-            # every layer and head.
-            return number + 1, state, angles(state, number + 1), self._lives(state)
-
-        def goes_on(carry):
-            number, _, _, lives = carry
-            return (number < steps) & lives
-
-        begin = jnp.int32(0), state, angles(state, jnp.int32(0)), self._lives(state)
-        state = jax.lax.while_loop(goes_on, step, begin)[1]
-        return state, Status.of(state, self.shards)
-
-    def _lives(self, state: Decoding) -> jax.Array:
-        """Whether any completion continues. All shards run the same number of steps because each step communicates."""
-        return any_shard(self.shards, jnp.any(state.alive))
-
-
-def _positions(state: Decoding) -> jax.Array:
-    """Positions of the next tokens, int32 `[B, 1]`."""
-    positions_P = state.cache.fill.next_positions
-    return jnp.repeat(positions_P, len(state.alive) // len(positions_P))[:, None]

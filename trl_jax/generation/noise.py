@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
-from trl_jax.generation.decode import Shards
+from trl_jax.generation.weights import Shards
 
 _LOW_21 = np.uint32(2**21 - 1)
 _CHUNK_BYTES = 2**27  # maximum bytes of the words of a chunk

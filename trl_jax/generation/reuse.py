@@ -7,22 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from trl_jax.core.outputs import reads_of_rows
 from trl_jax.data.images import TextImages
-from trl_jax.generation.decode import (
-    Shards,
-    Weights,
-    longrope_switch_length,
-    shard_mapped,
-    trunk_of,
-)
+from trl_jax.generation.weights import Shards, Weights, shard_mapped, trunk_of
 from trl_jax.models.arch import cache_parts
 from trl_jax.models.cached_decoder import with_keys
 from trl_jax.models.model import merge
@@ -41,10 +34,10 @@ def can_keep(weights: Weights, *, stopped: bool) -> bool:
         stopped: whether a `StopRule` ends completions some tokens after their end was generated. Then the layers must
             keep these tokens apart from earlier ones: no windows, and no recurrent layers.
     """
-    arch = trunk_of(merge(weights.graph, weights.arrays)).arch
+    arch = weights.arch
     apart = all(part.window is None for part in cache_parts(arch))
     apart = apart and all(run.kind.mixer in ("attention", None) for run in arch.runs)
-    return longrope_switch_length(weights) is None and (apart or not stopped)
+    return weights.longrope_switch_length is None and (apart or not stopped)
 
 
 @dataclass
@@ -271,24 +264,16 @@ def _through(
     for first in range(0, int(more.max()), _STEP):
         tokens = np.zeros((len(texts), _STEP), np.int32)
         for row, text, start in zip(tokens, texts, known + first, strict=True):
-            own = text[start : start + _STEP]
-            row[: len(own)] = own
-        logits, cache = _step(
-            weights.graph, weights.arrays, weights.layers, cache, logits, tokens,
-            np.clip(more - first, 0, _STEP).astype(np.int32), np.int32(longest), max_tokens=max_tokens,
-            dtype=weights.dtype, head_dtype=weights.head_dtype, shards=weights.shards,
-        )  # fmt: skip
+            new = text[start : start + _STEP]
+            row[: len(new)] = new
+        count = np.clip(more - first, 0, _STEP).astype(np.int32)
+        logits, cache = _step(weights, cache, logits, tokens, count, np.int32(longest), max_tokens=max_tokens)
     return logits, cache
 
 
-@partial(
-    jax.jit, static_argnames=("graph", "max_tokens", "dtype", "head_dtype", "shards"),
-    donate_argnames=("cache", "logits"),
-)  # fmt: skip
+@partial(jax.jit, static_argnames=("max_tokens",), donate_argnames=("cache", "logits"))
 def _step(
-    graph: Any,
-    arrays: dict[str, jax.Array],
-    layers: list[nnx.State] | None,
+    weights: Weights,
     cache: Cache,
     logits: jax.Array | None,
     tokens: jax.Array,
@@ -296,9 +281,6 @@ def _step(
     longest: jax.Array,
     *,
     max_tokens: int,
-    dtype: jnp.dtype,
-    head_dtype: jnp.dtype,
-    shards: Shards | None,
 ) -> tuple[jax.Array, Cache]:
     """Append the first `more` `[R]` of `tokens` `[R, T]` to the prompts of the cache.
 
@@ -306,19 +288,20 @@ def _step(
         logits: of the tokens before, `[R, V]`, returned for texts without another token; None at the start.
     """
 
-    def of_shard(arrays, layers, cache, logits, tokens, more, longest):
-        model = merge(graph, arrays)
+    def of_shard(arrays, layers, cache, before, tokens, more, longest):
+        model = merge(weights.graph, arrays)
         positions = cache.fill.next_positions[:, None] + jnp.arange(tokens.shape[1])
         reads = reads_of_rows(jnp.maximum(more - 1, 0), tokens.shape[1])
-        options = {"cache": cache, "layers": layers, "dtype": dtype, "max_tokens": max_tokens, "lengths": more}
+        options = {"cache": cache, "layers": layers, "dtype": weights.dtype, "max_tokens": max_tokens, "lengths": more}
         hidden, new = with_keys(trunk_of(model), tokens, positions, reads, longest, **options)
-        found = model.outputs(hidden.astype(dtype), None, head_dtype, None, 1.0).astype(jnp.float32)
-        found = found if logits is None else jnp.where(more[:, None] > 0, found, logits)
-        return found, cache.extended(new, more)
+        logits = weights.logits(model, hidden)
+        logits = logits if before is None else jnp.where(more[:, None] > 0, logits, before)
+        return logits, cache.extended(new, more)
 
-    def specs(own: Shards) -> tuple:
-        before = None if logits is None else own.rows
-        return (own.params, own.whole, own.cache, before, own.rows, own.rows, own.whole), (own.rows, own.cache)
+    def specs(shards: Shards) -> tuple:
+        before = None if logits is None else shards.rows
+        arguments = shards.params, shards.whole, shards.cache, before, shards.rows, shards.rows, shards.whole
+        return arguments, (shards.rows, shards.cache)
 
-    run = shard_mapped(shards, of_shard, specs, parameters=True)
-    return run(arrays, layers, cache, logits, tokens, more, longest)
+    run = shard_mapped(weights.shards, of_shard, specs, parameters=True)
+    return run(weights.arrays, weights.layers, cache, logits, tokens, more, longest)

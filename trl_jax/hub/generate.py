@@ -20,7 +20,6 @@ from trl_jax.core.torch_random import TorchGenerator, default_generator
 from trl_jax.data.images import TextImages
 from trl_jax.generation import generator
 from trl_jax.generation.beams import Beams, search
-from trl_jax.generation.decode import Weights
 from trl_jax.generation.generator import (
     NO_LIMIT,
     Completed,
@@ -46,6 +45,7 @@ from trl_jax.generation.noise import (
 )
 from trl_jax.generation.reuse import UNEVEN, TurnCache, can_keep
 from trl_jax.generation.sampling import Processor, Text
+from trl_jax.generation.weights import Weights
 from trl_jax.hub.generation_hooks import StepWatch, UserFunctions, criteria_of
 from trl_jax.hub.generation_inputs import (
     Prompts,

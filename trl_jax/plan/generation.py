@@ -18,28 +18,23 @@ from trl_jax.data.batch import Example, padded_length
 from trl_jax.data.loader import StepBatch
 from trl_jax.generation.decode import (
     Decoding,
+    SamplingInputs,
     Stops,
+    grown_shapes,
+    initial_state,
+    next_tokens,
+    prefill,
+)
+from trl_jax.generation.generator import FIRST_CAPACITY, STEPS, Lengths, Limit, cache_capacity, queue_of
+from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
+from trl_jax.generation.weights import (
     Weights,
     cast_matrices,
     decodes_by_layer,
-    grown_shapes,
-    initial_state,
     layer_shapes,
     part_of_group,
-    prefill,
     shard_for_generation,
 )
-from trl_jax.generation.generator import (
-    FIRST_CAPACITY,
-    STEPS,
-    Lengths,
-    Limit,
-    SamplingInputs,
-    cache_capacity,
-    next_tokens,
-    queue_of,
-)
-from trl_jax.generation.noise import KeyedNoise, Noise, TorchNoise, chunk_steps
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.cache import Cache
 from trl_jax.plan.chips import Topology
@@ -378,7 +373,7 @@ class Programs:
 
     def __init__(self, weights: Weights, size: Size, *, vocabulary: int, exact: bool):
         self._weights, self._vocabulary, self._exact = weights, vocabulary, exact
-        self._size = size if weights.shards is None else size.per_shard(weights.shards.count)
+        self._size = size if weights.shards is None else size.per_shard(weights.num_shards)
         self._max_tokens = size.prompt_places + size.new_places
 
     def compiled(self, topology: Topology) -> CompiledPrograms:
@@ -396,24 +391,21 @@ class Programs:
 
     def prefill(self) -> jax.stages.Traced:
         """Trace the prefill."""
-        weights, size = self._weights, self._size
-        tokens, by_layer = _ints(size.prompts, size.prompt_places), weights.layers is not None
+        size = self._size
         return prefill.trace(
-            weights.graph, weights.arrays, tokens, _ints(size.prompts), _ints(),
+            self._weights, _ints(size.prompts, size.prompt_places), _ints(size.prompts), _ints(),
             group=size.completions // size.prompts, capacity=min(size.new_places, FIRST_CAPACITY),
-            max_tokens=self._max_tokens, dtype=weights.dtype,
-            head_dtype=weights.head_dtype, by_layer=by_layer, shards=weights.shards,
+            max_tokens=self._max_tokens,
         )  # fmt: skip
 
     def decode(self, full: Decoding) -> jax.stages.Traced:
         """Trace decoding steps with a full cache."""
-        weights, size = self._weights, self._size
+        size = self._size
         number, each = _ints(), _ints(size.completions)
         drawing = SamplingInputs((), _ints(size.completions, size.prompt_places), number, each, _struct((), np.float32))
         return next_tokens.trace(
-            weights.graph, weights.arrays, weights.layers, full, Stops(_ints(1), number, number),
-            self._noise(), drawing, number, number, number, dtype=weights.dtype, head_dtype=weights.head_dtype,
-            max_tokens=self._max_tokens, shards=weights.shards,
+            self._weights, full, Stops(_ints(1), number, number), self._noise(), drawing, number, number, number,
+            max_tokens=self._max_tokens,
         )  # fmt: skip
 
     def _grown(self, cache: Cache, capacity: int) -> Decoding:
