@@ -16,9 +16,8 @@ from trl_jax.mesh.mesh import layer_gather
 from trl_jax.models.arch import BLOCKS, Arch, LayerKind, Run
 from trl_jax.nn.attention import cudnn
 from trl_jax.nn.attention.attention import Attention
-from trl_jax.nn.attention.inputs import AttentionInputs, LayerInputs, Striped, striped
+from trl_jax.nn.attention.inputs import SAVED, AttentionInputs, LayerInputs, Striped, striped
 from trl_jax.nn.attention.latent import LatentAttention
-from trl_jax.nn.attention.ranges import SAVED
 from trl_jax.nn.cache import NewEntries
 from trl_jax.nn.layers import MLP, LayerEmbeddings, LayerInput, Noise, Norm
 from trl_jax.nn.linear import Embedding, Linear, Stream, dropout_or_none, stream_keys

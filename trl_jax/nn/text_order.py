@@ -1,5 +1,5 @@
-"""The order of tokens in packed rows, for layers that must read each text in order (convolutions and recurrent layers)
-and for attention within images."""
+"""Packed rows as texts: one row per text, and the order of tokens for layers that must read each text in order
+(convolutions and recurrent layers) and for attention within images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,60 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trl_jax.core.outputs import Packed
+from trl_jax.core.outputs import Packed, RowView
+
+# One row per text
+
+
+def by_text(x: jax.Array, texts: RowView) -> jax.Array:
+    """Tokens of packed rows `[R, T, ...]` as one zero-padded row per text, `[R x X, L, ...]`. Tokens shared by several
+    texts are copied to each of them."""
+    rows, count, length = texts.places.shape
+    gathered = _to_texts(x.reshape(*x.shape[:2], -1), texts.places.reshape(rows, -1), texts.rows)
+    return gathered.reshape(rows * count, length, *x.shape[2:])
+
+
+def by_token(x: jax.Array, texts: RowView) -> jax.Array:
+    """The inverse of `by_text`; one of the identical copies of a shared token is used."""
+    rows = len(texts.places)
+    gathered = _to_tokens(x.reshape(rows, -1, x[0, 0].size), texts.places.reshape(rows, -1), texts.rows)
+    return gathered.reshape(*gathered.shape[:2], *x.shape[2:])
+
+
+def _at(x: jax.Array, places: jax.Array) -> jax.Array:
+    """Index `[R, S, D]` with `[R, M]`; zeros where the index is out of range."""
+    return jnp.take_along_axis(x, places[..., None], axis=1, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _to_texts(x, places, rows):
+    return _at(x, places)
+
+
+def _to_texts_backward(saved, gradient):
+    _, rows = saved
+    parts = (_at(gradient, rows[:, text]).astype(jnp.float32) for text in range(rows.shape[1]))
+    return sum(parts).astype(gradient.dtype), None, None
+
+
+_to_texts.defvjp(lambda x, places, rows: (_at(x, places), (places, rows)), _to_texts_backward)
+
+
+@jax.custom_vjp
+def _to_tokens(x, places, rows):
+    return _at(x, rows[:, 0])
+
+
+def _to_tokens_backward(saved, gradient):
+    places, rows = saved
+    read = jnp.take_along_axis(rows[:, 0], places, axis=1, mode="fill", fill_value=-1) == jnp.arange(places.shape[1])
+    return jnp.where(read[..., None], _at(gradient, places), 0), None, None
+
+
+_to_tokens.defvjp(lambda x, places, rows: (_at(x, rows[:, 0]), (places, rows)), _to_tokens_backward)
+
+
+# The order of tokens
 
 
 class PreviousTokens(NamedTuple):

@@ -12,13 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 from trl_jax.core.outputs import RowView
 from trl_jax.mesh.mesh import platform
 from trl_jax.nn.attention import cudnn
-from trl_jax.nn.attention.inputs import AttentionInputs
+from trl_jax.nn.attention.inputs import SAVED, AttentionInputs, cached_masks, continued_mask, padded_mask
 from trl_jax.nn.attention.packed import attend_by_text, attend_packed, attend_rows
-from trl_jax.nn.attention.ranges import SAVED, by_text, by_token
-from trl_jax.nn.cache import NewTokens, prompt_positions
+from trl_jax.nn.cache import NewTokens
 from trl_jax.nn.layers import Norm
 from trl_jax.nn.linear import ClippedLinear, Dropout, Linear
 from trl_jax.nn.rope import rotate
+from trl_jax.nn.text_order import by_text, by_token
 from trl_jax.nn.virtual_tokens import Prefix
 
 # Decoder attention
@@ -227,20 +227,12 @@ def attend_cached(
     shared prompt, the completion and the token itself, combined by their maximum and sum (Milakov and Gimelshein 2018,
     arXiv:1805.02867).
     """
-    (keys, values), lengths_P = inputs.cache, inputs.fill.prompt_lengths
+    keys, values = inputs.cache
     prompts, heads, places, channels = keys.prompts.shape
     group, capacity = values.completions.shape[1], values.completions.shape[3]
     q_PGKMC = q_RTHC.reshape(prompts, group, heads, -1, channels)
     own_k, own_v = (y.reshape(prompts, group, heads, 1, -1) for y in (k_RTKC, v_RTKC))
-    new_P = inputs.fill.completion_lengths
-    position_P = lengths_P + new_P
-    back_T, at_PS = inputs.fill.tokens_back(capacity), prompt_positions(lengths_P, places)
-    seen_PS = at_PS < lengths_P[:, None]
-    seen_PT = back_T <= new_P[:, None]
-    if inputs.window is not None:
-        window = inputs.window.reshape(prompts, -1)[:, :1] if inputs.window.ndim else inputs.window
-        seen_PS &= position_P[:, None] - at_PS < window
-        seen_PT &= back_T < window
+    seen_PS, seen_PT = cached_masks(inputs, places, capacity)
     q_PKMC = q_PGKMC.swapaxes(1, 2).reshape(prompts, heads, -1, channels)  # batch the queries of a prompt's completions
     of_prompt = _dot("pkmc,pksc->pkms", q_PKMC, keys.prompts).reshape(prompts, heads, group, -1, places)
     of_own = _dot("pgkmc,pgkct->pgkmt", q_PGKMC, keys.completions)
@@ -272,20 +264,14 @@ def attend_continued(
 
     Reads scale, window, cache and fill of `inputs`; `sinks` as in `attend_padded`.
     """
-    (keys, values), lengths_R = inputs.cache, inputs.fill.prompt_lengths
+    keys, values = inputs.cache
     rows, length, heads, channels = q_RTHC.shape
     num_kv, places = keys.prompts.shape[1:3]
     k_RSKC, v_RSKC = (
         jnp.concatenate([cache.prompts.swapaxes(1, 2).astype(new.dtype), new], axis=1)
         for cache, new in ((keys, k_RTKC), (values, v_RTKC))
     )
-    at_RP, own_T = prompt_positions(lengths_R, places), jnp.arange(length)
-    at_RS = jnp.concatenate([at_RP, lengths_R[:, None] + own_T], axis=1)
-    there_RS = jnp.concatenate([at_RP < lengths_R[:, None], jnp.ones((rows, length), bool)], axis=1)
-    distance_RTS = (lengths_R[:, None] + own_T)[:, :, None] - at_RS[:, None]
-    mask = there_RS[:, None] & (distance_RTS >= 0)
-    if inputs.window is not None:
-        mask &= distance_RTS < (inputs.window[..., None] if inputs.window.ndim else inputs.window)
+    mask = continued_mask(inputs, places, length)
     q_RTKGC = q_RTHC.reshape(rows, length, num_kv, heads // num_kv, channels)
     sinks_KG11 = None if sinks is None else sinks.reshape(*q_RTKGC.shape[2:4], 1, 1)
     out = _softmax_average(q_RTKGC, k_RSKC, v_RSKC, mask[:, None, None], inputs.scale, None, softcap, sinks_KG11, None)
@@ -366,7 +352,7 @@ def attend_padded(
         last = end * (1 if striped is None else striped.devices) if causal else k_RSKC.shape[1]
         last = last if inputs.ahead is None else k_RSKC.shape[1]
         window, ahead = (_of_queries(each, start, end) for each in (inputs.window, inputs.ahead))
-        mask = _mask(places_T, last, causal, inputs._replace(window=window, ahead=ahead))
+        mask = padded_mask(inputs._replace(window=window, ahead=ahead), places_T, last, causal=causal)
         block_dropout, block_bias = dropout and dropout.fold(start), bias and bias(start, end)
         qkv = q_RTKGC[:, start:end], k_RSKC[:, :last], v_RSKC[:, :last]
         blocks.append(_softmax_average(*qkv, mask, scale, block_bias, softcap, sinks_KG11, block_dropout))
@@ -376,21 +362,6 @@ def attend_padded(
 def _of_queries(numbers: jax.Array | None, start: int, end: int) -> jax.Array | None:
     """The numbers of these queries, broadcastable to `[R, K, G, T, S]`; scalars and None are returned unchanged."""
     return numbers if numbers is None or numbers.ndim == 0 else numbers[:, None, None, start:end, None]
-
-
-def _mask(places_T: jax.Array, last: int, causal: bool, inputs: AttentionInputs) -> jax.Array:
-    """Which keys in `[0, last)` the queries at these positions attend to: bool, broadcastable to `[R, K, G, T, S]`."""
-    distance_TS = places_T[:, None] - jnp.arange(last)
-    mask = distance_TS >= 0 if causal else jnp.ones_like(distance_TS, bool)
-    if causal and inputs.ahead is not None:
-        mask = -distance_TS <= inputs.ahead
-    if inputs.window is not None:
-        mask = mask & ((distance_TS if causal else jnp.abs(distance_TS)) < inputs.window)
-    if inputs.valid is not None:
-        valid = inputs.valid[:, None, None, None, :last]
-        # Padding attends to itself so that no softmax is empty; bidirectionally, it can attend to any real token.
-        mask = mask & (valid | (distance_TS == 0) if causal else valid)
-    return mask
 
 
 def _softmax_average(q_RTKGC, k_RSKC, v_RSKC, mask, scale, bias, softcap, sinks_KG11, dropout):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from trl_jax.core.outputs import Packed
 from trl_jax.mesh.jax_internals import packed_attention
 from trl_jax.mesh.mesh import TENSOR, on_each_device, platform
-from trl_jax.nn.attention.ranges import SAVED
+from trl_jax.nn.attention.inputs import SAVED
 
 _AMPERE, _HOPPER = 8.0, 9.0  # minimum compute capability for padded rows and for packed rows
 # JAX versions (from, before) whose internal call handles packed rows correctly, also with grouped heads. jax.nn does

@@ -1,17 +1,20 @@
-"""Inputs of attention layers, and sequence parallelism by stripes."""
+"""Inputs of attention layers, which keys each query attends to, and sequence parallelism by stripes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trl_jax.core.outputs import Packed
+from trl_jax.core.outputs import BLOCK, Packed
 from trl_jax.mesh.mesh import SEQUENCE, TENSOR, as_summed, psum
-from trl_jax.nn.cache import CacheFill, LayerCache, NewTokens
+from trl_jax.nn.cache import CacheFill, LayerCache, NewTokens, prompt_positions
 from trl_jax.nn.text_order import PreviousTokens, TextOrder
+
+SAVED = "attended"  # name of attention results in checkpoint policies: cheaper to save than to recompute
 
 # Inputs
 
@@ -38,13 +41,22 @@ class LayerInputs(NamedTuple):
 class AttentionInputs(NamedTuple):
     """What the queries of a layer attend to, and how positions and scores are computed.
 
+    A query attends to keys of its own text only. In a decoder, the query at position t attends to the keys at positions
+    s <= t, in an encoder to all. `window` leaves those with |t - s| < window, and `ahead` adds those with
+    t < s <= t + ahead. The layout of a row decides which keys are of its text:
+
+    - one text per row (`packed` and `cache` are None): all of the row; with `valid`, only these tokens
+    - several texts per row: the ranges of `packed`
+    - with a `cache`: the prompt and the completion of the row in the cache, and then the row itself
+
+    "Which keys each query attends to" below has the masks and ranges of the kernels for each layout.
+
     scale: multiplies the scores before the softmax; a float, or a float32 scalar if layers differ.
     cos, sin: float32 `[R, T, 1, C / 2]` for `rotate`; with a leading axis of ropes until `of_layer` selects one. None:
         no positions.
     query_scale: float32 `[R, T, 1, 1]`, multiplies the queries, or None.
-    window: int32 scalar, or `[R, T]` per query; a query at t attends to keys s with |t - s| < window. None: no limit.
-    ahead: int32 `[R, T]`, how many later tokens of its text a causal query also attends to, regardless of the window
-        (see `tokens_ahead`). None: none.
+    window: int32 scalar, or `[R, T]` per query. None: no limit.
+    ahead: int32 `[R, T]`, see `tokens_ahead`; only in decoders. None: none.
     in_text: int32 `[R, T]`, position of each token in its text, if layers attend within chunks; else None.
     valid: bool `[R, T]`, keys that may be attended to. None for packed rows, and for causal attention with padding only
         on the right.
@@ -99,6 +111,149 @@ class AttentionInputs(NamedTuple):
         if layer.chunk is not None:  # a chunk is a window per query that reaches back to the start of the chunk
             return inputs._replace(window=self.in_text % layer.chunk + 1)
         return inputs if layer.window is None else inputs._replace(window=layer.window)
+
+
+# Which keys each query attends to
+
+
+def padded_mask(inputs: AttentionInputs, places_T: jax.Array, last: int, *, causal: bool) -> jax.Array:
+    """For rows of one text each: which keys in `[0, last)` the queries at these positions attend to. Bool,
+    broadcastable to `[R, K, G, T, S]`; so are `window` and `ahead` of `inputs`, for these queries."""
+    distance_TS = places_T[:, None] - jnp.arange(last)
+    mask = distance_TS >= 0 if causal else jnp.ones_like(distance_TS, bool)
+    if causal and inputs.ahead is not None:
+        mask = -distance_TS <= inputs.ahead
+    if inputs.window is not None:
+        mask = mask & ((distance_TS if causal else jnp.abs(distance_TS)) < inputs.window)
+    if inputs.valid is not None:
+        valid = inputs.valid[:, None, None, None, :last]
+        # Padding attends to itself so that no softmax is empty; bidirectionally, it can attend to any real token.
+        mask = mask & (valid | (distance_TS == 0) if causal else valid)
+    return mask
+
+
+def cached_masks(inputs: AttentionInputs, places: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """For one more token of each completion: which of `places` prompt tokens and of `capacity` completion tokens of the
+    cache it attends to, bool `[P, S]` and `[P, T]`."""
+    lengths_P, new_P = inputs.fill.prompt_lengths, inputs.fill.completion_lengths
+    position_P = lengths_P + new_P
+    back_T, position_PS = inputs.fill.tokens_back(capacity), prompt_positions(lengths_P, places)
+    seen_PS = position_PS < lengths_P[:, None]
+    seen_PT = back_T <= new_P[:, None]
+    if inputs.window is not None:
+        window = inputs.window.reshape(len(lengths_P), -1)[:, :1] if inputs.window.ndim else inputs.window
+        seen_PS &= position_P[:, None] - position_PS < window
+        seen_PT &= back_T < window
+    return seen_PS, seen_PT
+
+
+def continued_mask(inputs: AttentionInputs, places: int, length: int) -> jax.Array:
+    """For rows of `length` tokens that continue prompts: which of `places` prompt tokens of the cache and of the row's
+    tokens they attend to, bool `[R, T, S]`."""
+    lengths_R, new_T = inputs.fill.prompt_lengths, jnp.arange(length)
+    position_RP = prompt_positions(lengths_R, places)
+    position_RS = jnp.concatenate([position_RP, lengths_R[:, None] + new_T], axis=1)
+    in_text_RS = jnp.concatenate([position_RP < lengths_R[:, None], jnp.ones((len(lengths_R), length), bool)], axis=1)
+    distance_RTS = (lengths_R[:, None] + new_T)[:, :, None] - position_RS[:, None]
+    mask = in_text_RS[:, None] & (distance_RTS >= 0)
+    if inputs.window is not None:
+        mask &= distance_RTS < (inputs.window[..., None] if inputs.window.ndim else inputs.window)
+    return mask
+
+
+class KeyRanges(NamedTuple):
+    """The keys that each query attends to, `first <= s < end`: int32, `[N]` or in blocks.
+
+    An optional second range follows the first. Either may be empty.
+    """
+
+    first: jax.Array
+    end: jax.Array
+    second: jax.Array | None = None
+    second_end: jax.Array | None = None
+
+    def blocks(self, queries: int, keys: int, count: int) -> jax.Array:
+        """Which of `count` blocks of `keys` keys any query of a block of `queries` attends to: bool `[N, count]`."""
+        starts = jnp.arange(count, dtype=jnp.int32) * keys
+
+        def overlaps(first: jax.Array, end: jax.Array) -> jax.Array:
+            first, end = (y.reshape(-1, queries, 1) for y in (first, end))
+            return jnp.any(jnp.maximum(first, starts) < jnp.minimum(end, starts + keys), axis=1)
+
+        return self._either(overlaps)
+
+    def see(self, keys: jax.Array) -> jax.Array:
+        """Whether queries `[..., N]` attend to the keys at these positions `[S]`: bool `[..., N, S]`."""
+        return self._either(lambda first, end: (keys >= first[..., None]) & (keys < end[..., None]))
+
+    def _either(self, of_range: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        in_first = of_range(self.first, self.end)
+        return in_first if self.second is None else in_first | of_range(self.second, self.second_end)
+
+
+def key_ranges(inputs: AttentionInputs, length: int) -> KeyRanges:
+    """For packed rows: key ranges `[N]`, with keys counted along all rows, `length` per row."""
+    ranges = _ranges_within_window(inputs.packed, inputs.window, inputs.striped, length)
+    return ranges if inputs.ahead is None else _with_ahead(ranges, inputs, length)
+
+
+def text_key_ranges(inputs: AttentionInputs) -> KeyRanges:
+    """For packed rows whose keys are rearranged `by_text`: one range per query, `[N]`, with keys counted along all
+    texts."""
+    rows, count, length = inputs.packed.texts.places.shape
+    slots = inputs.packed.texts.rows[:, 0]  # within the first text that contains the token
+    place = slots + jnp.arange(rows, dtype=jnp.int32)[:, None] * (count * length)
+    before = slots % length  # number of tokens before the query in its text
+    if inputs.window is not None:
+        before = jnp.minimum(before, inputs.window - 1)
+    inside = slots < count * length
+    after = 1 if inputs.ahead is None else 1 + inputs.ahead
+    return KeyRanges(*(jnp.where(inside, y, 0).reshape(-1) for y in (place - before, place + after)))
+
+
+def _ranges_within_window(packed: Packed, window: jax.Array | None, striped: Striped | None, length: int) -> KeyRanges:
+    rows, queries = packed.first.shape
+    offset = jnp.arange(rows, dtype=jnp.int32)[:, None] * length
+    first, end = ((y + offset).reshape(-1) for y in (packed.first, packed.end))
+    context = None
+    if packed.context is not None:
+        context = tuple((y + offset).reshape(-1) for y in (packed.context, packed.context_end))
+    if window is None:
+        return KeyRanges(first, end) if context is None else KeyRanges(*context, first, end)
+    window = window.reshape(-1) if window.ndim else window
+    place = _places(rows, queries, striped)
+    nearest, last = jnp.maximum(first, place - window + 1), place + jnp.minimum(end - place, window)
+    if context is not None:  # the first token of a branch follows the last token of its context
+        begin, branch = context
+        return KeyRanges(jnp.maximum(begin, branch + (place - first) - window + 1), branch, nearest, last)
+    if packed.prompt is None:
+        return KeyRanges(nearest, last)
+    # A completion stored before its prompt: its first token follows the last token of the prompt, not its neighbor.
+    prompt = (packed.prompt + offset).reshape(-1)
+    before, position = place < prompt, end - 1 - place
+    second = prompt + jnp.maximum(position - window + 1, 0)
+    return KeyRanges(nearest, jnp.where(before, jnp.minimum(last, prompt), last), jnp.where(before, second, end), end)
+
+
+def _places(rows: int, queries: int, striped: Striped | None) -> jax.Array:
+    """The positions of all queries, counted along all rows: int32 `[N]`."""
+    blocks = jnp.arange(rows * queries // BLOCK) if striped is None else striped.blocks(rows, queries // BLOCK)
+    return (blocks[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)).reshape(-1)
+
+
+def _with_ahead(ranges: KeyRanges, inputs: AttentionInputs, length: int) -> KeyRanges:
+    """Extend key ranges to the tokens that `inputs.ahead` adds. In a completion stored in reverse order, later tokens
+    are to the left."""
+    packed, ahead = inputs.packed, inputs.ahead
+    left = 0
+    if packed.prompt is not None:
+        rows, queries = packed.first.shape
+        prompt = packed.prompt + jnp.arange(rows, dtype=jnp.int32)[:, None] * length
+        backwards = _places(rows, queries, inputs.striped).reshape(rows, queries) < prompt
+        left, ahead = jnp.where(backwards, ahead, 0).reshape(-1), jnp.where(backwards, 0, ahead)
+    if packed.context is None:
+        return ranges._replace(first=ranges.first - left, end=ranges.end + ahead.reshape(-1))
+    return ranges._replace(second_end=ranges.second_end + ahead.reshape(-1))
 
 
 # Sequence parallelism

@@ -1,4 +1,4 @@
-"""Attention over packed rows: key ranges, choice of kernel, and a block-sparse implementation in plain XLA."""
+"""Attention over packed rows: choice of kernel, and a block-sparse implementation in plain XLA."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trl_jax.core.outputs import BLOCK, Packed
 from trl_jax.mesh.mesh import platform
-from trl_jax.nn.attention.inputs import AttentionInputs, Striped
-from trl_jax.nn.attention.ranges import SAVED, KeyRanges, by_text
+from trl_jax.nn.attention.inputs import SAVED, AttentionInputs, KeyRanges, key_ranges, text_key_ranges
 from trl_jax.nn.attention.splash import attend_splash, supports_splash
+from trl_jax.nn.text_order import by_text
 
-# Key ranges, and choice of kernel
+# Choice of kernel
 
 
 def attend_packed(
@@ -38,9 +38,7 @@ def attend_packed(
     rows, length = q_RTHC.shape[:2]
     if length % BLOCK:
         raise ValueError(f"A packed row of {length} tokens is not a multiple of {BLOCK}: pad it.")
-    ranges = _key_ranges(inputs.packed, inputs.window, inputs.striped, k_RSKC.shape[1])
-    if inputs.ahead is not None:
-        ranges = _with_ahead(ranges, inputs, k_RSKC.shape[1])
+    ranges = key_ranges(inputs, k_RSKC.shape[1])
     k_SKC, v_SKC = (y.reshape(-1, *y.shape[2:]) for y in (k_RSKC, v_RSKC))
     scores = {"scale": inputs.scale, "softcap": softcap, "sinks": sinks}
     return _run_kernel(q_RTHC, k_SKC, v_SKC, ranges, k_RSKC.shape[1], **scores)
@@ -59,20 +57,12 @@ def attend_by_text(
     ones are copied), so that each query attends to a single range even with a context or a window."""
     texts = inputs.packed.texts
     rows, count, length = texts.places.shape
-    slots = texts.rows[:, 0]  # within the first text that contains the token
     missing = -rows * count * length % BLOCK
     k_SKC, v_SKC = (
         jnp.pad(by_text(y, texts).reshape(-1, *y.shape[2:]), ((0, missing), (0, 0), (0, 0))) for y in (k_RTKC, v_RTKC)
     )
-    place = slots + jnp.arange(rows, dtype=jnp.int32)[:, None] * (count * length)
-    nearest = slots % length  # number of tokens before the query in its text
-    if inputs.window is not None:
-        nearest = jnp.minimum(nearest, inputs.window - 1)
-    inside = slots < count * length
-    following = 1 if inputs.ahead is None else 1 + inputs.ahead
-    ranges = KeyRanges(*(jnp.where(inside, y, 0).reshape(-1) for y in (place - nearest, place + following)))
     scores = {"scale": inputs.scale, "softcap": softcap, "sinks": sinks}
-    return _run_kernel(q_RTHC, k_SKC, v_SKC, ranges, length, **scores)
+    return _run_kernel(q_RTHC, k_SKC, v_SKC, text_key_ranges(inputs), length, **scores)
 
 
 def attend_rows(
@@ -115,52 +105,6 @@ def _run_kernel(q_RTHC, k_SKC, v_SKC, ranges: KeyRanges, longest: int, **scores)
     else:
         out = attend_blocks(*qkv, ranges, **scores)
     return out.reshape(q_RTHC.shape)
-
-
-def _key_ranges(packed: Packed, window: jax.Array | None, striped: Striped | None, length: int) -> KeyRanges:
-    """Key ranges `[N]`, with keys counted along all rows, `length` per row."""
-    rows, queries = packed.first.shape
-    offset = jnp.arange(rows, dtype=jnp.int32)[:, None] * length
-    first, end = ((y + offset).reshape(-1) for y in (packed.first, packed.end))
-    context = None
-    if packed.context is not None:
-        context = tuple((y + offset).reshape(-1) for y in (packed.context, packed.context_end))
-    if window is None:
-        return KeyRanges(first, end) if context is None else KeyRanges(*context, first, end)
-    window = window.reshape(-1) if window.ndim else window
-    place = _places(rows, queries, striped)
-    nearest, last = jnp.maximum(first, place - window + 1), place + jnp.minimum(end - place, window)
-    if context is not None:  # the first token of a branch follows the last token of its context
-        begin, branch = context
-        return KeyRanges(jnp.maximum(begin, branch + (place - first) - window + 1), branch, nearest, last)
-    if packed.prompt is None:
-        return KeyRanges(nearest, last)
-    # A completion stored before its prompt: its first token follows the last token of the prompt, not its neighbor.
-    prompt = (packed.prompt + offset).reshape(-1)
-    before, position = place < prompt, end - 1 - place
-    second = prompt + jnp.maximum(position - window + 1, 0)
-    return KeyRanges(nearest, jnp.where(before, jnp.minimum(last, prompt), last), jnp.where(before, second, end), end)
-
-
-def _places(rows: int, queries: int, striped: Striped | None) -> jax.Array:
-    """The positions of all queries, counted along all rows: int32 `[N]`."""
-    blocks = jnp.arange(rows * queries // BLOCK) if striped is None else striped.blocks(rows, queries // BLOCK)
-    return (blocks[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)).reshape(-1)
-
-
-def _with_ahead(ranges: KeyRanges, inputs: AttentionInputs, length: int) -> KeyRanges:
-    """Extend key ranges to the tokens that `inputs.ahead` adds. In a completion stored in reverse order, later tokens
-    are to the left."""
-    packed, ahead = inputs.packed, inputs.ahead
-    left = 0
-    if packed.prompt is not None:
-        rows, queries = packed.first.shape
-        prompt = packed.prompt + jnp.arange(rows, dtype=jnp.int32)[:, None] * length
-        backwards = _places(rows, queries, inputs.striped).reshape(rows, queries) < prompt
-        left, ahead = jnp.where(backwards, ahead, 0).reshape(-1), jnp.where(backwards, 0, ahead)
-    if packed.context is None:
-        return ranges._replace(first=ranges.first - left, end=ranges.end + ahead.reshape(-1))
-    return ranges._replace(second_end=ranges.second_end + ahead.reshape(-1))
 
 
 # Block-sparse attention in plain XLA: blocks without any visible key are skipped in both passes

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from trl_jax.mesh.mesh import TENSOR, on_each_device, platform
-from trl_jax.nn.attention.ranges import SAVED, KeyRanges
+from trl_jax.nn.attention.inputs import SAVED, KeyRanges
 
 BLOCK = 512  # queries and keys per block; larger blocks skip less, smaller ones take more iterations
 _LANES = 128
