@@ -44,8 +44,10 @@ class Talk:
     def __init__(self, model, monkeypatch, turns=2, new=FEW, **options):
         self.model, self.turns, self.new, self.options = model, turns, new, options
         self.steps, self.prompts = [], [ids.tolist() for ids in self.drawn(0, (90, 200, 31, 170, 64))]
-        step = reuse._step
-        monkeypatch.setattr(reuse, "_step", lambda *given, **own: self.steps.append(given[4]) or step(*given, **own))
+        step = reuse._append_tokens
+        monkeypatch.setattr(
+            reuse, "_append_tokens", lambda *given, **own: self.steps.append(given[4]) or step(*given, **own)
+        )
 
     def drawn(self, seed, lengths):
         dice = np.random.default_rng(seed)

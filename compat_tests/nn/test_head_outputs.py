@@ -13,7 +13,7 @@ import torch
 from compat_tests.effort import usual, usually
 from trl_jax.core.outputs import TokenOutputs
 from trl_jax.nn import head
-from trl_jax.nn.head import token_outputs
+from trl_jax.nn.head import HeadInputs, token_outputs
 
 VOCABULARY, WIDTH, ROWS = 90, 12, 64
 NAMES = TokenOutputs._fields
@@ -211,6 +211,25 @@ def test_a_frozen_weight_gets_no_gradient(case):
     assert products == {(ROWS, VOCABULARY), (ROWS, WIDTH)}
     trained = partial(jax.grad(total, argnums=(0, 1)))
     assert outputs_of_products(trained, hidden, weight, targets)[0] == products | {(VOCABULARY, WIDTH)}
+
+
+def test_an_adapter_does_not_widen_the_weight():
+    """It gives what a weight `[V, D + r]` would give, without a copy of the weight or a gradient of it."""
+    hidden, weight, bias, targets = drawn(200, 150)
+    inner, outer = (np.random.default_rng(1).normal(size=(size, 4)).astype(np.float32) for size in (200, VOCABULARY))
+
+    def adapted(hidden, inner, outer):
+        outputs = HeadInputs(hidden, weight, bias, inner=inner, outer=outer).token_outputs(targets)
+        return sum(jnp.sum(output) for output in outputs[:3])
+
+    def widened(hidden, inner, outer):
+        return total(jnp.hstack([hidden, inner]), jnp.hstack([weight, outer]), targets, bias)
+
+    found, wanted = (jax.grad(each, argnums=(0, 1, 2))(hidden, inner, outer) for each in (adapted, widened))
+    for mine, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
+    products, shapes = outputs_of_products(jax.grad(adapted, argnums=(0, 1, 2)), hidden, inner, outer)
+    assert (VOCABULARY, WIDTH) not in products and (VOCABULARY, WIDTH + 4) not in shapes
 
 
 def test_never_all_logits():

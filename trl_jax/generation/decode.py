@@ -66,7 +66,7 @@ def prefill(
         model = merge(weights.graph, arrays)
         features = None if images.images is None else model.features(images.images, dtype=weights.dtype)
         options = {"positions": images.positions, "features": features}
-        hidden, new = _through(model, weights, tokens, lengths, longest, max_tokens, **options)
+        hidden, new = _run_texts(model, weights, tokens, lengths, longest, max_tokens, **options)
         fill = CacheFill(lengths, jnp.zeros_like(lengths), jnp.int32(0), images.offsets)
         parts = _parts(weights, new, lambda entry, size: entry.cache(lengths, size), group, capacity)
         return weights.logits(model, hidden), Cache(parts, fill)
@@ -78,7 +78,7 @@ def prefill(
     return run(weights.arrays, tokens, lengths, longest, images)
 
 
-def _through(
+def _run_texts(
     model: nnx.Module,
     weights: Weights,
     tokens: jax.Array,
@@ -159,7 +159,7 @@ def recomputed(weights: Weights, state: Decoding, texts: jax.Array, longest: jax
         fill = state.cache.fill
         group = len(texts) // len(fill.prompt_lengths)
         lengths = jnp.maximum(jnp.repeat(fill.prompt_lengths + fill.completion_lengths, group), 1)
-        _, new = _through(merge(weights.graph, arrays), weights, texts, lengths, longest, max_tokens)
+        _, new = _run_texts(merge(weights.graph, arrays), weights, texts, lengths, longest, max_tokens)
         parts = _parts(weights, new, lambda entry, size: entry.cache_of_texts(fill, size), group, state.capacity)
         return state._replace(cache=Cache(parts, fill))
 

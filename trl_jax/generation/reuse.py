@@ -199,7 +199,7 @@ class ContinuedTexts:
             after = [image.next_position - len(image.features) for image in self.images]
             offsets = np.where(prompts >= 0, np.asarray(after)[prompts], 0).astype(np.int32)
         fill = CacheFill(known, np.zeros_like(known), np.int32(0), offsets)
-        return _through(weights, Cache(parts, fill), texts, known, max_tokens)
+        return _run_new_tokens(weights, Cache(parts, fill), texts, known, max_tokens)
 
     def _joined(
         self, shards: Shards | None, prompts: np.ndarray, known: np.ndarray, prompt_capacity: int, size: CacheSize
@@ -255,7 +255,7 @@ def _with_texts(
     return shard_mapped(shards, of_shard, specs)(part, earlier, texts)
 
 
-def _through(
+def _run_new_tokens(
     weights: Weights, cache: Cache, texts: Sequence[np.ndarray], known: np.ndarray, max_tokens: int
 ) -> tuple[jax.Array, Cache]:
     """Run the tokens of each text that are not in the cache through the model."""
@@ -267,12 +267,12 @@ def _through(
             new = text[start : start + _STEP]
             row[: len(new)] = new
         count = np.clip(more - first, 0, _STEP).astype(np.int32)
-        logits, cache = _step(weights, cache, logits, tokens, count, np.int32(longest), max_tokens=max_tokens)
+        logits, cache = _append_tokens(weights, cache, logits, tokens, count, np.int32(longest), max_tokens=max_tokens)
     return logits, cache
 
 
 @partial(jax.jit, static_argnames=("max_tokens",), donate_argnames=("cache", "logits"))
-def _step(
+def _append_tokens(
     weights: Weights,
     cache: Cache,
     logits: jax.Array | None,

@@ -16,7 +16,7 @@ from trl_jax.models.arch import Arch, EncoderArch
 from trl_jax.models.decoder import Decoder, Features, apply
 from trl_jax.models.encoder import Encoder
 from trl_jax.models.vision import Vision
-from trl_jax.nn.head import HeadInputs, head_logits, token_outputs
+from trl_jax.nn.head import HeadInputs
 from trl_jax.nn.layers import ACTIVATIONS, Norm
 from trl_jax.nn.linear import EncodedWeight, Linear, Lora, Stream, dropout_or_none, stored
 
@@ -225,18 +225,20 @@ class LmHead(nnx.Module):
             temperature: divides the final logits.
         """
         inputs = self.inputs(hidden, table)
-        facts = {"bias": inputs.bias, "scale": inputs.scale, "softcap": inputs.softcap, "temperature": temperature}
-        if targets is None:
-            return head_logits(inputs.hidden, inputs.weight, **facts)
-        return token_outputs(inputs.hidden, inputs.weight, targets, **facts)
+        return inputs.logits(temperature) if targets is None else inputs.token_outputs(targets, temperature)
 
     def inputs(self, hidden: jax.Array, table: nnx.Param | EncodedWeight) -> HeadInputs:
         """The arrays from which logits are computed, including the adapter; arguments as in `__call__`."""
         weight = stored(table if self.weight is None else self.weight)
         bias = None if self.bias is None else self.bias[...]
+        inner = outer = None
         if self.lora is not None:
-            hidden, weight, bias = self.lora.joined(hidden, weight, bias)
-        return HeadInputs(hidden, weight, bias, self.scale, self.softcap)
+            bias = self.lora.with_bias(bias)
+            if self.lora.magnitude is None:
+                inner, outer = self.lora.factors(hidden)
+            else:
+                hidden, weight = self.lora.joined(hidden, weight)
+        return HeadInputs(hidden, weight, bias, self.scale, self.softcap, inner, outer)
 
 
 class CausalLm(Model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,13 +18,37 @@ from trl_jax.mesh.mesh import platform
 # Inputs of heads
 
 
+class HeadArrays(NamedTuple):
+    """The arrays of logits `[N, V]`, which are `hidden @ weight.T + inner @ outer.T + bias`.
+
+    hidden: `[N, D]`, of the tokens that are read. weight: `[V, D]`. bias: `[V]` or None.
+    inner, outer: `[N, r]` and `[V, r]`, what a LoRA adapter of the weight adds, or None. Kept apart from hidden and
+        weight, because `[V, D + r]` would be a copy of the weight, with a gradient.
+    """
+
+    hidden: Any
+    weight: Any
+    bias: Any = None
+    inner: Any = None
+    outer: Any = None
+
+    def cast(self) -> HeadArrays:
+        """All arrays in the dtype of the hidden states."""
+        return jax.tree.map(lambda array: array.astype(self.hidden.dtype), self)
+
+    def padded(self, rows: int) -> HeadArrays:
+        """With this many rows of zeros more."""
+        hidden, inner = jax.tree.map(lambda array: jnp.pad(array, ((0, rows), (0, 0))), (self.hidden, self.inner))
+        return self._replace(hidden=hidden, inner=inner)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs of a language model head. Logits `[N, V]` are `softcap * tanh((hidden @ weight.T + bias) * scale /
-    softcap)`.
+    """Inputs of a language model head. Logits `[N, V]` are `softcap * tanh((hidden @ weight.T + inner @ outer.T + bias)
+    * scale / softcap)`.
 
-    hidden: `[N, D]`, of the tokens that are read. weight: `[V, D]`. bias: `[V]` or None.
+    hidden, weight, bias, inner, outer: as in `HeadArrays`.
     scale, softcap: numbers; None for no softcap.
     """
 
@@ -33,6 +57,31 @@ class HeadInputs:
     bias: Any = None
     scale: float = field(default=1.0, metadata={"static": True})
     softcap: float | None = field(default=None, metadata={"static": True})
+    inner: Any = None
+    outer: Any = None
+
+    @property
+    def arrays(self) -> HeadArrays:
+        return HeadArrays(self.hidden, self.weight, self.bias, self.inner, self.outer)
+
+    def token_outputs(self, targets: jax.Array, temperature: float = 1.0) -> TokenOutputs:
+        """Log-probabilities and entropies, float32 `[N]`, of the softmax distributions of logits / temperature.
+
+        The matrix product and bias are in the dtype of `hidden`, the rest is float32. `targets` `[N]` are ids, negative
+        for reads without a target, which must come last and get zeros. No gradient is computed for inputs that are not
+        differentiated, such as a frozen weight.
+        """
+        count, rows = len(targets), chunk_rows(len(targets), len(self.weight))
+        padding = -count % rows
+        head = Head.of(self, rows, temperature)
+        targets = jnp.pad(targets, (0, padding), constant_values=-1)
+        outputs = TokenOutputs(*(output[:count] for output in _outputs(head, self.arrays.padded(padding), targets)))
+        mean_logits, squares = jax.lax.stop_gradient((outputs.mean_logits, outputs.log_sum_sq_probs))
+        return outputs._replace(mean_logits=mean_logits, log_sum_sq_probs=squares)
+
+    def logits(self, temperature: float = 1.0) -> jax.Array:
+        """All logits / temperature, float32 `[N, V]`."""
+        return Head.of(self, len(self.hidden), temperature).logits(self.arrays.cast())
 
 
 class Distributions(NamedTuple):
@@ -59,42 +108,45 @@ def token_outputs(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> TokenOutputs:
-    """Outputs `[N]` for hidden states `[N, D]`, a weight `[V, D]` and a bias `[V]`, float32.
+    """`HeadInputs.token_outputs` for a head without an adapter."""
+    return HeadInputs(hidden, weight, bias, scale, softcap).token_outputs(targets, temperature)
 
-    Logits are `z = softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`; all outputs refer to
-    their softmax distribution. The matrix product and bias are in the dtype of `hidden`, the rest is float32. `targets`
-    `[N]` are ids, negative for reads without a target, which must come last and get zeros. No gradient is computed for
-    inputs that are not differentiated, such as a frozen weight.
-    """
-    places, rows = len(targets), chunk_rows(len(targets), len(weight))
-    filled = -places % rows
-    head = Head(rows, float(scale), None if softcap is None else float(softcap), float(temperature))
-    hidden, targets = jnp.pad(hidden, ((0, filled), (0, 0))), jnp.pad(targets, (0, filled), constant_values=-1)
-    outputs = TokenOutputs(*(output[:places] for output in _outputs(head, hidden, weight, bias, targets)))
-    mean_logits, squares = jax.lax.stop_gradient((outputs.mean_logits, outputs.log_sum_sq_probs))
-    return outputs._replace(mean_logits=mean_logits, log_sum_sq_probs=squares)
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Differentiated:
+    """Names of the fields of `HeadArrays` that need a gradient."""
+
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, primals: HeadArrays) -> Differentiated:
+        """From the primals of a custom_vjp with symbolic zeros."""
+        perturbed = (name for name, primal in primals._asdict().items() if primal is not None and primal.perturbed)
+        return cls(frozenset(perturbed))
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs. differentiated: which of hidden, weight and bias need a gradient."""
+    """What the backward pass needs."""
 
-    arrays: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]
+    arrays: HeadArrays
+    targets: jax.Array
+    differentiated: Differentiated
     entropy: jax.Array
     log_sum: jax.Array
     chunks: jax.Array
     d_hidden: jax.Array | None
-    differentiated: tuple[Perturbed | None, ...]
 
 
-def _token_outputs(head, hidden, weight, bias, targets, with_d_hidden=False):
+def _token_outputs(head, arrays: HeadArrays, targets, with_d_hidden=False):
     """TokenOutputs, log-sum-exp `[N]`, number of chunks, and on request the derivatives `[N, D]` of log-probabilities
     with respect to hidden states."""
-    weight, bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
-    ids, chunks = jnp.arange(len(weight)), head.chunks(targets)
+    arrays = arrays.cast()
+    ids, chunks = jnp.arange(len(arrays.weight)), head.chunks(targets)
 
     def compute(chunk, carried):
         outputs, d_hidden = carried
-        target, z = head.take(chunk, targets), head.logits(head.take(chunk, hidden), weight, bias)
+        target, z = head.take(chunk, targets), head.logits(head.of_chunk(chunk, arrays))
         at_target = ids == target[:, None]
         largest = jnp.max(z, axis=1)
         weights = jnp.exp(z - largest[:, None])
@@ -104,45 +156,48 @@ def _token_outputs(head, hidden, weight, bias, targets, with_d_hidden=False):
         logps = _target_logits(z, target, at_target) - log_sum
         entropy = log_sum - jnp.sum(weights * z, axis=1) / total
         mean, squares = jnp.mean(z, axis=1), jnp.log(jnp.sum(jnp.square(weights), axis=1)) - 2 * jnp.log(total)
-        found = logps, entropy, mean - log_sum, first == target, mean, squares
-        found = (*(jnp.where(target >= 0, output, 0) for output in found), log_sum)
+        rows = logps, entropy, mean - log_sum, first == target, mean, squares
+        rows = (*(jnp.where(target >= 0, output, 0) for output in rows), log_sum)
         if d_hidden is not None:
-            d_z = head.d_products(at_target - weights / total[:, None], z).astype(hidden.dtype)
-            d_hidden = head.put(chunk, d_hidden, einsum_f32("nv,vd->nd", d_z, weight))
-        return tuple(head.put(chunk, array, rows) for array, rows in zip(outputs, found, strict=True)), d_hidden
+            d_z = head.d_products(at_target - weights / total[:, None], z).astype(arrays.hidden.dtype)
+            d_hidden = head.put(chunk, d_hidden, einsum_f32("nv,vd->nd", d_z, arrays.weight))
+        return tuple(head.put(chunk, array, own) for array, own in zip(outputs, rows, strict=True)), d_hidden
 
-    zeros, d_hidden = jnp.zeros(len(targets), jnp.float32), jnp.zeros_like(hidden) if with_d_hidden else None
+    zeros, d_hidden = jnp.zeros(len(targets), jnp.float32), jnp.zeros_like(arrays.hidden) if with_d_hidden else None
     (*outputs, log_sum), d_hidden = jax.lax.fori_loop(0, chunks, compute, ((zeros,) * 7, d_hidden))
     return TokenOutputs(*outputs), log_sum, chunks, d_hidden
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _outputs(head, hidden, weight, bias, targets):
-    return _token_outputs(head, hidden, weight, bias, targets)[0]
+def _outputs(head, arrays, targets):
+    return _token_outputs(head, arrays, targets)[0]
 
 
 def _outputs_forward(head, *primals):
-    arrays, perturbed = jax.tree.map(lambda primal: primal.value, primals), differentiated(primals[:3])
+    (arrays, targets), differentiated = (
+        jax.tree.map(lambda primal: primal.value, primals),
+        Differentiated.of(primals[0]),
+    )
     # With a frozen weight, only hidden states need a gradient: the derivative saved here, times a cotangent per row.
-    outputs, *saved = _token_outputs(head, *arrays, with_d_hidden=perturbed == (Perturbed(), None, None))
-    return outputs, _Saved(arrays, outputs.entropy, *saved, perturbed)
+    only_hidden = differentiated.names == {"hidden"}
+    outputs, *saved = _token_outputs(head, arrays, targets, with_d_hidden=only_hidden)
+    return outputs, _Saved(arrays, targets, differentiated, outputs.entropy, *saved)
 
 
 def _outputs_backward(head, saved, cotangents):
-    *arrays, targets = saved.arrays
     no_others = isinstance(cotangents.entropy, SymbolicZero) and isinstance(cotangents.mean_logps, SymbolicZero)
     if saved.d_hidden is not None and no_others:
-        of_logps = column(targets, cotangents.logps)
-        return (saved.d_hidden * of_logps).astype(arrays[0].dtype), None, None, None
+        d_hidden = (saved.d_hidden * column(saved.targets, cotangents.logps)).astype(saved.arrays.hidden.dtype)
+        return HeadArrays(d_hidden, None), None
     d_logits = partial(_d_logits, head, saved=saved, cotangents=cotangents)
-    return *gradients(head, tuple(arrays), saved.differentiated, saved.chunks, d_logits), None
+    return gradients(head, saved.arrays, saved.differentiated, saved.chunks, d_logits), None
 
 
 def _d_logits(head, chunk, z, saved, cotangents):
     """Gradient `[rows, V]` of the chunk's logits; zero in rows without a target."""
-    target = head.take(chunk, saved.arrays[3])
-    columns = [column(saved.arrays[3], cotangent) for cotangent in cotangents[:3]]
-    of_logps, of_entropy, of_mean = (head.take(chunk, one) for one in columns)
+    target = head.take(chunk, saved.targets)
+    columns = [column(saved.targets, cotangent) for cotangent in cotangents[:3]]
+    of_logps, of_entropy, of_mean = (head.take(chunk, each) for each in columns)
     log_p = z - head.take(chunk, saved.log_sum)[:, None]
     of_p = of_logps + of_mean
     if not isinstance(cotangents.entropy, SymbolicZero):
@@ -179,17 +234,14 @@ def divergences(
         targets: int32 `[N]`; negative for reads to ignore, which must come last and get zeros.
         beta: from 0 to 1.
     """
-    places, rows = len(targets), chunk_rows(len(targets), len(student.weight))
-    filled = -places % rows
-
-    def padded(inputs: HeadInputs) -> tuple[Head, tuple]:
-        head = Head(rows, inputs.scale, inputs.softcap, float(temperature), rounds=False)
-        return head, (jnp.pad(inputs.hidden, ((0, filled), (0, 0))), inputs.weight, inputs.bias)
-
-    (own, arrays), (other, teacher_arrays) = padded(student), padded(jax.lax.stop_gradient(teacher))
-    compared = _Comparison(own, other, float(beta))
-    found = _divergences(compared, *arrays, teacher_arrays, jnp.pad(targets, (0, filled), constant_values=-1))
-    return Divergences(*(values[:places] for values in found))
+    count, rows = len(targets), chunk_rows(len(targets), len(student.weight))
+    padding = -count % rows
+    teacher = jax.lax.stop_gradient(teacher)
+    heads = (Head.of(inputs, rows, temperature, rounds=False) for inputs in (student, teacher))
+    arrays = (inputs.arrays.padded(padding) for inputs in (student, teacher))
+    targets = jnp.pad(targets, (0, padding), constant_values=-1)
+    values = _divergences(_Comparison(*heads, float(beta)), *arrays, targets)
+    return Divergences(*(value[:count] for value in values))
 
 
 class _Comparison(NamedTuple):
@@ -199,32 +251,32 @@ class _Comparison(NamedTuple):
     teacher: Head
     beta: float
 
-    def log_probs(self, chunk: jax.Array, z: jax.Array, teacher: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def log_probs(self, chunk: jax.Array, z: jax.Array, teacher: HeadArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Log-probabilities `[rows, V]` of a chunk: of the student (from its logits `z`), of the teacher, and of the
         distribution to compare with."""
-        hidden, weight, bias = teacher
-        weight, bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
-        own = jax.nn.log_softmax(z)
-        other = jax.nn.log_softmax(self.teacher.logits(self.teacher.take(chunk, hidden), weight, bias))
+        of_student = jax.nn.log_softmax(z)
+        of_teacher = jax.nn.log_softmax(self.teacher.logits(self.teacher.of_chunk(chunk, teacher.cast())))
         if self.beta in (0.0, 1.0):
-            return own, other, other
-        return own, other, jnp.logaddexp(own + math.log(1 - self.beta), other + math.log(self.beta))
+            return of_student, of_teacher, of_teacher
+        mixed = jnp.logaddexp(of_student + math.log(1 - self.beta), of_teacher + math.log(self.beta))
+        return of_student, of_teacher, mixed
 
-    def divergence(self, own: jax.Array, other: jax.Array, mixed: jax.Array) -> jax.Array:
+    def divergence(self, student: jax.Array, teacher: jax.Array, mixed: jax.Array) -> jax.Array:
         """The divergence of each row, from the results of `log_probs`."""
         if self.beta == 0.0:
-            return _expectation(other, other - own)
+            return _expectation(teacher, teacher - student)
         if self.beta == 1.0:
-            return _expectation(own, own - other)
-        return self.beta * _expectation(other, other - mixed) + (1 - self.beta) * _expectation(own, own - mixed)
+            return _expectation(student, student - teacher)
+        of_teacher, of_student = _expectation(teacher, teacher - mixed), _expectation(student, student - mixed)
+        return self.beta * of_teacher + (1 - self.beta) * of_student
 
-    def d_logits(self, own: jax.Array, other: jax.Array, mixed: jax.Array) -> jax.Array:
+    def d_logits(self, student: jax.Array, teacher: jax.Array, mixed: jax.Array) -> jax.Array:
         """Derivative of each row's divergence with respect to the student's logits, `[rows, V]`."""
-        p = jnp.exp(own)
+        p = jnp.exp(student)
         if self.beta == 0.0:
-            return p - jnp.exp(other)
+            return p - jnp.exp(teacher)
         part = 1.0 if self.beta == 1.0 else 1 - self.beta
-        return part * p * (own - mixed - _expectation(own, own - mixed)[:, None])
+        return part * p * (student - mixed - _expectation(student, student - mixed)[:, None])
 
 
 def _expectation(log_p: jax.Array, values: jax.Array) -> jax.Array:
@@ -235,32 +287,31 @@ def _expectation(log_p: jax.Array, values: jax.Array) -> jax.Array:
 class _DivergenceSaved(NamedTuple):
     """What the backward pass needs."""
 
-    arrays: tuple[jax.Array, jax.Array, jax.Array | None]
-    teacher: tuple[jax.Array, jax.Array, jax.Array | None]
+    arrays: HeadArrays
+    teacher: HeadArrays
     targets: jax.Array
-    perturbed: tuple[Perturbed | None, ...]
+    differentiated: Differentiated
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divergences(compared, hidden, weight, bias, teacher, targets):
-    head = compared.student
-    weight, bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
+def _divergences(compared, arrays, teacher, targets):
+    head, arrays = compared.student, arrays.cast()
 
-    def compute(chunk, found):
-        z = head.logits(head.take(chunk, hidden), weight, bias)
-        own, other, mixed = compared.log_probs(chunk, z, teacher)
-        values = compared.divergence(own, other, mixed), -_expectation(own, own)
+    def compute(chunk, outputs):
+        z = head.logits(head.of_chunk(chunk, arrays))
+        log_probs = compared.log_probs(chunk, z, teacher)
+        values = compared.divergence(*log_probs), -_expectation(log_probs[0], log_probs[0])
         counts = head.take(chunk, targets) >= 0
-        return tuple(head.put(chunk, a, jnp.where(counts, b, 0)) for a, b in zip(found, values, strict=True))
+        return tuple(head.put(chunk, a, jnp.where(counts, b, 0)) for a, b in zip(outputs, values, strict=True))
 
     zeros = jnp.zeros(len(targets), jnp.float32)
     return jax.lax.fori_loop(0, head.chunks(targets), compute, (zeros, zeros))
 
 
 def _divergences_forward(compared, *primals):
-    hidden, weight, bias, teacher, targets = jax.tree.map(lambda primal: primal.value, primals)
-    saved = _DivergenceSaved((hidden, weight, bias), teacher, targets, differentiated(primals[:3]))
-    return _divergences(compared, hidden, weight, bias, teacher, targets), saved
+    arrays, teacher, targets = jax.tree.map(lambda primal: primal.value, primals)
+    saved = _DivergenceSaved(arrays, teacher, targets, Differentiated.of(primals[0]))
+    return _divergences(compared, arrays, teacher, targets), saved
 
 
 def _divergences_backward(compared, saved, cotangents):
@@ -270,7 +321,7 @@ def _divergences_backward(compared, saved, cotangents):
     def d_logits(chunk, z):
         return compared.d_logits(*compared.log_probs(chunk, z, saved.teacher)) * head.take(chunk, of_divergence)
 
-    return *gradients(head, saved.arrays, saved.perturbed, head.chunks(targets), d_logits), None, None
+    return gradients(head, saved.arrays, saved.differentiated, head.chunks(targets), d_logits), None, None
 
 
 _divergences.defvjp(_divergences_forward, _divergences_backward, symbolic_zeros=True)
@@ -312,14 +363,21 @@ class Head:
     temperature: float
     rounds: bool = True
 
-    def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Logits `[rows, V]`, float32; `weight` and `bias` have the dtype of `hidden`."""
-        if self.rounds:
-            z = rounded(jnp.einsum("nd,vd->nv", hidden, weight), hidden.dtype)
-            z = z if bias is None else rounded(z + bias, hidden.dtype)
-        else:
-            z = einsum_f32("nd,vd->nv", hidden, weight)
-            z = z if bias is None else z + bias
+    @classmethod
+    def of(cls, inputs: HeadInputs, rows: int, temperature: float, *, rounds: bool = True) -> Head:
+        softcap = None if inputs.softcap is None else float(inputs.softcap)
+        return cls(rows, float(inputs.scale), softcap, float(temperature), rounds)
+
+    def logits(self, arrays: HeadArrays) -> jax.Array:
+        """Logits `[rows, V]`, float32; all arrays have the dtype of `hidden`."""
+        hidden, weight, bias, inner, outer = arrays
+        rounds = partial(rounded, kind=hidden.dtype) if self.rounds else lambda z: z
+        product = jnp.einsum if self.rounds else einsum_f32
+        z = rounds(product("nd,vd->nv", hidden, weight))
+        if inner is not None:
+            z = rounds(z + product("nr,vr->nv", inner, outer))
+        if bias is not None:
+            z = rounds(z + bias)
         z = z * self.scale
         return tempered(z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap), self.temperature)
 
@@ -339,6 +397,11 @@ class Head:
         axes = jax.sharding.get_abstract_mesh().manual_axes
         return jax.lax.pmax(count, axes) if axes and divided() else count
 
+    def of_chunk(self, chunk: jax.Array, arrays: HeadArrays) -> HeadArrays:
+        """The arrays with the rows of a chunk."""
+        hidden, inner = jax.tree.map(partial(self.take, chunk), (arrays.hidden, arrays.inner))
+        return arrays._replace(hidden=hidden, inner=inner)
+
     def take(self, chunk: jax.Array, array: jax.Array) -> jax.Array:
         """Read the rows of a chunk."""
         return jax.lax.dynamic_slice_in_dim(array, chunk * self.rows, self.rows)
@@ -348,51 +411,47 @@ class Head:
         return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), chunk * self.rows, 0)
 
 
-class Perturbed(NamedTuple):
-    """True, as a pytree without arrays: residuals of a custom_vjp cannot contain a bool."""
-
-
-def differentiated(primals: Sequence) -> tuple[Perturbed | None, ...]:
-    """Which of hidden states, weight and bias need a gradient, given the primals of a custom_vjp with symbolic
-    zeros."""
-    return tuple(Perturbed() if primal is not None and primal.perturbed else None for primal in primals)
-
-
 def gradients(
     head: Head,
-    arrays: tuple[jax.Array, jax.Array, jax.Array | None],
-    perturbed: Sequence[Perturbed | None],
+    arrays: HeadArrays,
+    differentiated: Differentiated,
     chunks: jax.Array,
     d_logits: Callable[[jax.Array, jax.Array], jax.Array],
-) -> tuple[jax.Array | None, ...]:
-    """Gradients of hidden states, weight and bias; None for those not in `perturbed`.
+) -> HeadArrays:
+    """Gradients of the `differentiated` arrays, None for others.
 
     Args:
         d_logits: (chunk, its logits) -> their gradient `[rows, V]`, zero in rows without a target.
     """
-    hidden, weight, bias = arrays
-    cast_weight, cast_bias = jax.tree.map(lambda array: array.astype(hidden.dtype), (weight, bias))
+    cast = arrays.cast()
 
-    def add(chunk, found):
-        d_hidden, d_weight, d_bias = found
-        hidden_rows = head.take(chunk, hidden)
-        z = head.logits(hidden_rows, cast_weight, cast_bias)
-        d_z = head.d_products(d_logits(chunk, z), z).astype(hidden.dtype)
-        if d_hidden is not None:
-            d_hidden = head.put(chunk, d_hidden, einsum_f32("nv,vd->nd", d_z, cast_weight))
-        if d_weight is not None:
-            d_weight += einsum_f32("nv,nd->vd", d_z, hidden_rows)
-        if d_bias is not None:
-            d_bias += jnp.sum(d_z, axis=0, dtype=jnp.float32)
-        return d_hidden, d_weight, d_bias
+    def add(chunk: jax.Array, sums: HeadArrays) -> HeadArrays:
+        rows = head.of_chunk(chunk, cast)
+        z = head.logits(rows)
+        d_z = head.d_products(d_logits(chunk, z), z).astype(cast.hidden.dtype)
 
-    kinds = hidden.dtype, jnp.float32, jnp.float32
-    zeros = tuple(
-        None if one is None else jnp.zeros(array.shape, kind)
-        for one, array, kind in zip(perturbed, arrays, kinds, strict=True)
-    )
-    d_hidden, d_weight, d_bias = jax.lax.fori_loop(0, chunks, add, zeros)
-    return d_hidden, *(None if d is None else d.astype(a.dtype) for d, a in ((d_weight, weight), (d_bias, bias)))
+        def put(array, matrix):
+            return None if array is None else head.put(chunk, array, einsum_f32("nv,vd->nd", d_z, matrix))
+
+        def summed(array, rows):
+            return None if array is None else array + einsum_f32("nv,nd->vd", d_z, rows)
+
+        d_bias = None if sums.bias is None else sums.bias + jnp.sum(d_z, axis=0, dtype=jnp.float32)
+        return HeadArrays(
+            hidden=put(sums.hidden, cast.weight),
+            weight=summed(sums.weight, rows.hidden),
+            bias=d_bias,
+            inner=put(sums.inner, cast.outer),
+            outer=summed(sums.outer, rows.inner),
+        )
+
+    def zeros(name: str, array: jax.Array | None) -> jax.Array | None:
+        if name not in differentiated.names:
+            return None
+        return jnp.zeros(array.shape, cast.hidden.dtype if name in ("hidden", "inner") else jnp.float32)
+
+    sums = jax.lax.fori_loop(0, chunks, add, HeadArrays(*map(zeros, HeadArrays._fields, arrays)))
+    return HeadArrays(*(None if d is None else d.astype(a.dtype) for d, a in zip(sums, arrays, strict=True)))
 
 
 def column(targets: jax.Array, cotangent: jax.Array | SymbolicZero) -> jax.Array:
@@ -402,24 +461,7 @@ def column(targets: jax.Array, cotangent: jax.Array | SymbolicZero) -> jax.Array
     return jnp.where(targets >= 0, cotangent, 0)[:, None]
 
 
-# Whole logits
-
-
-def head_logits(
-    hidden: jax.Array,
-    weight: jax.Array,
-    *,
-    bias: jax.Array | None,
-    scale: float,
-    softcap: float | None,
-    temperature: float = 1.0,
-) -> jax.Array:
-    """Logits `[N, V]`, float32, for hidden states `[N, D]` and a weight `[V, D]`; arguments as in `token_outputs`."""
-    logits = rounded(jnp.einsum("nd,vd->nv", hidden, weight.astype(hidden.dtype)), hidden.dtype)
-    if bias is not None:
-        logits = rounded(logits + bias.astype(hidden.dtype), hidden.dtype)
-    logits *= scale
-    return tempered(logits if softcap is None else softcap * jnp.tanh(logits / softcap), temperature)
+# Logits
 
 
 def tempered(logits: jax.Array, temperature: float) -> jax.Array:
@@ -439,7 +481,7 @@ def outputs_of_logits(logits: jax.Array, targets: jax.Array) -> TokenOutputs:
     """The outputs `[N]` for `targets` `[N]`, -1 for none, given logits `[N, V]`."""
     logits = logits.astype(jnp.float32)
     logps, real = jax.nn.log_softmax(logits, axis=-1), targets >= 0
-    found = (
+    outputs = (
         jnp.take_along_axis(logps, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0],
         -jnp.sum(jnp.exp(logps) * logps, axis=-1),
         jnp.mean(logps, axis=-1),
@@ -447,4 +489,4 @@ def outputs_of_logits(logits: jax.Array, targets: jax.Array) -> TokenOutputs:
         jax.lax.stop_gradient(jnp.mean(logits, axis=-1)),
         jax.lax.stop_gradient(jax.nn.logsumexp(2 * logps, axis=-1)),
     )
-    return TokenOutputs(*(jnp.where(real, values, 0) for values in found))
+    return TokenOutputs(*(jnp.where(real, values, 0) for values in outputs))

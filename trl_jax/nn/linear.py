@@ -144,7 +144,7 @@ class Lora(nnx.Module):
 
     def added(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
         """Add the adapter's output for `x` `[n, in]` to `y` = W x `[n, out]`; `weight` is W."""
-        dropped = x if self.key is None else Dropout(self.rate, self.key[...])(x)
+        dropped = self._dropped(x)
         a, b = (part[...].astype(x.dtype) for part in (self.a, self.b))
         delta = jnp.einsum("nr,or->no", jnp.einsum("ni,ri->nr", dropped, a), b)
         if self.bias is not None:
@@ -156,20 +156,24 @@ class Lora(nnx.Module):
         base = y if self.key is None else jnp.einsum("ni,oi->no", dropped, weight.astype(x.dtype))
         return y + jnp.where(self.there[...], (length - 1) * base + length * delta, 0)
 
-    def joined(
-        self, x: jax.Array, weight: jax.Array, bias: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Widened x `[n, in + more]`, W `[out, in + more]` and bias, whose product includes the adapter."""
-        dropped = x if self.key is None else Dropout(self.rate, self.key[...])(x)
-        scale, b = self.scale[...], self.b[...]
-        inner = jnp.einsum("ni,ri->nr", dropped, self.a[...].astype(x.dtype))
-        more = scale * self.bias[...] if self.bias is not None else None
-        bias = more if bias is None else bias if more is None else bias + more
-        if self.magnitude is None:
-            return jnp.hstack([x, inner]), jnp.hstack([weight.astype(x.dtype), (scale * b).astype(x.dtype)]), bias
+    def factors(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`[n, r]` and `[out, r]`, whose product is what an adapter without a magnitude adds to W x."""
+        inner = jnp.einsum("ni,ri->nr", self._dropped(x), self.a[...].astype(x.dtype))
+        return inner, (self.scale[...] * self.b[...]).astype(x.dtype)
+
+    def joined(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Widened x `[n, in + more]` and W `[out, in + more]`, whose product includes an adapter with a magnitude."""
+        inner, _ = self.factors(x)
         length = self.magnitude[...] / jax.lax.stop_gradient(self._row_norms(weight))
-        parts = [weight, ((length - 1)[:, None] * weight), (length * scale)[:, None] * b]
-        return jnp.hstack([x, dropped, inner]), jnp.hstack([part.astype(x.dtype) for part in parts]), bias
+        parts = [weight, ((length - 1)[:, None] * weight), (length * self.scale[...])[:, None] * self.b[...]]
+        return jnp.hstack([x, self._dropped(x), inner]), jnp.hstack([part.astype(x.dtype) for part in parts])
+
+    def with_bias(self, bias: jax.Array | None) -> jax.Array | None:
+        """The bias of the map plus the adapter's."""
+        if self.bias is None:
+            return bias
+        own = self.scale[...] * self.bias[...]
+        return own if bias is None else bias + own
 
     def folded(self, weight: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """Merge the adapter into W and its bias, without dropout."""
@@ -181,6 +185,9 @@ class Lora(nnx.Module):
             moved = jnp.where(self.there[...], length[:, None] * moved, weight)
             more = None if more is None else jnp.where(self.there[...], length * more, 0)
         return moved, bias if more is None else more if bias is None else bias + more
+
+    def _dropped(self, x: jax.Array) -> jax.Array:
+        return x if self.key is None else Dropout(self.rate, self.key[...])(x)
 
     def _row_norms(self, weight: jax.Array) -> jax.Array:
         moved = weight.astype(jnp.float32) + self.scale[...] * self.b[...] @ self.a[...]

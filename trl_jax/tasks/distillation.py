@@ -17,7 +17,7 @@ from trl_jax.data import chat, checks, tokenize
 from trl_jax.data.batch import IGNORED, Batch, Columns, LossBatch
 from trl_jax.data.checks import cell_error
 from trl_jax.losses.supervised import of_texts, real_examples, summed
-from trl_jax.nn.head import Distributions, divergences, token_outputs
+from trl_jax.nn.head import Distributions, divergences
 from trl_jax.tasks.policy import RolloutTask
 from trl_jax.tasks.task import Sums, TokenTask, joined, weighted_loss
 
@@ -89,12 +89,9 @@ class ScriptedDistillationTask(DistillationTask):
         """Numbers of each read, `[N]`, for a given `beta`."""
         compared = divergences(*found, beta=beta, temperature=self.temperature)
         logps = [
-            token_outputs(
-                head.hidden, head.weight, found.targets, bias=head.bias, scale=head.scale, softcap=head.softcap,
-                temperature=self.temperature,
-            ).logps
+            head.token_outputs(found.targets, self.temperature).logps
             for head in (found.model, jax.lax.stop_gradient(found.reference))
-        ]  # fmt: skip
+        ]
         return TokenDivergences(compared.divergence, compared.entropy, *logps)
 
     def loss(self, outputs: dict[str, Any], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
