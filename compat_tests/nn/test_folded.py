@@ -30,9 +30,9 @@ ADAPTERS = {
     "none": None,
     "plain": {},
     "its own bias": {"bias": drawn(4, OUT)},
-    "dora": {"magnitude": jnp.abs(drawn(5, OUT)), "there": jnp.asarray(True)},
-    "dora with its own bias": {"magnitude": drawn(5, OUT), "there": jnp.asarray(True), "bias": drawn(4, OUT)},
-    "a layer without one": {"magnitude": drawn(5, OUT), "there": jnp.asarray(False), "bias": drawn(4, OUT)},
+    "dora": {"magnitude": jnp.abs(drawn(5, OUT)), "exists": jnp.asarray(True)},
+    "dora with its own bias": {"magnitude": drawn(5, OUT), "exists": jnp.asarray(True), "bias": drawn(4, OUT)},
+    "a layer without one": {"magnitude": drawn(5, OUT), "exists": jnp.asarray(False), "bias": drawn(4, OUT)},
 }
 
 

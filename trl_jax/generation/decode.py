@@ -302,9 +302,9 @@ def _selected_array(
         at = (prompts,) if completions is None else (prompts[:, None], completions)
         return array[(slice(None),) * axis + at]
 
-    def specs(own: Shards) -> tuple:
-        of_array = PartitionSpec(*[None] * axis, own.axes)
-        return (of_array, own.rows, own.rows), of_array
+    def specs(shards: Shards) -> tuple:
+        of_array = PartitionSpec(*[None] * axis, shards.axes)
+        return (of_array, shards.rows, shards.rows), of_array
 
     return shard_mapped(shards, of_shard, specs)(array, prompts, completions)
 
@@ -325,8 +325,8 @@ def _selected_rows(
             logps=None if state.logps is None else state.logps[rows],
         )
 
-    def specs(own: Shards) -> tuple:
-        return (Decoding.specs(own), *[own.rows] * 3), Decoding.specs(own)
+    def specs(shards: Shards) -> tuple:
+        return (Decoding.specs(shards), *[shards.rows] * 3), Decoding.specs(shards)
 
     return shard_mapped(shards, of_shard, specs)(state, prompts, completions, alive)
 
@@ -345,8 +345,8 @@ def refilled(state: Decoding, slots: jax.Array, fresh: Decoding, *, shards: Shar
         slots: int32 `[P']`, numbered within the shard; prompts with an out-of-range slot are dropped.
     """
 
-    def specs(own: Shards) -> tuple:
-        return (Decoding.specs(own), own.rows, Decoding.specs(own)), Decoding.specs(own)
+    def specs(shards: Shards) -> tuple:
+        return (Decoding.specs(shards), shards.rows, Decoding.specs(shards)), Decoding.specs(shards)
 
     return shard_mapped(shards, _refilled, specs)(state, slots, fresh)
 

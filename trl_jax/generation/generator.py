@@ -72,7 +72,7 @@ def generate(
     generation.run(progress)
     completions = Completions.of(done, request.pad)
     if turns is not None:
-        turns.end(generation.kept, *request.with_completions(completions))
+        turns.end(generation.pieces, *request.with_completions(completions))
     return completions
 
 
@@ -107,7 +107,7 @@ def cache_capacity(tokens: int) -> int:
 class _Generation:
     """One call of `generate` or `generate_queue`.
 
-    `kept` is for the next turn. `_used` is the number of used steps of the current noise chunk.
+    `pieces` of the cache are for the next turn. `_used` is the number of used steps of the current noise chunk.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class _Generation:
         turns: TurnCache | None = None,
     ):
         self._weights, self._watch, self._turns = weights, watch, turns
-        self.kept: list[Piece] = []
+        self.pieces: list[Piece] = []
         self._source, self._chunk, self._steps, self._used = noise, None, steps, steps
         self._shards = weights.num_shards
         parts = part_of_group(min(slots, len(request.prompts)), request.group, self._shards)
@@ -199,7 +199,7 @@ class _Generation:
     def _keep(self, state: Decoding, request_rows: np.ndarray) -> None:
         """Keep the cache of these completions, `[P, G]` with -1 for others, if there may be another turn."""
         if self._keeps:
-            self.kept.append(Piece(state.cache.parts, fetched(state.cache.fill.prompt_lengths), request_rows))
+            self.pieces.append(Piece(state.cache.parts, fetched(state.cache.fill.prompt_lengths), request_rows))
 
     def _images(self, request_rows: np.ndarray, prompt_capacity: int) -> PromptImages:
         """The images of these rows' prompts."""
@@ -268,8 +268,8 @@ class _Generation:
         if self._watch is None:
             return alive
         rows, place = self._request.rows, (int(status.count) - 1) % state.capacity
-        kept = self._watch.tokens(fetched(state.tokens)[:rows, place], alive[:rows])
-        return alive if kept is None else alive & np.pad(kept, (0, len(alive) - rows))
+        goes_on = self._watch.tokens(fetched(state.tokens)[:rows, place], alive[:rows])
+        return alive if goes_on is None else alive & np.pad(goes_on, (0, len(alive) - rows))
 
     def _refilled(self, state: Decoding, alive: np.ndarray) -> tuple[Decoding, np.ndarray]:
         """Move waiting prompts into free slots once enough are free; returns the state and which completions continue.
@@ -304,11 +304,11 @@ class _Generation:
         if self._slots.waiting or self._watch is not None or self._used < self._steps:
             return state, alive
         before = self._slots.request_rows
-        kept = self._slots.compact(state, alive)
-        if kept is None:
+        selection = self._slots.compact(state, alive)
+        if selection is None:
             return state, alive
         self._keep(state, np.where(alive.reshape(before.shape), -1, before))
-        return selected(state, *kept, shards=self._weights.shards, keep=self._keeps), kept[-1].reshape(-1)
+        return selected(state, *selection, shards=self._weights.shards, keep=self._keeps), selection[-1].reshape(-1)
 
 
 # Slots
@@ -379,7 +379,7 @@ class Slots:
     def free(self, alive: np.ndarray) -> list[np.ndarray]:
         """For each shard, the slots in which all completions have ended, numbered within the shard."""
         ended = ~alive.reshape(self._shards, self.each, -1).any(axis=2)
-        return [np.flatnonzero(own) for own in ended]
+        return [np.flatnonzero(of_shard) for of_shard in ended]
 
     def refill(self, state: Decoding, free: Sequence[np.ndarray], most: int) -> tuple[np.ndarray, np.ndarray]:
         """Hand over the completions in free slots, at most `most` per shard, and assign these slots to waiting prompts.
@@ -388,9 +388,9 @@ class Slots:
             Members of the new prompts, `[P', G]` with `most` prompts per shard, and their slots, numbered within the
             shard. Padding gets an out-of-range slot.
         """
-        wanted = [(shard, slot) for shard, own in enumerate(free) for slot in own[:most]][: len(self.waiting)]
-        numbers = [self.waiting.popleft() for _ in wanted]
-        at = np.asarray([shard * self.each + slot for shard, slot in wanted])
+        filled = [(shard, slot) for shard, slots in enumerate(free) for slot in slots[:most]][: len(self.waiting)]
+        numbers = [self.waiting.popleft() for _ in filled]
+        at = np.asarray([shard * self.each + slot for shard, slot in filled])
         ended = np.zeros(self.request_rows.shape, bool)
         ended[at] = True
         self.give(state, ended)
@@ -399,8 +399,8 @@ class Slots:
         self._ahead = int(np.max(lengths - self.begun))
         prompts, slots = np.full((self._shards, most), numbers[0]), np.full((self._shards, most), self.each, np.int32)
         for shard in range(self._shards):
-            own = [(number, slot) for number, (of, slot) in zip(numbers, wanted, strict=True) if of == shard]
-            for place, (number, slot) in enumerate(own):
+            of_shard = [(number, slot) for number, (owner, slot) in zip(numbers, filled, strict=True) if owner == shard]
+            for place, (number, slot) in enumerate(of_shard):
                 prompts[shard, place], slots[shard, place] = number, slot
         return self._rows_of(prompts.reshape(-1)), slots.reshape(-1)
 
@@ -412,7 +412,7 @@ class Slots:
             and which of these are alive. None if the batch stays as it is.
         """
         alive = alive.reshape(self.request_rows.shape)
-        prompts = [np.flatnonzero(own.any(axis=1)) for own in np.split(alive, self._shards)]
+        prompts = [np.flatnonzero(of_shard.any(axis=1)) for of_shard in np.split(alive, self._shards)]
         shape = power_of_two(max(1, *map(len, prompts))), power_of_two(alive.sum(axis=1).max())
         if 2 * self._shards * shape[0] * shape[1] > alive.size:
             return None
@@ -423,8 +423,8 @@ class Slots:
         for shard, of_shard in enumerate(prompts):
             at[shard, : len(of_shard)] = of_shard
             for place, prompt in enumerate(of_shard):
-                own = np.flatnonzero(alive[first[shard, 0] + prompt])
-                completions[shard, place, : len(own)], living[shard, place, : len(own)] = own, True
+                members = np.flatnonzero(alive[first[shard, 0] + prompt])
+                completions[shard, place, : len(members)], living[shard, place, : len(members)] = members, True
         at, numbers = at.reshape(-1), (first + at).reshape(-1)
         completions, living = (each.reshape(-1, shape[1]) for each in (completions, living))
         self.request_rows = np.where(living, self.request_rows[numbers[:, None], completions], -1)
@@ -464,8 +464,8 @@ class Slots:
             logps = np.take_along_axis(fetched(state.logps)[taken], at, axis=1)
         self._lengths[rows] = lengths
         self._done([
-            Completed(int(row), ids[:length], None if own is None else own[:length])
-            for row, ids, own, length in zip(rows, tokens, logps, lengths, strict=True)
+            Completed(int(row), ids[:length], None if row_logps is None else row_logps[:length])
+            for row, ids, row_logps, length in zip(rows, tokens, logps, lengths, strict=True)
         ])  # fmt: skip
 
     def _rows_of(self, prompts: Sequence[int]) -> np.ndarray:
@@ -687,11 +687,11 @@ class Request:
         images = None if self.images is None else [text for text in self.images for _ in range(number)]
         return replace(self, prompts=prompts, images=images, group=self.group // number)
 
-    def with_completions(self, made: Completions) -> tuple[list[np.ndarray], list[TextImages] | None]:
+    def with_completions(self, completions: Completions) -> tuple[list[np.ndarray], list[TextImages] | None]:
         """The text of each row, prompt and completion, and its images."""
         texts = [
             np.concatenate([self.texts[row // self.group], tokens[:length]])
-            for row, (tokens, length) in enumerate(zip(made.tokens, made.lengths, strict=True))
+            for row, (tokens, length) in enumerate(zip(completions.tokens, completions.lengths, strict=True))
         ]
         return texts, self.images and [images for images in self.images for _ in range(self.group)]
 
@@ -740,20 +740,20 @@ class Completions(NamedTuple):
     @classmethod
     def of(cls, done: Sequence[Completed], pad: int) -> Completions:
         """Collect completions that ended in any order."""
-        done = sorted(done, key=lambda one: one.row)
-        lengths = np.asarray([len(one.tokens) for one in done], np.int32)
+        done = sorted(done, key=lambda completed: completed.row)
+        lengths = np.asarray([len(completed.tokens) for completed in done], np.int32)
         tokens = np.full((len(done), lengths.max()), pad, np.int32)
         logps = None if done[0].logps is None else np.zeros(tokens.shape, np.float32)
-        for number, one in enumerate(done):
-            tokens[number, : len(one.tokens)] = one.tokens
+        for row, completed in enumerate(done):
+            tokens[row, : len(completed.tokens)] = completed.tokens
             if logps is not None:
-                logps[number, : len(one.tokens)] = one.logps
+                logps[row, : len(completed.tokens)] = completed.logps
         return cls(tokens, lengths, logps)
 
     def rows(self) -> list[Completed]:
         """Split into single completions."""
         logps = [None] * len(self.tokens) if self.logps is None else self.logps
         return [
-            Completed(number, ids[:length], None if own is None else own[:length])
-            for number, (ids, own, length) in enumerate(zip(self.tokens, logps, self.lengths, strict=True))
+            Completed(row, ids[:length], None if row_logps is None else row_logps[:length])
+            for row, (ids, row_logps, length) in enumerate(zip(self.tokens, logps, self.lengths, strict=True))
         ]

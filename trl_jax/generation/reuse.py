@@ -88,11 +88,10 @@ class TurnCache:
         last, self._last = self._last, None
         if last is None or group > 1:
             return None
-        found = [last.find(ids, _of(images, row)) for row, ids in enumerate(texts)]
-        if any(place is None for place, _ in found):
+        places, known = zip(*(last.find(ids, _of(images, row)) for row, ids in enumerate(texts)), strict=True)
+        if None in places:
             return None
-        places, known = [place for place, _ in found], np.asarray([length for _, length in found], np.int32)
-        lengths = np.asarray(list(map(len, texts)), np.int32)
+        known, lengths = np.asarray(known, np.int32), np.asarray(list(map(len, texts)), np.int32)
         continued = ContinuedTexts(last.pieces, texts, images, places, known, shards)
         busiest = Counter(continued.shard_of).most_common(1)[0][1]
         if (lengths - known).max() > _MOST_NEW * lengths.max() or busiest > UNEVEN * -(-len(texts) // shards):

@@ -267,14 +267,14 @@ def shards_of(arrays: Mapping[str, Any], stacked: frozenset[str]) -> Shards | No
     `arrays` may be shapes with shardings. The sequence axis of training, if any, also shards prompts here.
     """
     shardings = {path: array.sharding for path, array in arrays.items()}
-    mesh = next((own.mesh for own in shardings.values() if isinstance(own, NamedSharding)), None)
+    mesh = next((sharding.mesh for sharding in shardings.values() if isinstance(sharding, NamedSharding)), None)
     if mesh is None or mesh.size == 1:
         return None
     names = ["copies" if axis == SEQUENCE and size > 1 else axis for axis, size in mesh.shape.items()]
     mesh = Mesh(mesh.devices, names, axis_types=mesh.axis_types)
     whole = PartitionSpec()
-    specs = ((path, own.spec if isinstance(own, NamedSharding) else whole) for path, own in shardings.items())
-    return Shards(mesh, tuple(specs), stacked)
+    specs = tuple((path, at.spec if isinstance(at, NamedSharding) else whole) for path, at in shardings.items())
+    return Shards(mesh, specs, stacked)
 
 
 def on_their_mesh(arrays: dict[str, Any], shards: Shards) -> dict[str, Any]:
@@ -303,21 +303,23 @@ def gathered_once(arrays: dict[str, Any], shards: Shards, memory: int | None) ->
         memory: bytes per device; None if unknown.
     """
     shardings = {path: NamedSharding(shards.mesh, only((TENSOR,), spec)) for path, spec in shards.specs}
-    numbers = {path: prod(own.shard_shape(arrays[path].shape)) for path, own in shardings.items()}
+    numbers = {path: prod(sharding.shard_shape(arrays[path].shape)) for path, sharding in shardings.items()}
     taken = sum(number * arrays[path].dtype.itemsize for path, number in numbers.items())
     if memory is not None and taken > _WHOLE * memory:
         return arrays
     partitioned = {path: sharding for path, sharding in shardings.items() if any(shards.params[path])}
-    own = {path: arrays[path] for path in partitioned}
-    if not all(isinstance(array, jax.Array) for array in own.values()):
-        shapes = {path: (array.shape, array.dtype) for path, array in own.items()}
-        return arrays | {path: jax.ShapeDtypeStruct(*of, sharding=partitioned[path]) for path, of in shapes.items()}
-    return arrays | _at(own, tuple(partitioned.items()))
+    moved = {path: arrays[path] for path in partitioned}
+    if all(isinstance(array, jax.Array) for array in moved.values()):
+        return arrays | _at(moved, tuple(partitioned.items()))
+    return arrays | {
+        path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=partitioned[path])
+        for path, array in moved.items()
+    }
 
 
 @partial(jax.jit, static_argnums=1)
 def _at(arrays: dict[str, jax.Array], shardings: tuple[tuple[str, NamedSharding], ...]) -> dict[str, jax.Array]:
-    return {path: jax.lax.with_sharding_constraint(arrays[path], own) for path, own in shardings}
+    return {path: jax.lax.with_sharding_constraint(arrays[path], sharding) for path, sharding in shardings}
 
 
 def shard_mapped(

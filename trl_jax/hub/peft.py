@@ -227,8 +227,8 @@ def _merged_matrix(
     changed = {weight: moved}
     if "magnitude" in leaves:
         scaled = (our_rows(leaves["magnitude"]) / jnp.linalg.norm(moved, axis=-1))[..., None] * moved
-        there = jnp.asarray(adapter.there)[:, None, None] if adapter.stacked else adapter.there[0]
-        changed[weight] = jnp.where(there, scaled, moved)
+        exists = jnp.asarray(adapter.exists)[:, None, None] if adapter.stacked else adapter.exists[0]
+        changed[weight] = jnp.where(exists, scaled, moved)
     if "bias" in leaves:
         of_bias = jnp.squeeze(scale, -1) if adapter.stacked else scale
         changed[f"{path}.bias"] = arrays[f"{path}.bias"] + of_bias * our_rows(leaves["bias"])

@@ -33,7 +33,7 @@ class Adapter:
             and all zero in a layer without an adapter.
         parts: our modules that the checkpoint matrix contains, each with the `Part` that selects its rows from an array
             `[out, ...]`, or None if it is the whole matrix.
-        scales, there: the scale of B A, and whether an adapter exists; one entry per layer if stacked.
+        scales, exists: the scale of B A, and whether an adapter exists; one entry per layer if stacked.
         has: the optional arrays that exist: magnitude, bias.
         experts: how many experts' matrices each array holds, 0 for none: A is `[E r, in]`, expert by expert; B is
             `[out, r E]`, with experts varying fastest.
@@ -43,7 +43,7 @@ class Adapter:
     name: str
     parts: tuple[tuple[str, Part | None], ...]
     scales: tuple[float, ...]
-    there: tuple[bool, ...]
+    exists: tuple[bool, ...]
     stacked: bool
     has: tuple[str, ...] = ()
     experts: int = 0
@@ -149,7 +149,7 @@ def _lora_arrays(adapter: Adapter, part: Part | None, arrays: dict[str, jax.Arra
     leaves = {kind: of_part(kind, array) for kind, array in arrays.items()}
     leaves["scale"] = jnp.asarray(adapter.scales if adapter.stacked else adapter.scales[0], jnp.float32)
     if "magnitude" in leaves:
-        leaves["there"] = jnp.asarray(adapter.there if adapter.stacked else adapter.there[0])
+        leaves["exists"] = jnp.asarray(adapter.exists if adapter.stacked else adapter.exists[0])
     return leaves
 
 
@@ -173,8 +173,8 @@ def adapted_graph(
                         keys = jax.random.split(jax.random.key(0), len(adapter.scales))
                         leaves["key"] = keys if adapter.stacked else keys[0]
                     owner, name = adapter.place(path)
-                    made = ExpertsLora(leaves) if adapter.experts else Lora(leaves, rate)
-                    setattr(module_at(model, owner), name, made)
+                    lora = ExpertsLora(leaves) if adapter.experts else Lora(leaves, rate)
+                    setattr(module_at(model, owner), name, lora)
             return model
 
         return nnx.split(nnx.eval_shape(whole))[0]
@@ -254,9 +254,9 @@ class VirtualGraph:
 
     def installed(self, params: dict[str, Any], key: jax.Array | None) -> tuple[nnx.GraphDef, dict[str, Any]]:
         """A graph and its parameters, with the vectors in place of the arrays from which they are computed."""
-        own = {path.removeprefix(PREFIX): array for path, array in params.items() if path.startswith(PREFIX)}
+        trained = {path.removeprefix(PREFIX): array for path, array in params.items() if path.startswith(PREFIX)}
         arrays = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
-        placed = self.place.arrays(self.maker(own, key))
+        placed = self.place.arrays(self.maker(trained, key))
         return self.plain, arrays | {f"{Decoder.NAME}.{path}": array for path, array in placed.items()}
 
 

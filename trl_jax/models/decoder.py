@@ -57,9 +57,9 @@ class Features(NamedTuple):
 
     def _by_token(self, values: jax.Array) -> jax.Array:
         """`[S, F, D]` to `[R, T, D]`."""
-        own = self.at.reshape(len(values), -1)  # the rows of each shard
-        found = jax.vmap(lambda of_shard, index: of_shard[index])(values, jnp.maximum(own, 0))
-        return found.reshape(*self.at.shape, -1)
+        indices = self.at.reshape(len(values), -1)  # of each shard
+        by_token = jax.vmap(lambda of_shard, index: of_shard[index])(values, jnp.maximum(indices, 0))
+        return by_token.reshape(*self.at.shape, -1)
 
 
 # The decoder
@@ -147,9 +147,9 @@ class Decoder(nnx.Module):
         )
         sums, reusable = [], {}
         for run in self.arch.runs:
-            own = shared._replace(reused=reusable[run.kind.heads] if run.kind.reuses else None)
+            inputs_of_run = shared._replace(reused=reusable[run.kind.heads] if run.kind.reuses else None)
             graph, state = nnx.split(vars(self)[run.name])
-            layer = self._layer(run, graph, own, router_token_count, features, dtype)
+            layer = self._layer(run, graph, inputs_of_run, router_token_count, features, dtype)
             slices = (state, *of_run((by_layer, keys, router_keys), run))
             h, (run_sums, run_new) = jax.lax.scan(checkpointed(layer, remat=remat, length=run.count), h, slices)
             if run.kind.reused:
@@ -297,8 +297,9 @@ class Block(nnx.Module):
 
     def __init__(self, arch: Arch, kind: LayerKind):
         def norm(name: str) -> Norm | None:
-            there = name in BLOCKS[arch.block] and (kind.mlp if name.startswith("mlp") else kind.mixer is not None)
-            return Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if there else None
+            has_part = kind.mlp if name.startswith("mlp") else kind.mixer is not None
+            has_norm = has_part and name in BLOCKS[arch.block]
+            return Norm(arch.hidden_size, kind=arch.norm, eps=arch.norm_eps) if has_norm else None
 
         self.attention_norm, self.attention_out_norm = norm("attention_norm"), norm("attention_out_norm")
         self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")

@@ -141,9 +141,9 @@ class Encoder(nnx.Module):
         filled = jax.tree.map(lambda leaf: jnp.pad(leaf, [(1, 0), (0, 0)]), state)
         return filled, jnp.arange(self.arch.num_layers) > 0
 
-    def _attention_input(self, h: jax.Array, norm: nnx.State, there: jax.Array) -> jax.Array:
+    def _attention_input(self, h: jax.Array, norm: nnx.State, has_norm: jax.Array) -> jax.Array:
         graph, _ = nnx.split(self.attention_norm)
-        return jnp.where(there, nnx.merge(graph, norm)(h), h)
+        return jnp.where(has_norm, nnx.merge(graph, norm)(h), h)
 
     def _add_convolution(self, embedded, h, valid, dropout_key) -> jax.Array:
         facts = self.arch.convolution

@@ -251,7 +251,7 @@ class CausalLm(Model):
         self.vision = None if arch.vision is None else Vision(arch.vision)
 
     def __call__(
-        self, *given: Any, images: Images | PrecomputedFeatures | Features | None = None, **options: Any
+        self, *inputs: Any, images: Images | PrecomputedFeatures | Features | None = None, **options: Any
     ) -> Any:
         """As `Model.__call__`.
 
@@ -259,8 +259,8 @@ class CausalLm(Model):
             images: the images of the batch or their precomputed features; None for text-only batches.
         """
         if images is None:
-            return super().__call__(*given, **options)
-        return super().__call__(*given, features=self.features(images, **options), **options)
+            return super().__call__(*inputs, **options)
+        return super().__call__(*inputs, features=self.features(images, **options), **options)
 
     def features(
         self,
@@ -273,7 +273,7 @@ class CausalLm(Model):
         """The features of images; options as in `Model.__call__`."""
         del options
         if isinstance(images, PrecomputedFeatures):
-            values, deep = (None if one is None else one.astype(jnp.float32) for one in images[:2])
+            values, deep = (None if each is None else each.astype(jnp.float32) for each in images[:2])
             return Features(values, images.at, None if deep is None else deep.swapaxes(0, 1))
         return images if isinstance(images, Features) else self.vision(images, dtype=dtype, remat=remat)
 

@@ -388,8 +388,8 @@ def last_tokens(x: jax.Array, lengths: jax.Array, window: int | None) -> jax.Arr
 
 def tokens_at(x: jax.Array, places: jax.Array) -> jax.Array:
     """The tokens of `[..., R, K, S, C]` at these places, int32 `[R, T]`; places out of range give any token."""
-    places = jnp.clip(places, 0, x.shape[-2] - 1)[:, None, :, None]
-    return jnp.take_along_axis(x, places.reshape(*(1 for _ in x.shape[:-4]), *places.shape), axis=-2)
+    places = places[:, None, :, None]
+    return jnp.take_along_axis(x, places.reshape(*(1 for _ in x.shape[:-4]), *places.shape), axis=-2, mode="clip")
 
 
 def with_token_axis(array: jax.Array, axis: int) -> jax.Array:

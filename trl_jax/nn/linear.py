@@ -130,7 +130,7 @@ class Lora(nnx.Module):
     """A low-rank adapter (Hu et al. 2021, arXiv:2106.09685): adds `scale * B A x` to W x, A `[r, in]`, B `[out, r]`.
 
     With a `magnitude` `[out]` (DoRA, Liu et al. 2024, arXiv:2402.09353), rows of W + scale B A are rescaled to that
-    norm. `there` is False in layers without an adapter, whose output then stays W x. `bias` `[out]` is a bias of B.
+    norm. `exists` is False in layers without an adapter, whose output then stays W x. `bias` `[out]` is a bias of B.
     `key` enables dropout of the adapter's input.
     """
 
@@ -139,7 +139,7 @@ class Lora(nnx.Module):
             return nnx.Param(leaves[name]) if name in leaves else None
 
         self.a, self.b, self.scale = param("a"), param("b"), param("scale")
-        self.bias, self.magnitude, self.there, self.key = map(param, ("bias", "magnitude", "there", "key"))
+        self.bias, self.magnitude, self.exists, self.key = map(param, ("bias", "magnitude", "exists", "key"))
         self.rate = rate
 
     def added(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
@@ -154,7 +154,7 @@ class Lora(nnx.Module):
             return y + delta
         length = (self.magnitude[...] / jax.lax.stop_gradient(self._row_norms(weight))).astype(x.dtype)
         base = y if self.key is None else jnp.einsum("ni,oi->no", dropped, weight.astype(x.dtype))
-        return y + jnp.where(self.there[...], (length - 1) * base + length * delta, 0)
+        return y + jnp.where(self.exists[...], (length - 1) * base + length * delta, 0)
 
     def factors(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`[n, r]` and `[out, r]`, whose product is what an adapter without a magnitude adds to W x."""
@@ -172,8 +172,8 @@ class Lora(nnx.Module):
         """The bias of the map plus the adapter's."""
         if self.bias is None:
             return bias
-        own = self.scale[...] * self.bias[...]
-        return own if bias is None else bias + own
+        scaled = self.scale[...] * self.bias[...]
+        return scaled if bias is None else bias + scaled
 
     def folded(self, weight: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """Merge the adapter into W and its bias, without dropout."""
@@ -182,8 +182,8 @@ class Lora(nnx.Module):
             more = self.scale[...] * self.bias[...]
         if self.magnitude is not None:
             length = self.magnitude[...] / self._row_norms(weight)
-            moved = jnp.where(self.there[...], length[:, None] * moved, weight)
-            more = None if more is None else jnp.where(self.there[...], length * more, 0)
+            moved = jnp.where(self.exists[...], length[:, None] * moved, weight)
+            more = None if more is None else jnp.where(self.exists[...], length * more, 0)
         return moved, bias if more is None else more if bias is None else bias + more
 
     def _dropped(self, x: jax.Array) -> jax.Array:

@@ -220,10 +220,10 @@ class SparseMixer:
         if self.input_jitter == 0.0:
             return x
         low, high = 1.0 - self.input_jitter, 1.0 + self.input_jitter
-        one, other = (
+        first, second = (
             jax.random.uniform(_fold(key, place), x.shape, jnp.float32, low, high) for place in (_INPUT, _INPUT_AGAIN)
         )
-        return (x * one * other).astype(x.dtype)
+        return (x * first * second).astype(x.dtype)
 
     def _select_one(self, scores: jax.Array, left: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Weight and index of one expert, `[tokens, 1]`; `left` is -inf for experts that were already selected."""

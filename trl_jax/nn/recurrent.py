@@ -153,9 +153,9 @@ def scanned(
     def chunk(states, step):
         u = step.u if step.read is None else step.u - einsum_highest("rskgic,rskgcv->rkgiv", step.read, states)
         seen = jnp.sum(step.decay[..., None] * einsum_highest("rikc,rskgcv->rskgiv", step.queries, states), axis=1)
-        kept = einsum_highest("rzskg,rskgcv->rzkgcv", step.kept, states)
-        kept += einsum_highest("rzkgj,rjkc,rkgjv->rzkgcv", step.written, step.keys, u)
-        return kept, seen + einsum_highest("rkgij,rkgjv->rkgiv", step.attended, u)
+        new_states = einsum_highest("rzskg,rskgcv->rzkgcv", step.kept, states)
+        new_states += einsum_highest("rzkgj,rjkc,rkgjv->rzkgcv", step.written, step.keys, u)
+        return new_states, seen + einsum_highest("rkgij,rkgjv->rkgiv", step.attended, u)
 
     rows, _, count, heads, group, _ = steps.decay.shape
     states = jnp.zeros((rows, count, heads, group, k.shape[-1], u.shape[-1]), u.dtype)
@@ -223,10 +223,10 @@ def _corrections(k, v, beta, decays: Decays) -> tuple[jax.Array, jax.Array]:
     """`u` of all tokens for zero states, and the keys that read each state's contribution to it; both in one solve."""
     strength = jnp.moveaxis(beta, 2, -1)
     system = einsum_highest("rnikc,rnjkc->rnkij", k, k)[:, :, :, None] * decays.between * strength[..., None]
-    given = jnp.moveaxis(v * beta[..., None], 2, 4)
+    values = jnp.moveaxis(v * beta[..., None], 2, 4)
     read = einsum_highest("rnikc,rnskgi->rnskgic", k, from_states(decays) * strength[:, :, None])
     count, width = read.shape[2], k.shape[-1]
-    parts = [given, *(read[:, :, state] for state in range(count))]
+    parts = [values, *(read[:, :, state] for state in range(count))]
     solved = einsum_highest("rnkgij,rnkgjv->rnkgiv", _inverse(system), jnp.concatenate(parts, axis=-1))
     u, read = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     return u, jnp.moveaxis(read.reshape(*read.shape[:-1], count, width), -2, 2)
@@ -237,16 +237,16 @@ def _inverse(system: jax.Array) -> jax.Array:
     """Invert unit lower triangular matrices `[..., I, I]`, I a power of two, ignoring the diagonal and above. Blocks of
     size 1 are merged to size 2, 4, ... using only matrix products."""
     size, width = system.shape[-1], 1
-    found = jnp.ones((*system.shape[:-2], size, 1, 1), system.dtype)
+    blocks = jnp.ones((*system.shape[:-2], size, 1, 1), system.dtype)
     while width < size:
         at = jnp.arange(size // (2 * width))
         halves = system.reshape(*system.shape[:-2], len(at), 2, width, len(at), 2, width)
         below = jnp.moveaxis(jnp.diagonal(halves[..., 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
-        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
         corner = -einsum_highest("...ij,...jk,...kl->...il", second, below, first)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        found, width = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2), 2 * width
-    return found[..., 0, :, :]
+        blocks, width = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2), 2 * width
+    return blocks[..., 0, :, :]
 
 
 def _inverse_forward(system):
@@ -367,7 +367,7 @@ def _convolved(
     if inputs.lengths is None:  # a single token, or no cache to fill
         return convolved, NewState(padded[:, x_RTD.shape[1] :], axes=2)
     last = inputs.lengths[:, None] + jnp.arange(count)
-    return convolved, NewState(jnp.take_along_axis(padded, last[..., None], axis=1), axes=2)
+    return convolved, NewState(jnp.take_along_axis(padded, last[..., None], axis=1, mode="clip"), axes=2)
 
 
 def _previous(x_RTD: jax.Array, padded: jax.Array, count: int, previous: PreviousTokens | None) -> list[jax.Array]:

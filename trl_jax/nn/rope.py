@@ -104,9 +104,9 @@ def _llama3(rope: Rope, powers: np.ndarray) -> np.ndarray:
     base = 1 / powers
     wavelength = 1 / base * (2 * math.pi)
     turns = 1 / wavelength * rope.original_length  # rotations within the original context; rounds as in torch
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = np.clip(kept, 0.0, 1.0)
-    return (1 - kept) * base / rope.factor + kept * base
+    unscaled = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    unscaled = np.clip(unscaled, 0.0, 1.0)
+    return (1 - unscaled) * base / rope.factor + unscaled * base
 
 
 def _yarn(rope: Rope, powers: np.ndarray) -> np.ndarray:
@@ -121,8 +121,8 @@ def _yarn(rope: Rope, powers: np.ndarray) -> np.ndarray:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = np.clip((np.arange(len(powers), dtype=np.float32) - low) / (high - low or 1e-3), 0, 1)
-    kept = 1 - ramp
-    return 1 / (rope.factor * powers) * (1 - kept) + 1 / powers * kept
+    unscaled = 1 - ramp
+    return 1 / (rope.factor * powers) * (1 - unscaled) + 1 / powers * unscaled
 
 
 _STRETCHES = {

@@ -175,10 +175,10 @@ def _places_before(packed: Packed, count: int) -> jax.Array:
         nearer = jnp.where(place + 1 < packed.prompt, place + 1, packed.end - 1)
         last = jnp.where(place < packed.prompt, nearer, last)
     last = jnp.where(packed.first < length, last, length).astype(jnp.int32)  # padding
-    found = [last]
-    while len(found) < count:
-        found.append(jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=length))(last, found[-1]))
-    return jnp.stack(found[::-1], axis=-1)
+    places = [last]
+    while len(places) < count:
+        places.append(jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=length))(last, places[-1]))
+    return jnp.stack(places[::-1], axis=-1)
 
 
 # Images

@@ -90,14 +90,14 @@ class Lstm:
 
     @property
     def shapes(self) -> Shapes:
-        found, gates = {EMBEDDING: (self.count, self.width)}, 4 * self.hidden
+        shapes, gates = {EMBEDDING: (self.count, self.width)}, 4 * self.hidden
         for layer in range(self.layers):
             inputs = 2 * self.hidden if layer else self.width
             for end in (f"l{layer}", f"l{layer}_reverse"):
-                found |= {f"lstm_head.weight_ih_{end}": (gates, inputs)}
-                found |= {f"lstm_head.weight_hh_{end}": (gates, self.hidden)}
-                found |= {f"lstm_head.bias_{kind}_{end}": (gates,) for kind in ("ih", "hh")}
-        return found | _maps("mlp_head", 2 * self.hidden, (2 * self.hidden, self.width))
+                shapes |= {f"lstm_head.weight_ih_{end}": (gates, inputs)}
+                shapes |= {f"lstm_head.weight_hh_{end}": (gates, self.hidden)}
+                shapes |= {f"lstm_head.bias_{kind}_{end}": (gates,) for kind in ("ih", "hh")}
+        return shapes | _maps("mlp_head", 2 * self.hidden, (2 * self.hidden, self.width))
 
     def __call__(self, arrays: Arrays, key: jax.Array | None = None) -> jax.Array:
         x = arrays[EMBEDDING]
@@ -126,11 +126,11 @@ class Lstm:
 
 def _maps(name: str, inputs: int, sizes: tuple[int, ...]) -> Shapes:
     """Shapes of the linear maps of a torch Sequential in which linear maps and activations alternate."""
-    found, before = {}, inputs
+    shapes, before = {}, inputs
     for number, size in enumerate(sizes):
-        found |= {f"{name}.{2 * number}.weight": (size, before), f"{name}.{2 * number}.bias": (size,)}
+        shapes |= {f"{name}.{2 * number}.weight": (size, before), f"{name}.{2 * number}.bias": (size,)}
         before = size
-    return found
+    return shapes
 
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh}
@@ -152,8 +152,8 @@ class VirtualRows(nnx.Module):
     def __call__(self, embedded: jax.Array, ids: jax.Array) -> jax.Array:
         """Replace the embeddings `[..., D]` of virtual tokens among `ids` `[...]`."""
         number = ids - self.first
-        own = jnp.take(self.rows[...], number, axis=0, mode="clip").astype(embedded.dtype)
-        return jnp.where((number >= 0)[..., None], own, embedded)
+        rows = jnp.take(self.rows[...], number, axis=0, mode="clip").astype(embedded.dtype)
+        return jnp.where((number >= 0)[..., None], rows, embedded)
 
 
 class Prefix(nnx.Module):
@@ -166,6 +166,8 @@ class Prefix(nnx.Module):
         """Replace the keys and values of virtual tokens. `number_RT` is the index of each virtual token, negative for
         other tokens."""
         virtual = (number_RT >= 0)[..., None, None]
-        own = (jnp.take(part[...], number_RT, axis=0, mode="clip") for part in (self.keys, self.values))
-        k, v = (jnp.where(virtual, new.astype(old.dtype), old) for new, old in zip(own, (k_RTKC, v_RTKC), strict=True))
+        prefix = (jnp.take(part[...], number_RT, axis=0, mode="clip") for part in (self.keys, self.values))
+        k, v = (
+            jnp.where(virtual, new.astype(old.dtype), old) for new, old in zip(prefix, (k_RTKC, v_RTKC), strict=True)
+        )
         return k, v

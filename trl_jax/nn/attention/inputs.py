@@ -283,8 +283,8 @@ class Striped(NamedTuple):
         rows, _, *rest = heads.shape
 
         def gather(local: jax.Array) -> jax.Array:
-            own = as_summed(local).reshape(rows, -1, self.block, *local.shape[2:])  # the gradient is a sum
-            return jax.lax.all_gather(own, SEQUENCE, axis=2).astype(local.dtype)
+            blocks = as_summed(local).reshape(rows, -1, self.block, *local.shape[2:])  # the gradient is a sum
+            return jax.lax.all_gather(blocks, SEQUENCE, axis=2).astype(local.dtype)
 
         # Gather per shard of the heads: otherwise XLA would all-gather that axis, too.
         if jax.sharding.get_abstract_mesh().shape[TENSOR] > 1:
