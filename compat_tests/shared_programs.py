@@ -58,7 +58,7 @@ HOST_OF_TASK = frozenset(
 # Fields of a setup that are not traced, or that the key contains in another form.
 HOST_OF_RUN = frozenset(
     """
-    editable batch_size reference sharding_plan events progress vocab_size script_loss
+    editable batch_size reference sharding_plan events progress vocab_size completions_loss
 """.split()
 )
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
@@ -196,9 +196,9 @@ def _shared_or(make: Callable[[], Any], setup: Any, *more: Any) -> Any:
 
 def _key(setup: Any, *more: Any) -> Any:
     """Everything that a program is traced from; None if that cannot be determined, or if something is patched."""
-    if setup.model.trainable_masks or setup.loss_overrides or _is_patched() or _alone:
+    if setup.model.trainable_masks or setup.batch_methods or _is_patched() or _alone:
         return None
-    if setup.script_loss is not None and "_logps" not in more:  # log-probabilities do not depend on the loss
+    if setup.completions_loss is not None and "_logps" not in more:  # log-probabilities do not depend on the loss
         return None
     reference, backends = None, [setup.model.backend]
     if setup.reference is not None:

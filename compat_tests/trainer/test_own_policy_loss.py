@@ -22,8 +22,8 @@ from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE, read_weights
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.trainer.rloo_trainer import RLOOTrainer
-from trl_jax.training.completions_loss import UserCompletionsLoss, check_threads
-from trl_jax.training.torch_errors import found_in_torch
+from trl_jax.training.user_completions_loss import UserCompletionsLoss, check_threads
+from trl_jax.training.user_loss_errors import found_in_torch
 
 CONFIG = {
     "max_steps": 2, "learning_rate": 3e-3, "num_generations": 2, "max_completion_length": 6, "pad_to_multiple_of": None,

@@ -15,7 +15,7 @@ from compat_tests.effort import only_thorough, thorough, usual
 from compat_tests.parity.reference import read_weights
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.trainer.collators import RewardDataCollator
-from trl_jax.training.script_loss import script_values
+from trl_jax.training.user_loss import script_values
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ import trl_jax
 from compat_tests.effort import usual
 from compat_tests.parity.reference import BASE
 from compat_tests.trainer.trainers import FACTS, make, stream, table
-from trl_jax.training import torch_errors
-from trl_jax.training.torch_errors import ArraysOrTensors
+from trl_jax.training import user_loss_errors
+from trl_jax.training.user_loss_errors import ArraysOrTensors
 
 
 @pytest.fixture(scope="session")
@@ -116,7 +116,7 @@ def test_preprocessing_may_be_written_for_tensors(name, checkpoint, tmp_path):
 
 
 def test_preprocessing_for_tensors_without_torch_is_explained(monkeypatch):
-    monkeypatch.setattr(torch_errors, "available", lambda: False)
+    monkeypatch.setattr(user_loss_errors, "available", lambda: False)
     with pytest.raises(
         TypeError, match="preprocess_logits_for_metrics receives arrays: `return logits.argmax.dim=-1.`"
     ):

@@ -15,7 +15,7 @@ from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.core.outputs import VirtualTokens
 from trl_jax.nn.linear import Stream, stream_keys
 from trl_jax.training.forward import check_noise, random_options, run_key
-from trl_jax.training.script_model import BoundModel
+from trl_jax.training.user_loss_model import ScoreModel
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_scripts_own_loss_has_noise_too(folder, tmp_path):
     ids = np.asarray([[5, 6, 7, 8], [9, 10, 11, 12]])
 
     def scores(**how):
-        bound = BoundModel(trainer.model, trainer.model.params, dtype="float32", **how)
+        bound = ScoreModel(trainer.model, trainer.model.params, dtype="float32", **how)
         return np.asarray(bound(input_ids=ids).logits)
 
     options = trainer.parts.forward.random_options

@@ -213,7 +213,7 @@ def test_what_is_no_loss_is_refused(folder, tmp_path, own, text):
 
 
 def test_without_torch_the_line_is_shown_in_jax(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_jax.training.torch_errors.available", lambda: False)
+    monkeypatch.setattr("trl_jax.training.user_loss_errors.available", lambda: False)
     kind = in_torch(trl_jax.RewardTrainer)
     trainer = kind(str(folder), make(trl_jax, folder, tmp_path).args, train_dataset=table(8))
     with pytest.raises(TypeError, match=r"torch functions do not accept them.*in JAX: `chosen, rejected = jnp\.split"):

@@ -19,7 +19,7 @@ from compat_tests.effort import only_thorough, usual
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS, make, stream, table
 from trl_jax.training import metrics
-from trl_jax.training.torch_errors import in_jax
+from trl_jax.training.user_loss_errors import in_jax
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +111,7 @@ def test_a_comment_about_torch_does_not_make_a_line_torchs(folder, tmp_path, mon
             logits.mean()  # as in torch
         )
 
-    monkeypatch.setattr("trl_jax.training.torch_errors.available", lambda: False)
+    monkeypatch.setattr("trl_jax.training.user_loss_errors.available", lambda: False)
     kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": own})
     trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
     with pytest.raises(TypeError, match=r"no concrete values: `return float\( logits.mean\(\) \)`"):
@@ -132,7 +132,7 @@ def test_a_comment_about_torch_does_not_make_a_line_torchs(folder, tmp_path, mon
 )
 def test_a_loss_that_cannot_be_says_what_to_write(folder, tmp_path, own, text, monkeypatch):
     pytest.importorskip("torch")
-    monkeypatch.setattr("trl_jax.training.torch_errors.available", lambda: False)
+    monkeypatch.setattr("trl_jax.training.user_loss_errors.available", lambda: False)
     loss = {"compute_loss": lambda self, model, inputs, **how: own(model, inputs)}
     kind = type("Own", (trl_jax.RewardTrainer,), loss)
     trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
@@ -226,7 +226,7 @@ def _in_words_of_torch(self, model, inputs, **how):
 )
 def test_the_line_is_the_scripts(folder, tmp_path, own, words, monkeypatch):
     pytest.importorskip("torch")
-    monkeypatch.setattr("trl_jax.training.torch_errors.available", lambda: False)
+    monkeypatch.setattr("trl_jax.training.user_loss_errors.available", lambda: False)
     kind = type("Own", (trl_jax.RewardTrainer,), {"compute_loss": own})
     trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
     with pytest.raises(TypeError, match=words):

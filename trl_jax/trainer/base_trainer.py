@@ -72,11 +72,10 @@ from trl_jax.training.logging import tell_saved
 from trl_jax.training.metrics import ScriptMetrics
 from trl_jax.training.optimizer_choice import choose
 from trl_jax.training.push import HubPublisher, pushes_checkpoints
-from trl_jax.training.script_loss import script_values
-from trl_jax.training.script_model import BoundModel, read_by_model
-from trl_jax.training.state import STEP_METHODS, Editable, Hooks, Progress, Setup
+from trl_jax.training.state import BATCH_METHODS, STEP_METHODS, Editable, Hooks, Progress, Setup
 from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
-from trl_jax.training.user_step import UserStep
+from trl_jax.training.user_loss import UserStep, script_values
+from trl_jax.training.user_loss_model import BoundModel, read_by_model
 
 
 def _settable(name: str, doc: str, check: Callable[[Any], None] = lambda value: None) -> property:
@@ -216,7 +215,7 @@ class BaseTrainer(abc.ABC):
         self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
         hooks = self._hooks()
         progress = self._begin(args)
-        if "compute_loss" in hooks.overridden:
+        if "compute_loss" in hooks.batch_methods:
             check_compute_loss(type(self), self._editable.task.head)
         spec = (spec or setup.TrainerSpec())._replace(
             hooks=hooks, tags=self._tag_names, tokenizer_sides=self._tokenizer_sides,
@@ -311,8 +310,9 @@ class BaseTrainer(abc.ABC):
             user_step = UserStep(
                 lambda: self._setup, self._user_step, lambda inputs: self._prepare_inputs(inputs), tensors
             )
-            own |= {"compute_loss"}  # the step runs micro-batch by micro-batch, as with a user-defined loss
+        passed = frozenset() if self._compute_loss_func is None else {"compute_loss_func"}
         return Hooks(
+            batch_methods=own & BATCH_METHODS | passed,
             compute_loss=self._user_loss,
             create_optimizer=self._user_optimizer,
             evaluate=lambda: self.evaluate(),
@@ -320,8 +320,7 @@ class BaseTrainer(abc.ABC):
             log=lambda *given: self._log(*given),
             loss=lambda: self.loss if "loss" in own or "loss" in vars(self) else None,
             loss_functions=loss_functions(type(self), self._compute_loss_func),
-            loss_is_function=self._compute_loss_func is not None,
-            overridden=own if self._compute_loss_func is None else own | {"compute_loss"},
+            overridden=own,
             prediction_step=lambda *given: self.prediction_step(*given),
             prepare_dataset=self._prepare_given,
             save_checkpoint=self._save_progress,

@@ -254,8 +254,8 @@ class RolloutTrainer(BaseTrainer):
     @property
     def _completions_pass(self) -> Any:
         """The pass whose loss a user-defined method is computing; None outside of it."""
-        script_loss = self._setup.script_loss if "_setup" in vars(self) else None
-        return None if script_loss is None else script_loss.current
+        completions_loss = self._setup.completions_loss if "_setup" in vars(self) else None
+        return None if completions_loss is None else completions_loss.current
 
     @property
     def current_gradient_accumulation_steps(self) -> Any:
@@ -271,7 +271,7 @@ class RolloutTrainer(BaseTrainer):
         hooks = super()._hooks()
         if not hooks.overridden & {"compute_loss", "_compute_loss"}:
             return hooks
-        from trl_jax.training.completions_loss import UserCompletionsLoss
+        from trl_jax.training.user_completions_loss import UserCompletionsLoss
 
         def user_loss(model: Any, inputs: dict[str, jax.Array]) -> jax.Array:
             world = self.accelerator.num_processes
@@ -284,7 +284,7 @@ class RolloutTrainer(BaseTrainer):
 
         options = {"averaged": self._averages_losses, "functions": hooks.loss_functions}
         loss = UserCompletionsLoss(user_loss, lambda: self._setup, hooks.script_values, **options)
-        return hooks._replace(overridden=hooks.overridden - {"compute_loss"}, script_loss=loss)
+        return hooks._replace(batch_methods=frozenset(), completions_loss=loss)
 
     def _current_pass(self, name: str) -> Any:
         if self._completions_pass is None:
@@ -604,7 +604,7 @@ class OnlineTrainer(RolloutTrainer):
 
         Args:
             model: to be passed to `_get_per_token_logps_and_entropies`, or called with the ids of the inputs; see
-                `completions_loss.PolicyInPass`.
+                `user_completions_loss.PolicyInPass`.
             inputs: TRL's, under TRL's names: `prompt_ids`, `prompt_mask` `[B, P]`, `completion_ids`, `completion_mask`
                 `[B, C]` (also 0 for tool results), `advantages` `[B]`, and, depending on the arguments,
                 `old_per_token_logps`, `ref_per_token_logps`, `sampling_per_token_logps`, `importance_sampling_ratio`
@@ -651,7 +651,7 @@ class OnlineTrainer(RolloutTrainer):
             score=self._generate_and_score_completions if "_generate_and_score_completions" in own else None,
             generate=self._generate if "_generate" in own else None,
             tokenize=self._tokenize_prompts if "_tokenize_prompts" in own else None,
-            grpo_form=not self._averages_losses, keeps_extras=run.script_loss is not None,
+            grpo_form=not self._averages_losses, keeps_extras=run.completions_loss is not None,
             pad_token_id=run.processing_class.pad_token_id,
         )  # fmt: skip
 

@@ -31,7 +31,6 @@ from trl_jax.trainer.overrides import (
 )
 from trl_jax.training import model, setup
 from trl_jax.training.forward import balance_experts
-from trl_jax.training.metrics import UserLossMetrics
 from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, initial_policy
 from trl_jax.training.reference_logps import precomputed
 from trl_jax.training.setup import Policy
@@ -206,10 +205,9 @@ class ReferenceTrainer(BaseTrainer):
 
     config_class = ReferenceConfig
     _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
-    _user_metrics: Any = None  # the metrics of a user-defined loss
     precompute_ref_logps = InitOnlyArg(
         # Whether batches have the reference's log-probabilities: in a user-defined loss they always do.
-        lambda trainer: trainer._in_own_loss or trainer.args.precompute_ref_log_probs,
+        lambda trainer: trainer._in_user_loss or trainer.args.precompute_ref_log_probs,
         "Set precompute_ref_log_probs in the arguments.",
     )
     _changes_logps: ClassVar[tuple[str, ...]] = ()  # attributes that change the log-probability of a text
@@ -246,10 +244,8 @@ class ReferenceTrainer(BaseTrainer):
 
     def _hooks(self) -> Hooks:
         hooks = super()._hooks()
-        if not hooks.overridden & {"compute_loss", "_compute_loss"}:
-            return hooks
-        self._user_metrics = UserLossMetrics(lambda: self._setup)
-        return hooks._replace(overridden=hooks.overridden | {"compute_loss"}, script_loss=self._user_metrics)
+        methods = hooks.batch_methods | (hooks.overridden & {"_compute_loss"})
+        return hooks._replace(batch_methods=methods, loss_compares=bool(methods))
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -274,13 +270,13 @@ class ReferenceTrainer(BaseTrainer):
         return (loss, outputs) if return_outputs else loss
 
     @property
-    def _in_own_loss(self) -> bool:
-        return self._user_metrics is not None and self._user_metrics.current is not None
+    def _in_user_loss(self) -> bool:
+        return self._loss_metrics is not None
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
         """The current reference model; None if it is not a separate model in memory."""
-        if self._in_own_loss:
+        if self._in_user_loss:
             raise TypeError(
                 "_compute_loss reads ref_model, whose weights are not part of the compiled step. The reference's "
                 f"log-probabilities are inputs[{self._setup.task.columns.optional[0]!r}] and so on."

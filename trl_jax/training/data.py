@@ -143,7 +143,7 @@ def loader(
     args, texts = setup.args, setup.task.columns.texts
     lengths = _lengths(args, texts, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
     plan = None
-    if training and not setup.loss_overrides and setup.encoder is None:
+    if training and not setup.batch_methods and setup.encoder is None:
         plan = layout.plan(  # by the lengths of the texts
             args,
             setup.model.backend,
@@ -262,7 +262,7 @@ def _image_example_maker(
     """Row -> example, with image features if these are cached and rows are used more than once."""
     task, encoder, args, store = setup.task, setup.encoder, setup.args, setup.features
     again = isinstance(dataset, Dataset) and (not training or setup.length.num_epochs > 1)
-    if store is None or not again or setup.loss_overrides:  # user-defined losses get the patches
+    if store is None or not again or setup.batch_methods:  # user-defined losses get the patches
         return lambda row: task.image_example(row, encoder, args.max_length)
     store.follow(setup.model, setup.reference)
 
@@ -314,7 +314,7 @@ def step_layout(setup: Setup, plan: LayoutPlan | None = None, *, training: bool)
         plan: the layout, if lengths were surveyed; None uses the run's layout with buckets for any lengths.
         training: lay out all micro-batches of a training step; otherwise a single evaluation batch.
     """
-    args, user_loss = setup.args, bool(setup.loss_overrides)
+    args, user_loss = setup.args, bool(setup.batch_methods)
     if user_loss:
         plan = LayoutPlan("padded")  # scripts get rows
     elif plan is None:

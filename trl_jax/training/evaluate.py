@@ -30,16 +30,16 @@ from trl_jax.rollout.rollout import step_examples
 from trl_jax.rollout.steps import BASE_SEED_WORDS, RolloutSteps
 from trl_jax.tasks.task import TokenTask, metrics_by_micro_batch
 from trl_jax.training import data
-from trl_jax.training.data import ROW_IMAGES, Batches, Prefetched, RowImages, steps_of
+from trl_jax.training.data import ROW_IMAGES, Batches, Prefetched, RowImages, inputs_of, steps_of
 from trl_jax.training.devices import ShardedStep
 from trl_jax.training.forward import Forward, PolicyEqualsReference, TraceAgain, aux_loss_sums, aux_loss_weight
 from trl_jax.training.logging import tell_first
 from trl_jax.training.metrics import speed_metrics, task_metrics
 from trl_jax.training.rollout import RowReader, readable, shared_numbers
-from trl_jax.training.script_loss import UserLoss, UserLossEvaluation, UserPrediction, inputs_of
-from trl_jax.training.script_model import BoundModel, task_loss
 from trl_jax.training.state import Setup
-from trl_jax.training.torch_errors import ArraysOrTensors
+from trl_jax.training.user_loss import UserLoss
+from trl_jax.training.user_loss_errors import ArraysOrTensors
+from trl_jax.training.user_loss_model import TokenModel, task_loss
 
 logger = logging.getLogger(__name__)
 
@@ -123,24 +123,24 @@ class CompletionEvaluator:
         setup, task = self._setup, self._setup.task
         experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
         layout = replace(data.step_layout(setup, training=False), accumulation=1)
-        if setup.script_loss is not None:  # a user-defined loss takes means over rows
+        if setup.completions_loss is not None:  # a user-defined loss takes means over rows
             layout = replace(layout, batch_size=-(-len(rows) // layout.shards) * layout.shards)
         entropy_coef = None if self._source.bonus is None else self._source.bonus.next()
         numbers = shared_numbers(task, entropy_coef, self._equals_reference)
         groups = step_examples(task, [experience.rows], [experience], 1.0, layout.shards, numbers, setup.virtual)
         arrays = layout.step([[IndexedExample(example, 0) for example in group] for group in groups], 0).arrays
-        if setup.script_loss is None:
+        if setup.completions_loss is None:
             return arrays
-        return setup.script_loss.with_rows(arrays, [experience.rows], [experience])
+        return setup.completions_loss.with_rows(arrays, [experience.rows], [experience])
 
     def _batch(self, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         setup = self._setup
-        values = {} if setup.script_loss is None else {"values": setup.script_loss.values()}
+        values = {} if setup.completions_loss is None else {"values": setup.completions_loss.values()}
         batch = data.placed_pass(self.arrays(rows), setup.sharding_plan)
 
         def computed() -> dict[str, np.ndarray]:
             found = jax.tree.map(fetched, self.sums(setup.arrays, batch, **values))
-            return found if setup.script_loss is None else setup.script_loss.finish(found)
+            return found if setup.completions_loss is None else setup.completions_loss.finish(found)
 
         try:
             return computed()
@@ -188,11 +188,11 @@ class Evaluator:
         self._measure = jax.jit(partial(forward.measure))
         self._by_logits: LogitsEvaluation | None = None
         self._whole = WholeBatchEvaluation(setup, forward, self._sharded_step)
-        self._by_script: Any = None  # evaluates batch by batch with user-defined methods
-        if "prediction_step" in setup.overridden:
-            self._by_script = UserPrediction(self._user_loss, self._prediction_step)
-        elif "compute_loss" in setup.overridden:
-            self._by_script = UserLossEvaluation(self._user_loss)
+        self._by_script: Callable | None = None  # evaluates a batch with user-defined methods
+        if "prediction_step" in setup.batch_methods:
+            self._by_script = self._user_loss.prediction(self._prediction_step)
+        elif setup.batch_methods:
+            self._by_script = self._user_loss.evaluation()
 
     def evaluate(self, batches: Any, prefix: str, hooks: MetricHooks) -> tuple[dict[str, float], dict[str, float]]:
         """Evaluate the batches of get_eval_dataloader: the loss, the script's metrics and the speed, whose names start
@@ -208,7 +208,7 @@ class Evaluator:
             "eval",
             tokens_seen=setup.progress.tokens_seen,
         )
-        if hooks.report is not None and "prediction_step" not in setup.overridden:
+        if hooks.report is not None and "prediction_step" not in setup.batch_methods:
             measured |= hooks.report(evaluated, predicted.dataset, prefix)
         return metrics, measured
 
@@ -230,7 +230,7 @@ class Evaluator:
             hooks.compute_metrics is None
             or setup.eval_dataset is None
             or setup.args.prediction_loss_only
-            or setup.loss_overrides
+            or setup.batch_methods
         ):
             return
         with setup.on_device():
@@ -462,7 +462,7 @@ class LogitsEvaluation:
         task, labels = self._setup.task, inputs["labels"]
         weight = aux_loss_weight(self._setup.router_aux_loss_coef, 1.0)
         images, patches = inputs.get(ROW_IMAGES), inputs.get("pixel_values")
-        bound = BoundModel(self._setup.model, params, dtype=dtype, head="lm", aux_loss_weight=weight, images=images)
+        bound = TokenModel(self._setup.model, params, dtype=dtype, aux_loss_weight=weight, images=images)
         outputs = bound(inputs["input_ids"], inputs["attention_mask"], pixel_values=patches)
         loss, sums = task_loss(task, outputs.logits, labels)
         sums |= aux_loss_sums(bound.aux_losses)
@@ -485,7 +485,7 @@ class LogitsEvaluation:
         if batch.images is not None:
             images = RowImages(batch.images._replace(at=batch.images.at[:rows]), batch.positions[:rows])
             patches = batch.images.patches[0] if isinstance(batch.images, Images) else None  # None: cached features
-        bound = BoundModel(setup.model, policy, dtype=dtype, head="lm", images=images)
+        bound = TokenModel(setup.model, policy, dtype=dtype, images=images)
         mask = (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:rows, None])[:, self._virtual :]
         return sums, bound(batch.tokens[:rows, self._virtual :], mask, pixel_values=patches).logits
 

@@ -161,7 +161,9 @@ class Forward:
         self, loss: jax.Array, sums: dict[str, jax.Array], outputs: Any, batch: Batch | LossBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         setup = self._setup
-        if not setup.router_aux_loss_coef or setup.script_loss is not None:  # a user-defined loss adds it, as in TRL
+        if (
+            not setup.router_aux_loss_coef or setup.completions_loss is not None
+        ):  # a user-defined loss adds it, as in TRL
             return loss, sums
         return with_aux_loss(loss, sums, outputs[AUX_LOSS], batch, setup.router_aux_loss_coef)
 

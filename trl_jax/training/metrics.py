@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from trl_jax.core.secrets import masked
 from trl_jax.tasks.policy import means
 from trl_jax.tasks.task import STEP_SUMS, Task, joined
 from trl_jax.training.devices import run_device
-from trl_jax.training.state import Setup
 
 try:
     import resource
@@ -239,30 +237,3 @@ def user_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, ja
         value = jnp.mean(jnp.stack([jnp.asarray(value, jnp.float32).reshape(()) for value in values]))
         own[USER_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
     return own
-
-
-class UserLossMetrics:
-    """Metrics that a user-defined DPO or KTO loss logs; the loss itself is computed by `UserLoss`.
-
-    current: the `BoundModel` of the loss that is being traced; None outside of tracing.
-    needs_logits: as in `completions_loss.UserCompletionsLoss`.
-    """
-
-    needs_logits = False
-
-    def __init__(self, setup: Callable[[], Setup]):
-        self._setup, self.current = setup, None
-
-    def values(self) -> tuple:
-        return ()
-
-    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Return a step's results unchanged: they are already complete."""
-        return results
-
-    def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The task's loss, used to locate the first non-finite value."""
-        return self._setup().task.loss(outputs, batch)
-
-    def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
-        return user_metrics(self._setup().task, sums, split)

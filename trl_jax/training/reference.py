@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trl_jax.core.outputs import Images, TokenOutputs
 from trl_jax.core.text import brief
-from trl_jax.data.batch import IGNORED, Batch, Extras, LossBatch
+from trl_jax.data.batch import Batch
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.native_backend import NativeBackend
 from trl_jax.hub.peft_backend import AdaptedBackend
@@ -239,100 +237,3 @@ def check_sync(model: Any) -> None:
             "reference is the base model, which training an adapter does not change. Leave sync_ref_model out, or "
             "train all weights."
         )
-
-
-# The rows of a micro-batch in a user-defined loss that compares their log-probabilities to the reference's.
-
-
-def label_reads(labels: Any) -> tuple[jax.Array, jax.Array]:
-    """The flat positions `[N]` that predict the labels `[rows, T]`, without each row's first one, and their targets; -1
-    for labels of -100."""
-    rows, length = labels.shape
-    reads = jnp.arange(rows, dtype=jnp.int32)[:, None] * length + jnp.arange(length - 1, dtype=jnp.int32)
-    return reads.reshape(-1), jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
-
-
-class ReferenceInputs:
-    """The rows of a micro-batch with the reference's log-probabilities, as a user-defined loss gets them.
-
-    rows: the model's inputs: `input_ids`, `attention_mask` and `labels` `[X, T]`, the first texts of all examples
-        first, and `pixel_values` `[P, C]` if they have images.
-    """
-
-    def __init__(self, task: Any, reference: ReferenceModel | None, arrays: dict[str, Any]):
-        """
-        Args:
-            arrays: the reference's, from `split`; None if the inputs already contain its log-probabilities.
-        """
-        self._task, self._reference, self._arrays = task, reference, arrays
-
-    def inputs(
-        self, inputs: dict[str, jax.Array], options: dict[str, Any], images: tuple[Images, Any] | None = None
-    ) -> dict[str, jax.Array]:
-        """TRL's inputs: for DPO, both texts of the pairs as rows; for KTO, the texts, and mismatched ones as `KL_...`.
-
-        Args:
-            inputs: `rows`, and values per example, by name.
-            options: of the reference's call.
-            images: the images of the rows, and the positions of their tokens; None without images.
-        """
-        self.rows = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
-        pixels = {name: inputs[name] for name in ("pixel_values",) if name in inputs}
-        self._numbers = {name: value for name, value in inputs.items() if name not in self.rows | pixels}
-        self._reference_sums = {} if self._reference is None else self._stats_of_reference(options, images)
-        texts, ours = len(self._task.columns.texts), self._task.columns.optional
-        shown = {name: self.rows[name] for name in ("input_ids", "attention_mask")}
-        shown["completion_mask"] = (self.rows["labels"] != IGNORED).astype(jnp.int32)
-        if "label" in self._numbers:
-            parts = {name: jnp.split(value, texts) for name, value in shown.items()}
-            shown = {name: part[0] for name, part in parts.items()} | {"label": self._numbers["label"]}
-            shown |= {f"KL_{name}": part[1] for name, part in parts.items() if texts == 2}
-        self.rows, shown = self.rows | pixels, shown | pixels
-        if self._reference is None:
-            return shown | {name: self._numbers[name] for name in ours if name in self._numbers}
-        return shown | dict(zip(ours, jnp.split(self._reference_sums["ref_logps"], texts), strict=True))
-
-    def loss(self, outputs: TokenOutputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The task's loss, a mean over examples, and its sums.
-
-        Args:
-            outputs: the policy's, at the reads of `rows`.
-        """
-        examples = len(self.rows["labels"]) // len(self._task.columns.texts)
-        batch = LossBatch(jnp.full(examples, 1 / examples), Extras(self._numbers), examples)
-        return self._task.loss(self._sums(outputs) | self._reference_sums, batch)
-
-    def images_of(self, tokens: jax.Array, images: Images, positions: Any) -> tuple[Images, Any]:
-        """The images and token positions for one call of the model.
-
-        The call may pass all rows, or one text of each example, such as KTO's `KL_input_ids`. Any other rows give NaN
-        outputs, because their values are unknown while the loss is compiled and cannot be checked.
-        """
-        parts = jnp.split(self.rows["input_ids"], len(self._task.columns.texts))
-        if len(parts) == 1 or tokens.shape != parts[0].shape:
-            return images, positions
-        same = [jnp.all(tokens == part) for part in parts]
-        at, positions = (jnp.select(same, jnp.split(jnp.asarray(rows), len(parts))) for rows in (images.at, positions))
-        known = jnp.where(jnp.any(jnp.stack(same)), 1, jnp.nan)
-        return images._replace(at=at, patches=images.patches * known), positions
-
-    def _stats_of_reference(
-        self, options: dict[str, Any], images: tuple[Images, Any] | None = None
-    ) -> dict[str, jax.Array]:
-        ids = self.rows["input_ids"]
-        reads, targets = label_reads(self.rows["labels"])
-        places = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-        if images is not None:
-            options, places = options | {"images": images[0]}, jnp.asarray(images[1])
-        batch = SimpleNamespace(tokens=ids, positions=places, reads=reads)
-        outputs = self._reference.outputs(self._arrays, batch, targets=targets, temperature=1.0, **options)
-        found = self._sums(outputs)
-        return {f"ref_{name}": found[name] for name in self._task.compared}
-
-    def _sums(self, outputs: TokenOutputs) -> dict[str, jax.Array]:
-        """The task's values for each text, `[X]`."""
-        rows, length = self.rows["labels"].shape
-        targets = label_reads(self.rows["labels"])[1]
-        text = jnp.where(targets < 0, rows, jnp.repeat(jnp.arange(rows), length - 1))
-        examples = rows // len(self._task.columns.texts)
-        return self._task.token_stats(outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(examples)))

@@ -231,9 +231,9 @@ class StepMaker:
         with_images = [self._with_features(rows) for rows in micro_batches]
         groups = step_examples(setup.task, with_images, generations, share, layout.shards, numbers, setup.virtual)
         step = layout.step([[IndexedExample(example, 0) for example in group] for group in groups], number)
-        if setup.script_loss is None:
+        if setup.completions_loss is None:
             return step
-        return step._replace(arrays=setup.script_loss.with_rows(step.arrays, micro_batches, generations))
+        return step._replace(arrays=setup.completions_loss.with_rows(step.arrays, micro_batches, generations))
 
     def _with_features(self, rows: list[ScoredCompletion]) -> list[ScoredCompletion]:
         """Add the features of their images to completions: checkpoints lack them."""

@@ -56,10 +56,10 @@ from trl_jax.training.push import HubPublisher
 from trl_jax.training.reference import PREFIX, ReferenceModel
 from trl_jax.training.resume import Checkpointer, arguments_text
 from trl_jax.training.rollout import RolloutParts, rollout_steps
-from trl_jax.training.script_loss import UserLoss
-from trl_jax.training.state import Editable, Hooks, Progress, Setup, methods_on_batches
+from trl_jax.training.state import Editable, Hooks, Progress, Setup
 from trl_jax.training.step import TrainStep
 from trl_jax.training.train import Training
+from trl_jax.training.user_loss import UserLoss
 
 logger = logging.getLogger(__name__)
 
@@ -234,16 +234,16 @@ def divide(model: PreTrainedModel, args: BaseConfig, batch_methods: frozenset[st
     return plan
 
 
-def _check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, overridden: frozenset[str]) -> None:
+def _check_division(sharding_plan: ShardingPlan | None, model: PreTrainedModel, batch_methods: frozenset[str]) -> None:
     """Raise ValueError if the tensor axis does not divide the model's heads, or if the sequence axis cannot be used
-    because of the model or of methods that the script has `overridden`."""
+    because of the model or of a script's `batch_methods`."""
     if sharding_plan is None:
         return
-    _check_sequence(sharding_plan.size(SEQUENCE), model, overridden)
+    _check_sequence(sharding_plan.size(SEQUENCE), model, batch_methods)
     check_heads(sharding_plan, model.backend.traits.heads, model.name_or_path)
 
 
-def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str]) -> None:
+def _check_sequence(size: int, model: PreTrainedModel, batch_methods: frozenset[str]) -> None:
     if size == 1:
         return
     ways = "Give these devices to data or fsdp instead."
@@ -252,9 +252,9 @@ def _check_sequence(size: int, model: PreTrainedModel, overridden: frozenset[str
             f"mesh: sequence {size} divides the tokens of a text over devices, which requires a native decoder with "
             f"attention in every layer; {model.name_or_path} is not one ({model.backend.name} backend). {ways}"
         )
-    if overridden:
+    if batch_methods:
         raise ValueError(
-            f"mesh: sequence {size} divides texts, and a script's own {min(overridden)} gets them whole. {ways}"
+            f"mesh: sequence {size} divides texts, and a script's own {min(batch_methods)} gets them whole. {ways}"
         )
 
 
@@ -410,7 +410,7 @@ def build(
         TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
     hooks, torch_model, batch_size = spec.hooks, given.torch_model, args.per_device_train_batch_size
-    batch_methods = methods_on_batches(hooks.overridden)
+    batch_methods = hooks.batch_methods
 
     quantization = model.quantization_of(given.quantization_config, args)
     checkpoint, takes_images = _checkpoint_of(spec, args, task.head, given, batch_methods)
@@ -444,6 +444,7 @@ def build(
         editable=Editable(args, task, pad_to_multiple_of, tokenization.tokenizer, policy, train_dataset, eval_dataset),
         progress=progress,
         overridden=hooks.overridden,
+        batch_methods=batch_methods,
         batch_size=batch_size,
         vocab_size=tokenization.vocab_size,
         events=events,
@@ -453,7 +454,8 @@ def build(
         encoder=tokenization.encoder,
         reader=tokenization.reader,
         features=FeatureStore(args) if takes_images and sharding_plan is None and not several() else None,
-        script_loss=hooks.script_loss,
+        loss_compares=hooks.loss_compares,
+        completions_loss=hooks.completions_loss,
     )
     begin_state(events, setup.train_batch_size)
 
@@ -541,16 +543,18 @@ def _sharded_step(plan: ShardingPlan | None, policy: PreTrainedModel, frozen: di
 
 def check_batch_methods(batch_methods: frozenset[str], task: Task, policy: PreTrainedModel) -> None:
     """Raise TypeError if the model or the task cannot provide whole batches for a script's methods."""
-    names = " and ".join(sorted(batch_methods))
+    names, way_out = f"An overridden {' and '.join(sorted(batch_methods))}", "Remove the override"
+    if "compute_loss_func" in batch_methods:
+        names, way_out = " and ".join(sorted(batch_methods)), "Leave it out"
     if batch_methods and policy.backend.virtual.count:
         raise TypeError(
-            f"An overridden {names} would receive logits for the text tokens only, but the first token of a text is "
-            "predicted by the virtual tokens before it. Remove the override, or use a LoraConfig."
+            f"{names} would receive logits for the text tokens only, but the first token of a text is predicted by the "
+            f"virtual tokens before it. {way_out}, or use a LoraConfig."
         )
     if batch_methods and task.head == "lm" and task.axis == "read":
         raise TypeError(
-            f"An overridden {names} would receive logits, but the loss of {type(task).__name__} also needs per-token "
-            "values. Remove the override, and write a task with another loss."
+            f"{names} would receive logits, but the loss of {type(task).__name__} also needs per-token values. "
+            f"{way_out}, and write a task with another loss."
         )
 
 
@@ -604,16 +608,16 @@ def assemble(
     source = None if rollout is None else rollout_steps(setup, rollout(setup), forward, sharded_step)
     checkpointer = Checkpointer(setup, arguments_text(args), hooks, source)
     user_loss = None
-    if setup.loss_overrides:
-        hooked = hooks.compute_loss, hooks.script_values, hooks.user_step, hooks.loss_is_function, hooks.loss_functions
+    if setup.batch_methods:
+        hooked = hooks.compute_loss, hooks.script_values, hooks.user_step, hooks.loss_functions
         user_loss = UserLoss(setup, forward, *hooked)
     if source is None:
         evaluator = Evaluator(setup, forward, sharded_step, user_loss, hooks.prediction_step)
     else:
         evaluator = CompletionEvaluator(setup, forward, sharded_step, source)
-    trained_by_script = user_loss if "compute_loss" in setup.overridden else None
     after_step = None if source is None else source.stepped
-    train_step = TrainStep(setup, forward, hooks.loss, sharded_step, trained_by_script, after_step)
+    loss_of_steps = user_loss if setup.steps_by_batch else None
+    train_step = TrainStep(setup, forward, hooks.loss, sharded_step, loss_of_steps, after_step)
     training = Training(setup, hooks, train_step, checkpointer, publisher, choose, torch_model, source)
     _ = setup.length  # raises ValueError for a run without an end
     if several():

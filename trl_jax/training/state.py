@@ -26,14 +26,9 @@ from trl_jax.training.layout import longest_text
 from trl_jax.training.optimizer_choice import LearningRate
 from trl_jax.training.reference import ReferenceModel
 
-LOSS_METHODS = frozenset({"compute_loss", "prediction_step"})
 # Methods around the loss: a step with one of them runs like a step with a user-defined loss.
 STEP_METHODS = frozenset({"training_step", "_prepare_inputs"})
-
-
-def methods_on_batches(overridden: frozenset[str]) -> frozenset[str]:
-    """The overridden methods that get whole batches: those in STEP_METHODS, or in LOSS_METHODS if there are none."""
-    return overridden & STEP_METHODS or overridden & LOSS_METHODS
+BATCH_METHODS = STEP_METHODS | {"compute_loss", "prediction_step"}  # methods of a script that get whole batches
 
 
 @dataclass
@@ -94,19 +89,18 @@ class Hooks(NamedTuple):
     """Methods of the trainer, looked up when they are called, because a script may replace them on the trainer at any
     time. Only `BaseTrainer._hooks` creates them.
 
+    batch_methods, loss_compares, completions_loss, overridden: as in `Setup`.
     loss: returns the user-defined `loss`; None if there is none, and the step calls `Forward.loss` directly.
-    user_step: calls the user-defined `training_step` and `_prepare_inputs` (`user_step.UserStep`); None without any.
-    loss_is_function: whether `compute_loss` calls a `compute_loss_func` that was passed.
-    script_loss: as in `Setup`.
     loss_functions: the user-defined functions that compute the loss, from `overrides.loss_functions`.
-    overridden: names that a user's subclass of the trainer defines.
     prepare_dataset: `(dataset, name, data.Tokenization) -> prepared dataset`, for the datasets of the constructor.
     save_checkpoint: takes a `checkpoint.LoopProgress`.
     script_values: the numbers and strings that a script has set on its trainer, by name.
     set_by_script: the names of everything that is set on the trainer instance, including methods.
     refresh_task: updates the run's task from the arguments and from what was set on the trainer.
+    user_step: calls the user-defined `training_step` and `_prepare_inputs` (`user_loss.UserStep`); None without any.
     """
 
+    batch_methods: frozenset[str]
     compute_loss: Callable
     create_optimizer: Callable[[], Any]
     evaluate: Callable[[], dict[str, float]]
@@ -114,7 +108,6 @@ class Hooks(NamedTuple):
     log: Callable[..., None]
     loss: Callable[[], Callable | None]
     loss_functions: Sequence[Callable]
-    loss_is_function: bool
     overridden: frozenset[str]
     prediction_step: Callable
     prepare_dataset: Callable[[Any, str, Any], Any]
@@ -123,8 +116,9 @@ class Hooks(NamedTuple):
     script_values: Callable[[], tuple[tuple[str, Any], ...]]
     set_by_script: Callable[[], Collection[str]]
     refresh_task: Callable[[], None]
-    script_loss: Any = None
     user_step: Any = None
+    loss_compares: bool = False
+    completions_loss: Any = None
 
 
 def _from_editable(name: str) -> property:
@@ -138,6 +132,9 @@ class Setup:
     editable: what a script may still set on its trainer.
     progress: what train() changes.
     overridden: names that a user's subclass of the trainer defines.
+    batch_methods: what a script defines or passes that gets whole batches of padded rows: those of BATCH_METHODS,
+        `compute_loss_func`, and `_compute_loss` of DPO and KTO. Not empty: steps or evaluations go batch by batch, as
+        `user_loss.py` describes.
     batch_size: `per_device_train_batch_size` at construction, which transformers keeps; 0 reads the arguments instead.
     vocab_size: all token ids are below it.
     events: callbacks with their state and control.
@@ -147,13 +144,15 @@ class Setup:
     encoder: makes examples from rows with images; None for text-only rows.
     features: cached image features of a frozen vision tower; None for text-only rows or on several devices.
     reader: as in `training.data.Tokenization`.
-    script_loss: the user-defined loss that replaces the task's (`completions_loss.UserCompletionsLoss` or
-        `metrics.UserLossMetrics`); None without one.
+    loss_compares: whether a user-defined loss gets the reference's log-probabilities, as in DPO and KTO.
+    completions_loss: the user-defined loss that replaces the task's in a compiled step of online training
+        (`user_completions_loss.UserCompletionsLoss`); None without one.
     """
 
     editable: Editable
     progress: Progress
     overridden: frozenset[str]
+    batch_methods: frozenset[str]
     batch_size: int
     vocab_size: int
     events: Events
@@ -163,7 +162,8 @@ class Setup:
     encoder: Encoder | None
     features: FeatureStore | None
     reader: type[ProcessorTokenizer] | None
-    script_loss: Any = None
+    loss_compares: bool = False
+    completions_loss: Any = None
 
     args, task, model = _from_editable("args"), _from_editable("task"), _from_editable("model")
     processing_class, pad_to_multiple_of = _from_editable("processing_class"), _from_editable("pad_to_multiple_of")
@@ -199,19 +199,21 @@ class Setup:
         return self.frozen | self.model.params
 
     @property
-    def loss_overrides(self) -> frozenset[str]:
-        """The methods in LOSS_METHODS that the script overrides."""
-        return LOSS_METHODS & self.overridden
+    def steps_by_batch(self) -> bool:
+        """Whether a step runs one micro-batch at a time, because a script's methods get them."""
+        return bool(self.batch_methods - {"prediction_step"})
 
     @property
     def objective(self) -> Any:
-        """The object with the step's `loss` and `metrics`: the task, or the user-defined loss."""
-        return self.task if self.script_loss is None else self.script_loss
+        """The object with the compiled step's `loss` and `metrics`: the task, or a user-defined loss."""
+        return self.task if self.completions_loss is None else self.completions_loss
 
     @property
     def computes_logits(self) -> bool:
         """Whether a pass over completions also computes their logits, for a user-defined loss."""
-        return self.script_loss is not None and self.script_loss.needs_logits and not self.task.compares_distributions
+        if self.completions_loss is None or self.task.compares_distributions:
+            return False
+        return self.completions_loss.needs_logits
 
     @property
     def virtual(self) -> VirtualTokens:

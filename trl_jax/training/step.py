@@ -38,9 +38,9 @@ from trl_jax.training.forward import Forward, TraceAgain, run_key
 from trl_jax.training.logging import CompilationUntimed
 from trl_jax.training.optimizer_choice import OptimizerChoice, check_optax
 from trl_jax.training.optimizers import Optimizer, decays, from_optax
-from trl_jax.training.script_loss import UserLoss, UserLossStep
 from trl_jax.training.state import Setup
 from trl_jax.training.update import make_step
+from trl_jax.training.user_loss import UserLoss, UserLossStep
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +102,7 @@ class StepParts(NamedTuple):
 
     @classmethod
     def now(cls, setup: Setup, trainer_loss: Callable | None) -> StepParts:
-        args, script_loss = setup.args, setup.script_loss
-        values = () if script_loss is None else script_loss.values()
+        args, values = setup.args, () if setup.completions_loss is None else setup.completions_loss.values()
         frozen = frozenset(setup.model.frozen_names)
         return cls(setup.task, args.max_grad_norm, frozen, args.gradient_accumulation_steps, values, trainer_loss)
 
@@ -267,7 +266,7 @@ class TrainStep:
                 setup.model.params, setup.progress.optimizer_state, metrics = step(
                     setup.model.params, setup.progress.optimizer_state, batch.arrays, rate, step_key, setup.frozen
                 )
-                return metrics if setup.script_loss is None else setup.script_loss.finish(metrics)
+                return metrics if setup.completions_loss is None else setup.completions_loss.finish(metrics)
 
             try:
                 metrics = computed()

@@ -285,10 +285,10 @@ class Training:
         setup.events.handler.train_dataloader = batches
         steps = batches if setup.online else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
-        tell_layout(printed, laid_out, reason_of_layout(setup), user_loss=bool(setup.loss_overrides))
+        tell_layout(printed, laid_out, reason_of_layout(setup), user_loss=bool(setup.batch_methods))
         step, hooks = train_step.build(tx), self._hooks
         changed = RecompileCheck(setup, hooks.refresh_task, self.build_optimizer, hooks.loss)
-        place = None if "compute_loss" in setup.overridden else train_step.placed
+        place = None if setup.steps_by_batch else train_step.placed
 
         def tell(batch: Any) -> None:
             tell_compilation(printed, steps, batch.arrays.tokens.shape)

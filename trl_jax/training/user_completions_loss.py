@@ -35,10 +35,9 @@ from trl_jax.tasks.policy import micro_batches_of, ref_logps_of
 from trl_jax.training.forward import AUX_LOSS, LOGITS, TraceAgain, with_aux_loss
 from trl_jax.training.logging import tell
 from trl_jax.training.metrics import USER_METRIC, user_metrics, user_sums
-from trl_jax.training.script_loss import described
-from trl_jax.training.script_model import Outputs
 from trl_jax.training.state import Setup
-from trl_jax.training.torch_errors import (
+from trl_jax.training.user_loss import described
+from trl_jax.training.user_loss_errors import (
     WrittenInTorch,
     base_in_pass_error,
     found_in_torch,
@@ -50,6 +49,7 @@ from trl_jax.training.torch_errors import (
     torch_scalar,
     warn_of_torch,
 )
+from trl_jax.training.user_loss_model import Outputs
 
 
 class UserCompletionsLoss:

@@ -1,5 +1,5 @@
-"""User-defined losses in torch: JAX computes the model's outputs, torch the loss and its gradient with respect to them,
-and JAX continues the backward pass from there."""
+"""Losses of a `UserLoss` in torch: JAX computes the model's outputs, torch the loss and its gradient with respect to
+them, and JAX continues the backward pass from there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import numpy as np
 
 from trl_jax.hub import torch_bridge
 from trl_jax.training.data import seen_by_scripts
-from trl_jax.training.script_model import FIXED, OUTPUTS, BoundModel, Outputs, default_loss, logged_sums, read_by_model
-from trl_jax.training.torch_errors import NotGiven, check_same, outputs_alone, parameters_refused, torch_scalar
-from trl_jax.training.user_step import CutRows
+from trl_jax.training.user_loss_errors import NotGiven, check_same, outputs_alone, parameters_refused, torch_scalar
+from trl_jax.training.user_loss_model import FIXED, OUTPUTS, CutRows, Outputs, logged_sums, read_by_model
 
 
 class TorchModel:
@@ -50,13 +49,13 @@ class TorchModel:
         """Like `BoundModel.__call__`, with tensors."""
         if unknown := others.keys() - self._known:
             raise NotGiven(f"model(...) with {', '.join(sorted(unknown))}")
-        found = {"input_ids": input_ids, "attention_mask": attention_mask} | others
-        given = {name: value for name, value in found.items() if value is not None and not isinstance(value, bool)}
+        passed = {"input_ids": input_ids, "attention_mask": attention_mask} | others
+        tensors = {name: value for name, value in passed.items() if value is not None and not isinstance(value, bool)}
         kind = "fused" if fused_lm_head else "call"
         if self._in_base:  # no parameter of the base model is trained
-            *_, outputs = self._padded(f"base {kind}", given)
+            *_, outputs = self._padded(f"base {kind}", tensors)
             return Outputs(**torch_bridge.batch_tensors(outputs))
-        return self._outputs(kind, given)
+        return self._outputs(kind, tensors)
 
     forward = __call__
 
@@ -73,11 +72,11 @@ class TorchModel:
             )
         if self._compares:
             check_same(inputs, self._rows.shown, in_torch=True)
-        found = self._outputs("default", inputs | ({} if num_items is None else {"num_items": num_items}))
+        outputs = self._outputs("default", inputs | ({} if num_items is None else {"num_items": num_items}))
         if self._compares:
             rows = read_by_model(inputs)
-            found.with_logits(lambda: self._outputs("call", rows).logits.detach())
-        return found.loss, found
+            outputs.with_logits(lambda: self._outputs("call", rows).logits.detach())
+        return outputs.loss, outputs
 
     def _outputs(self, kind: str, tensors: dict[str, Any]) -> Outputs:
         outputs, back, cut = self._padded(kind, tensors)
@@ -117,16 +116,16 @@ class TorchLoss:
     def __init__(self, user_loss: Any, without_frozen: Callable = lambda loss: loss):
         """
         Args:
-            user_loss: the `script_loss.UserLoss` whose loss turned out to be in torch.
+            user_loss: the `user_loss.UserLoss` whose loss turned out to be in torch.
             without_frozen: wraps a function of the parameters such that frozen ones have no gradients.
         """
-        self._setup, self._user_loss = user_loss.setup, user_loss
+        self._setup, self._user_loss, self._kind = user_loss.setup, user_loss, user_loss.kind
         static = ("kind", "call", "dtype", "remat")
         outputs = without_frozen(self._outputs)
-        self._forward = jax.jit(lambda *given, **options: _joined(outputs(*given, **options)), static_argnames=static)
+        self._forward = jax.jit(lambda *args, **options: _joined(outputs(*args, **options)), static_argnames=static)
         self._both = jax.jit(partial(_with_vjp, outputs), static_argnames=static)
         self._back = jax.jit(lambda back, gradient: back(gradient)[0])
-        self._sums, self._compared = jax.jit(self._task_sums), jax.jit(self._compared_inputs, static_argnames="dtype")
+        self._sums, self._shown = jax.jit(self._task_sums), jax.jit(self._shown_inputs, static_argnames="dtype")
 
     def value_and_grad(
         self, params: dict, frozen: dict, inputs: dict, key: Any, num_items: Any, pass_weight: Any
@@ -142,26 +141,26 @@ class TorchLoss:
         loss = self._loss(model, num_items)
         if not (loss.requires_grad and model.leaves):
             raise TypeError("compute_loss returned a tensor without a gradient; expected a loss of model(...).logits.")
-        found = map(_of_whole_rows, torch_bridge.gradients(loss, model.leaves), model.outputs)
-        parts = [self._back(back, gradient) for back, gradient in zip(model.backwards, found, strict=True)]
+        of_calls = map(_of_whole_rows, torch_bridge.gradients(loss, model.leaves), model.outputs)
+        parts = [self._back(back, gradient) for back, gradient in zip(model.backwards, of_calls, strict=True)]
         gradient = jax.tree.map(lambda *of_calls: sum(of_calls[1:], of_calls[0]), *parts)
-        return (np.float32(loss.item()), self._sums(model.outputs, inputs) | logged_sums(model)), gradient
+        return (np.float32(loss.item()), self._sums_of(model, inputs)), gradient
 
     def predicted(self, call: Callable, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
         """The sums of a batch, and the result of `call(model, tensors)`."""
         model = self._evaluating(params, inputs, dtype)
         with torch_bridge.without_gradient(), outputs_alone():
-            found = call(model, model.tensors)
-        return self._sums(model.outputs, inputs), found
+            results = call(model, model.tensors)
+        return self._sums(model.outputs, inputs), results
 
     def evaluated(self, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
         """`(sums with "loss", outputs)` of a batch."""
         model = self._evaluating(params, inputs, dtype)
         with torch_bridge.without_gradient():
             loss = self._loss(model, self._user_loss.num_items(inputs))
-        outputs = [_of_texts(found, self._setup.task.head) for found in model.outputs if "logits" in found]
-        found = jnp.concatenate(outputs) if outputs else jnp.zeros(len(inputs["input_ids"]))
-        return self._sums(model.outputs, inputs) | logged_sums(model) | {"loss": jnp.float32(loss.item())}, found
+        of_calls = [self._kind.of_texts(outputs) for outputs in model.outputs if "logits" in outputs]
+        outputs = jnp.concatenate(of_calls) if of_calls else jnp.zeros(len(inputs["input_ids"]))
+        return self._sums_of(model, inputs) | {"loss": jnp.float32(loss.item())}, outputs
 
     def _evaluating(self, params: dict, inputs: dict, dtype: str) -> TorchModel:
         def compute(kind: str, arrays: dict, call: int) -> tuple[dict, None]:
@@ -170,35 +169,25 @@ class TorchLoss:
         return self._model(compute, params, inputs, dtype, training=False)
 
     def _model(self, compute: Callable, params: dict, inputs: dict, dtype: str, *, training: bool) -> TorchModel:
-        known, shown = frozenset(inputs) | BoundModel.ignored, seen_by_scripts(inputs)
-        if self._setup.script_loss is not None:
-            shown = self._compared(params, inputs, dtype=dtype)
-        if self._setup.task.head == "lm":
+        shown = self._shown(params, inputs, dtype=dtype) if self._setup.loss_compares else seen_by_scripts(inputs)
+        known = frozenset(inputs) | shown.keys() | self._kind.ignored
+        if self._kind.takes_labels:
             known |= {"labels", "num_items_in_batch", "output_router_logits"}
         rows = CutRows(shown, self._setup)
-        compares = self._setup.script_loss is not None
-        return TorchModel(compute, self._setup.model, known | frozenset(shown), training, rows, compares)
+        return TorchModel(compute, self._setup.model, known, training, rows, self._setup.loss_compares)
 
-    def _compared_inputs(self, params: dict, inputs: dict, *, dtype: str) -> dict[str, jax.Array]:
-        """The inputs of a loss that uses a reference."""
-        given = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
-        return self._user_loss.bound(params, inputs, dtype=dtype).compared_inputs(given)
+    def _shown_inputs(self, params: dict, inputs: dict, *, dtype: str) -> dict[str, jax.Array]:
+        """The inputs of a loss that uses a reference, whose log-probabilities are computed."""
+        rows = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+        return self._user_loss.bound(params, inputs, dtype=dtype).shown(rows)
 
     def _loss(self, model: TorchModel, num_items: Any) -> Any:
         """The user-defined loss, as a scalar tensor."""
-        options, own = {}, self._setup.script_loss
-        if self._setup.task.head == "lm":
-            options = {"num_items_in_batch": num_items}
-            options = options if num_items is None else torch_bridge.batch_tensors(options)
+        options = self._user_loss.options(num_items)
+        options = options if num_items is None else torch_bridge.batch_tensors(options)
         refused = parameters_refused(self._setup.model, lambda: NotGiven("the model's parameters"))
-        if own is not None:
-            own.current = model
-        try:
-            with refused, outputs_alone():
-                return torch_scalar(self._user_loss.compute_loss(model, model.tensors, **options))
-        finally:
-            if own is not None:
-                own.current = None
+        with refused, outputs_alone():
+            return torch_scalar(self._user_loss.compute_loss(model, model.tensors, **options))
 
     def _outputs(
         self,
@@ -216,28 +205,29 @@ class TorchLoss:
         """The outputs of one call of the model, by name, and separately those without gradients."""
         options |= {"key": key, "pass_weight": pass_weight, "first_call": call}
         bound, sums = self._user_loss.bound(frozen | params, inputs, **options), {}
-        of_batch = {name: arrays[name] for name in seen_by_scripts(inputs) if name in arrays}
-        if bound.comparing is not None:
-            of_batch = bound.compared_inputs(
-                {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
-            )
+        replayed = bound.replayed(seen_by_scripts(inputs), arrays)
         if kind == "default":
-            loss, outputs = default_loss(self._setup.task, bound, of_batch, arrays.get("num_items"))
+            loss, outputs = bound.default_loss(self._setup.task, replayed, arrays.get("num_items"))
             sums = {} if bound.default_sums is None else {SUMS: bound.default_sums}
         else:
             outputs = bound(**arrays, **({"fused_lm_head": True} if kind.endswith("fused") else {}))
             loss = outputs.loss
         of_call = {name: vars(outputs).get(name) for name in OUTPUTS} | {"loss": loss}
-        found = {name: value for name, value in of_call.items() if value is not None}
-        sums |= {name: found.pop(name) for name in FIXED if name in found}
-        return found, sums
+        values = {name: value for name, value in of_call.items() if value is not None}
+        sums |= {name: values.pop(name) for name in FIXED if name in values}
+        return values, sums
+
+    def _sums_of(self, model: TorchModel, inputs: dict) -> dict[str, jax.Array]:
+        logged = logged_sums(model.metrics, always=self._kind.always_logs)
+        return self._sums(model.outputs, inputs) | logged
 
     def _task_sums(self, outputs: list[dict], inputs: dict) -> dict[str, jax.Array]:
-        aux_losses = [found["aux_loss"] for found in outputs if "aux_loss" in found]
-        sums = next((found[SUMS] for found in reversed(outputs) if SUMS in found), None)
-        found = [_of_texts(one, self._setup.task.head) for one in outputs if "logits" in one]
-        made = SimpleNamespace(outputs=found, aux_losses=aux_losses, default_sums=sums)
-        return self._user_loss.sums(made, inputs)
+        calls = SimpleNamespace(
+            outputs=[self._kind.of_texts(of_call) for of_call in outputs if "logits" in of_call],
+            aux_losses=[of_call["aux_loss"] for of_call in outputs if "aux_loss" in of_call],
+            default_sums=next((of_call[SUMS] for of_call in reversed(outputs) if SUMS in of_call), None),
+        )
+        return self._user_loss.sums(calls, inputs)
 
 
 def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -246,15 +236,11 @@ def _of_whole_rows(gradient: dict[str, np.ndarray], outputs: dict[str, Any]) -> 
     return {name: torch_bridge.padded_gradient(value, np.shape(outputs[name])) for name, value in gradient.items()}
 
 
-def _with_vjp(outputs: Callable, params: dict, *given: Any, **options: Any) -> tuple[dict, Any]:
+def _with_vjp(outputs: Callable, params: dict, *rest: Any, **options: Any) -> tuple[dict, Any]:
     """The outputs, and the VJP function, which maps gradients of the differentiable outputs to parameter gradients."""
-    found, back, fixed = jax.vjp(lambda params: outputs(params, *given, **options), params, has_aux=True)
-    return found | fixed, back
+    values, back, fixed = jax.vjp(lambda params: outputs(params, *rest, **options), params, has_aux=True)
+    return values | fixed, back
 
 
 def _joined(parts: tuple[dict, dict]) -> dict:
     return parts[0] | parts[1]
-
-
-def _of_texts(outputs: dict[str, jax.Array], head: str) -> jax.Array:
-    return outputs["logits"] if head == "lm" else outputs["logits"][:, 0]
