@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import compat_tests.conftest  # noqa: F401  (the CPU, one thread, no network)
-from trl_jax.training.checkpoint import BrokenCheckpoint, verify
+from trl_jax.training.checkpoint_files import BrokenCheckpoint, verify
 
 
 def unnoticed(folder: Path, flips: int, seed: int) -> tuple[list[str], int]:

@@ -28,7 +28,7 @@ import trl_jax.trainer.reward_trainer  # noqa: F401
 from compat_tests import tiny
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.trainer.trainers import FACTS
-from trl_jax.training.checkpoint import RECORD
+from trl_jax.training.checkpoint_files import RECORD
 
 CONFIG = {
     "save_steps": 2, "save_total_limit": 2, "logging_steps": 3, "num_train_epochs": 3, "gradient_accumulation_steps": 2,
@@ -104,7 +104,7 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
     from transformers.trainer_utils import get_last_checkpoint
 
     from trl_jax.rollout.rewards import RewardFunctions
-    from trl_jax.training import checkpoint
+    from trl_jax.training import checkpoint_files
     from trl_jax.training.policy_writer import PolicyWriter
     from trl_jax.training.server import ServerPolicy
 
@@ -122,7 +122,7 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
     else:
         PolicyWriter.complete = told(PolicyWriter.complete, "g", tell)
     RewardFunctions.__call__ = told(RewardFunctions.__call__, "r", tell)
-    checkpoint._write_whole = told(checkpoint._write_whole, "s", tell)
+    checkpoint_files._write_whole = told(checkpoint_files._write_whole, "s", tell)
     run.add_callback(Tell())
     run.remove_callback(PrinterCallback)
     run.train(resume_from_checkpoint=get_last_checkpoint(str(out)) is not None)

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from compat_tests.faults.killed_saves import events_of
-from trl_jax.training.checkpoint import (
+from trl_jax.training.checkpoint_files import (
     TENSORS,
     AsyncSaver,
     LoopProgress,

@@ -64,10 +64,10 @@ HOST_OF_RUN = frozenset(
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
 # Modules that run on the host only: patching them does not change any program.
 _HOST = (
-    "trl_jax.cli", "trl_jax.core.secrets", "trl_jax.data", "trl_jax.training.checkpoint", "trl_jax.training.data",
+    "trl_jax.cli", "trl_jax.core.secrets", "trl_jax.data", "trl_jax.training.checkpoint_files", "trl_jax.training.data",
     "trl_jax.hub.fetch", "trl_jax.hub.push", "trl_jax.rewards", "trl_jax.training.metrics",
-    "trl_jax.training.reference_logps", "trl_jax.training.resume", "trl_jax.training.push", "trl_jax.training.logging",
-    "trl_jax.scripts",
+    "trl_jax.training.reference_logps", "trl_jax.training.checkpointer", "trl_jax.training.resume",
+    "trl_jax.training.push", "trl_jax.training.logging", "trl_jax.scripts",
 )  # fmt: skip
 
 _shared: OrderedDict[Any, Any] = OrderedDict()

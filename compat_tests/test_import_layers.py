@@ -52,7 +52,7 @@ NEVER = {
     "generation": "transformers safetensors optax hub training tasks",
 }
 # These files of training/ must not depend on models or text.
-_PURE = "update checkpoint optimizers schedules devices events"
+_PURE = "update checkpoint_files optimizers schedules devices events"
 PURE = {Path("training") / f"{name}.py" for name in _PURE.split()}
 PURE_NEVER = {"flax", "models", "nn", "hub", "data", "tasks", "rollout"}
 # Used only if the user passes such objects: imported only in these files, inside functions.
@@ -255,7 +255,7 @@ def test_every_room_has_a_floor():
         ("hub/families/a.py", "from ...training import step", "hub (floor 5) must not import training (floor 7)"),
         ("training/update.py", "def f():\n    from trl_jax.data import batch", "update.py must never import data"),
         ("training/devices.py", "from trl_jax import hub", "devices.py must never import hub"),
-        ("training/checkpoint.py", "from flax import nnx", "training must never import flax"),
+        ("training/checkpoint_files.py", "from flax import nnx", "training must never import flax"),
         ("training/a.py", "from trl_jax import RewardTrainer", "rooms do not import the door"),
         ("training/a.py", "import trl_jax", "rooms do not import the door"),
         ("trainer/a.py", "import importlib\nimportlib.import_module('torch')", "only inside functions of"),

@@ -103,7 +103,7 @@ def readers(folder: Path) -> dict[str, tuple[str, Callable[[], Any]]]:
     from trl_jax.hub.formats import CheckpointFiles
     from trl_jax.hub.gguf import describe
     from trl_jax.hub.peft_adapters import read_tensors
-    from trl_jax.training.checkpoint import SavedProgress, read_manifest
+    from trl_jax.training.checkpoint_files import SavedProgress, read_manifest
     from trl_jax.training.resume import check
 
     plan, shapes = adapter_plan(folder)
@@ -138,7 +138,7 @@ def build(folder: Path) -> None:
     from safetensors.numpy import save_file
 
     from compat_tests.faults.killed_saves import save
-    from trl_jax.training.checkpoint import LoopProgress, progress_json, write_progress
+    from trl_jax.training.checkpoint_files import LoopProgress, progress_json, write_progress
 
     save(folder / "made", 4)
     for path in (folder / "made" / "checkpoint-4").iterdir():

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 
-from trl_jax.training.checkpoint import LoopProgress, progress_json, save_checkpoint, sweep, write_progress
+from trl_jax.training.checkpoint_files import LoopProgress, progress_json, save_checkpoint, sweep, write_progress
 from trl_jax.training.events import Events
 from trl_jax.training.resume import find
 

@@ -18,7 +18,7 @@ from compat_tests.faults.killed_saves import save
 from compat_tests.trainer.trainers import FACTS, checkpoints, make
 from trl_jax.scripts.data import load_splits
 from trl_jax.scripts.utils import TrlParser
-from trl_jax.training.checkpoint import BrokenCheckpoint, _rendered, read_manifest, write_manifest
+from trl_jax.training.checkpoint_files import BrokenCheckpoint, _rendered, read_manifest, write_manifest
 from trl_jax.training.resume import find
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}

@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 
 import trl_jax
 from compat_tests.trainer.trainers import FACTS, make, table
-from trl_jax.training import checkpoint, devices, resume
-from trl_jax.training.checkpoint import MANIFEST, AsyncSaver, host_copy, verify
+from trl_jax.training import checkpoint_files, checkpointer, devices
+from trl_jax.training.checkpoint_files import MANIFEST, AsyncSaver, host_copy, verify
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
 
@@ -37,13 +37,13 @@ class Looks(TrainerCallback):
         self.seen = []
 
     def on_save(self, args, state, control, **kwargs):
-        self.seen.append(verify(checkpoint.Path(args.output_dir) / f"checkpoint-{state.global_step}")["step"])
+        self.seen.append(verify(checkpoint_files.Path(args.output_dir) / f"checkpoint-{state.global_step}")["step"])
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was(train, monkeypatch):
     """The first checkpoint gets its manifest only after step 3; a run that waits for each checkpoint saves the same
     bytes."""
-    third, real = threading.Event(), checkpoint.write_manifest
+    third, real = threading.Event(), checkpoint_files.write_manifest
 
     class Tells(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -58,7 +58,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was(train, 
     looks = Looks()
     waited = train("waited", callbacks=[looks])
     assert looks.seen == [2, 4]
-    monkeypatch.setattr(checkpoint, "write_manifest", waits)
+    monkeypatch.setattr(checkpoint_files, "write_manifest", waits)
     aside = train("aside", callbacks=[Tells()])
     for step in (2, 4):
         names = verify(waited / f"checkpoint-{step}")["files"].keys() - {"training_args.json", "trainer_state.json"}
@@ -72,7 +72,7 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(train, monkeypatch, t
     def full(folder, facts):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_manifest", full)
+    monkeypatch.setattr(checkpoint_files, "write_manifest", full)
     with pytest.raises(OSError, match="The checkpoint was not written; .*full has no earlier one"):
         train("full")
     assert not [name for name in os.listdir(tmp_path / "full") if name.startswith("checkpoint")]
@@ -80,7 +80,7 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(train, monkeypatch, t
 
 @pytest.mark.parametrize("name", ["save_model", "_save_checkpoint"])
 def test_a_method_that_a_script_sets_on_its_trainer_writes_each_checkpoint(name, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "host_copy", lambda tree: pytest.fail("copied, and written aside"))
+    monkeypatch.setattr(checkpointer, "host_copy", lambda tree: pytest.fail("copied, and written aside"))
     trainer = make(trl_jax, checkpoint(**FACTS), tmp_path / "run", train=table(16), config=CONFIG)
     method, called = getattr(trainer, name), []
 
@@ -104,7 +104,7 @@ def test_a_method_set_on_a_trainer_that_would_be_passed_over_is_refused(name, ch
 
 def test_where_memory_is_short_the_run_waits(train, monkeypatch):
     monkeypatch.setattr(devices, "available_host_memory", lambda: 1000)
-    monkeypatch.setattr(resume, "host_copy", lambda tree: pytest.fail("copied"))
+    monkeypatch.setattr(checkpointer, "host_copy", lambda tree: pytest.fail("copied"))
     assert (train("short") / "checkpoint-4" / MANIFEST).exists()
 
 

@@ -30,7 +30,7 @@ from compat_tests.light import IMPORTS
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, stream, table
 from trl_jax.training import resume
-from trl_jax.training.checkpoint import write_manifest
+from trl_jax.training.checkpoint_files import write_manifest
 from trl_jax.training.events import Interrupts
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "gradient_accumulation_steps": 2}

@@ -24,7 +24,7 @@ from trl_jax.hub.config_reader import read_config
 from trl_jax.hub.formats import CheckpointFiles, PickledFiles, open_tensors
 from trl_jax.hub.peft_config import read_adapter_config
 from trl_jax.hub.push import CARD, write_card
-from trl_jax.training.checkpoint import MANIFEST, BrokenCheckpoint, digest
+from trl_jax.training.checkpoint_files import MANIFEST, BrokenCheckpoint, digest
 from trl_jax.training.metrics import save_metrics, speed_metrics
 from trl_jax.training.resume import find
 
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_named(error, good, tmp_path, monkeypatch):
     save(tmp_path, 4)
     path = tmp_path / "checkpoint-4" / WEIGHTS
     for module, call, name in (
-        ("trl_jax.training.checkpoint.mmap.mmap", lambda: digest(path), path),
+        ("trl_jax.training.checkpoint_files.mmap.mmap", lambda: digest(path), path),
         ("trl_jax.hub.formats.safe_open", lambda: CheckpointFiles(path.parent), path),
         ("trl_jax.core.files.loads", lambda: read_config(good), good / "config.json"),
         ("trl_jax.hub.checkpoint.ArrayReader.array", lambda: trainer(good, tmp_path), good),
@@ -259,7 +259,7 @@ def test_an_optimizer_file_of_trls_that_is_none(content, good, tmp_path):
 
 
 def test_no_earlier_checkpoint_is_promised_where_there_is_none(tmp_path, monkeypatch):
-    from trl_jax.training import checkpoint as engine
+    from trl_jax.training import checkpoint_files as engine
 
     def full(*given):
         raise OSError(28, "No space left on device")

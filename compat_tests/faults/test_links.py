@@ -19,7 +19,7 @@ from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.hub.push import Run, write_card
 from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.trainer.reward_trainer import eval_report
-from trl_jax.training.checkpoint import BrokenCheckpoint, files_below, read_manifest, sweep
+from trl_jax.training.checkpoint_files import BrokenCheckpoint, files_below, read_manifest, sweep
 from trl_jax.training.metrics import save_metrics
 from trl_jax.training.push import sweep_stages
 from trl_jax.training.resume import find

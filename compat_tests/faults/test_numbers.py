@@ -108,7 +108,7 @@ def test_row11_bad_weights_never_become_a_checkpoint(run, tmp_path):
     trained = run([GOOD])
     path = next(iter(trained.model.params))
     trained.model.params[path] = trained.model.params[path].at[0].set(jnp.nan)
-    from trl_jax.training.checkpoint import LoopProgress
+    from trl_jax.training.checkpoint_files import LoopProgress
 
     with pytest.raises(FloatingPointError, match=f"Step 0: {path} hold NaN or infinite values. No checkpoint was wri"):
         trained._save_progress(LoopProgress())

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 import trl_jax
 from compat_tests.faults.killed_saves import events_of
 from compat_tests.trainer.trainers import FACTS, checkpoints, make, table
-from trl_jax.training.checkpoint import LOCK, RECORD, only_run, record, run_of, save_checkpoint, sweep, verify
+from trl_jax.training.checkpoint_files import LOCK, RECORD, only_run, record, run_of, save_checkpoint, sweep, verify
 from trl_jax.training.resume import find
 
 CONFIG = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 3}

@@ -20,8 +20,8 @@ from benchmarks.flips import unnoticed
 from compat_tests.effort import only_thorough
 from compat_tests.faults.killed_saves import check, events_of, save
 from compat_tests.trainer.trainers import checkpoints
-from trl_jax.training import checkpoint
-from trl_jax.training.checkpoint import (
+from trl_jax.training import checkpoint_files
+from trl_jax.training.checkpoint_files import (
     FORMAT,
     LOCK,
     MANIFEST,
@@ -109,10 +109,10 @@ def test_row14_a_disk_that_is_full(at, saved, monkeypatch):
 
 
 def test_row14_too_little_room_is_seen_before_anything_is_written(saved, monkeypatch):
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *given, **how: None)
+    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", lambda *given, **how: None)
     needed = shutil.disk_usage(saved).free + 2**40
     with pytest.raises(OSError, match=f"it takes {needed:,} bytes and "):
-        checkpoint.save_checkpoint(str(saved), lambda folder: pytest.fail("written"), events_of(6), {}, needed)
+        checkpoint_files.save_checkpoint(str(saved), lambda folder: pytest.fail("written"), events_of(6), {}, needed)
 
 
 def test_row14_safetensors_own_words_for_a_full_disk(saved):
@@ -122,7 +122,7 @@ def test_row14_safetensors_own_words_for_a_full_disk(saved):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     with pytest.raises(OSError) as error:
-        checkpoint.save_checkpoint(str(saved), write, events_of(6), {})
+        checkpoint_files.save_checkpoint(str(saved), write, events_of(6), {})
     assert error.value.errno == errno.ENOSPC
     assert checkpoints(saved) == ["checkpoint-2", "checkpoint-4"]
 
@@ -138,8 +138,8 @@ def test_row14_nothing_is_removed_for_a_checkpoint_that_does_not_verify(saved, m
         real(folder, facts)
         (folder / "model.safetensors").write_bytes(bytes((folder / "model.safetensors").stat().st_size))
 
-    real = checkpoint.write_manifest
-    monkeypatch.setattr(checkpoint, "write_manifest", write_manifest)
+    real = checkpoint_files.write_manifest
+    monkeypatch.setattr(checkpoint_files, "write_manifest", write_manifest)
     with pytest.raises(BrokenCheckpoint, match="checkpoint-6/model.safetensors is damaged"):
         save(saved, 6)
     assert verify(saved / "checkpoint-2") and verify(saved / "checkpoint-4")

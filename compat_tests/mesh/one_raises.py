@@ -31,7 +31,7 @@ class Callback(TrainerCallback):
 
 
 def full_disk():
-    from trl_jax.training import resume as checkpointing
+    from trl_jax.training import checkpointer as checkpointing
 
     def write(*given, **options):
         raise OSError(errno.ENOSPC, SENTENCE)

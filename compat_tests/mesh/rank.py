@@ -110,7 +110,7 @@ def go_on(folder: str, rows: list[dict], out: str, *, resume: str | bool, dies: 
 
 def die_saving(trainer, step: int) -> None:
     """At that point the unfinished folder has the weights, and the moments are being written."""
-    from trl_jax.training import resume as checkpointing
+    from trl_jax.training import checkpointer as checkpointing
 
     write = checkpointing.write_progress
 

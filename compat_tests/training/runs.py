@@ -20,7 +20,7 @@ from transformers.trainer_callback import (
 
 from trl_jax.data.loader import micro_batches, run_length
 from trl_jax.trainer.reward_config import RewardConfig
-from trl_jax.training.checkpoint import forget_all_but_best, save_checkpoint
+from trl_jax.training.checkpoint_files import forget_all_but_best, save_checkpoint
 from trl_jax.training.events import Events, Interrupts
 from trl_jax.training.failures import NonFiniteGuard
 from trl_jax.training.train import Loop

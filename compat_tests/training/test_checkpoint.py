@@ -10,7 +10,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from compat_tests.training.runs import run_loop
-from trl_jax.training.checkpoint import forget_all_but_best, is_new_best, write_manifest
+from trl_jax.training.checkpoint_files import forget_all_but_best, is_new_best, write_manifest
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}
 

@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 
 from trl_jax.mesh.mesh import pieces
-from trl_jax.training import checkpoint
-from trl_jax.training.checkpoint import BrokenCheckpoint, LoopProgress, SavedProgress, progress_json, write_progress
+from trl_jax.training import checkpoint_files
+from trl_jax.training.checkpoint_files import (
+    BrokenCheckpoint,
+    LoopProgress,
+    SavedProgress,
+    progress_json,
+    write_progress,
+)
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(9999, [800]), (79, [80] * 10), (400, [400] * 2), (240, [240] * 3 + [80])])
@@ -24,7 +30,7 @@ def test_pieces_are_no_larger_than_asked_for(most, sizes):
 
 
 def test_a_saved_tree_is_the_same_however_small_its_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "PIECE", 64)
+    monkeypatch.setattr(checkpoint_files, "PIECE", 64)
     tree = {"mu": {"a.b": jnp.arange(60.0).reshape(5, 12)}, "count": jnp.asarray(7, jnp.int32)}
     text = progress_json(LoopProgress(epoch=2), {"own": 1})
     write_progress(tmp_path, [{"loss": np.float32(0.5)}], {"optimizer": tree}, text)
@@ -38,7 +44,7 @@ def test_a_saved_tree_is_the_same_however_small_its_pieces(tmp_path, monkeypatch
 
 def test_who_does_not_write_reads_all_the_same(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(checkpoint, "pieces", lambda array, most: read.append(array.shape) or iter([array]))
+    monkeypatch.setattr(checkpoint_files, "pieces", lambda array, most: read.append(array.shape) or iter([array]))
     trees = {"optimizer": {"nu": jnp.zeros((2, 3)), "mu": jnp.zeros(4)}}
     write_progress(tmp_path, [], trees, "", writes=False)
     assert sorted(read) == [(2, 3), (4,)] and not list(tmp_path.iterdir())

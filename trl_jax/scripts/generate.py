@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_jax.scripts.loaded_model import FieldsParser, LoadedModel, add_model_flags
 from trl_jax.scripts.rows import Job, Output, Row, add_output_flags, read_rows, to_stdout
-from trl_jax.training.checkpoint import digest
+from trl_jax.training.checkpoint_files import digest
 
 if TYPE_CHECKING:
     from trl_jax.data.images import TextImages

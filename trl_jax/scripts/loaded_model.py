@@ -186,7 +186,7 @@ class LoadedModel:
     def digests(self) -> dict[str, str]:
         """A digest of each file that the model and its tokenizer are read from."""
         from trl_jax.hub.fetch import SMALL
-        from trl_jax.training.checkpoint import digest
+        from trl_jax.training.checkpoint_files import digest
 
         patterns = (*SMALL, "*.py", "*.safetensors", "pytorch_model*.bin", "*.gguf")
         folders = {"MODEL": self.checkpoint.folder, "ADAPTER": self.checkpoint.adapter}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trl_jax.training.checkpoint import digest, locked, sync
+from trl_jax.training.checkpoint_files import digest, locked, sync
 
 ROWS = "FILE"  # key of the digest of the input rows in the mark
 _FORMAT = 1  # version of the mark

@@ -64,7 +64,7 @@ from trl_jax.training import callbacks as run_callbacks
 from trl_jax.training import data, setup
 from trl_jax.training import metrics as run_metrics
 from trl_jax.training import model as model_loading
-from trl_jax.training.checkpoint import STATE_FILE, LoopProgress, state_text
+from trl_jax.training.checkpoint_files import STATE_FILE, LoopProgress, state_text
 from trl_jax.training.data import Batches
 from trl_jax.training.devices import enable_compilation_cache
 from trl_jax.training.evaluate import MetricHooks, check_compute_metrics

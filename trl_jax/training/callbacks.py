@@ -31,8 +31,8 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.processes import from_first, is_first, several
 from trl_jax.rollout.completions_log import write_picture
+from trl_jax.training.checkpointer import arguments_text, write_model
 from trl_jax.training.events import Events
-from trl_jax.training.resume import arguments_text, write_model
 
 logger = logging.getLogger(__name__)
 

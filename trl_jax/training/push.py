@@ -16,7 +16,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.push import Publisher, Run, Upload, write_card
 from trl_jax.mesh.processes import is_first
-from trl_jax.training.checkpoint import MANIFEST, discard, entries, files_below
+from trl_jax.training.checkpoint_files import MANIFEST, discard, entries, files_below
 from trl_jax.training.events import Events
 
 logger = logging.getLogger(__name__)

@@ -45,6 +45,7 @@ from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.training import layout, model
 from trl_jax.training.callbacks import begin_state, events_of
+from trl_jax.training.checkpointer import Checkpointer, arguments_text
 from trl_jax.training.data import Tokenization
 from trl_jax.training.devices import ShardedStep, sharding_plan_of
 from trl_jax.training.evaluate import CompletionEvaluator, Evaluator
@@ -54,7 +55,6 @@ from trl_jax.training.logging import show_lines
 from trl_jax.training.optimizer_choice import OptimizerChoice
 from trl_jax.training.push import HubPublisher
 from trl_jax.training.reference import PREFIX, ReferenceModel
-from trl_jax.training.resume import Checkpointer, arguments_text
 from trl_jax.training.rollout import RolloutParts, rollout_steps
 from trl_jax.training.state import Editable, Hooks, Progress, Setup
 from trl_jax.training.step import TrainStep

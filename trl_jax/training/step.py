@@ -21,7 +21,7 @@ from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.backend import Backend, check_unfrozen, stop_frozen_gradients, zero_frozen_updates
 from trl_jax.mesh.mesh import distributed
 from trl_jax.tasks.task import Task
-from trl_jax.training.checkpoint import LoopProgress
+from trl_jax.training.checkpoint_files import LoopProgress
 from trl_jax.training.devices import (
     PROGRAMS_AT_ONCE,
     Programs,

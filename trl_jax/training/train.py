@@ -27,7 +27,7 @@ from trl_jax.hub.torch_state import is_torch_optimizer
 from trl_jax.mesh.processes import barrier, is_first, reached, several, together
 from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.training.callbacks import begin_state
-from trl_jax.training.checkpoint import (
+from trl_jax.training.checkpoint_files import (
     LoopProgress,
     RandomState,
     RunSnapshot,
@@ -36,6 +36,7 @@ from trl_jax.training.checkpoint import (
     is_new_best,
     new_id,
 )
+from trl_jax.training.checkpointer import Checkpointer
 from trl_jax.training.data import AsNeeded, Prefetched, reason_of_layout, step_layout, steps_of
 from trl_jax.training.events import Events, Interrupted, Interrupts
 from trl_jax.training.failures import (
@@ -53,7 +54,7 @@ from trl_jax.training.model import align_special_tokens, take_over
 from trl_jax.training.optimizer_choice import GROUPS, LearningRate, OptimizerChoice, ShownOptimizer, of_torch
 from trl_jax.training.optimizers import Optimizer
 from trl_jax.training.push import HubPublisher, sweep_stages
-from trl_jax.training.resume import Checkpointer, find, resume, weights_of
+from trl_jax.training.resume import find, resume, weights_of
 from trl_jax.training.state import Hooks, Setup
 from trl_jax.training.step import RecompileCheck, TrainStep, compiling_ahead, optimizer_of, optimizer_of_groups
 
@@ -225,7 +226,7 @@ class Training:
             progress = resume(setup, self._checkpointer, found, length, tx)
             if user_batches is not None:
                 user_batches.steps.fill_last = setup.progress.fill_last
-        self._checkpointer.begin(found, run_id)
+        self._checkpointer.begin((found and found.run_id) or run_id, fresh=found is None)
         first, setup.progress.input_tokens_before = setup.state.global_step, setup.state.num_input_tokens_seen
         setup.state.max_steps, setup.state.num_train_epochs = length.max_steps, length.num_epochs
         setup.state.compute_steps(args, length.max_steps)
