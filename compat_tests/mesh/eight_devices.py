@@ -134,9 +134,7 @@ def test_all_devices_share_the_pairs_unless_told_otherwise(checkpoint, tmp_path,
 def test_memory_falls_with_the_devices(checkpoint, tmp_path, caplog):
     built = trainer(checkpoint, tmp_path, fsdp="full_shard")
     with caplog.at_level(logging.INFO, "trl_jax"):
-        built.parts.train_step.advancer(
-            None, built.parts.training.build_optimizer(), lambda: None, print, lambda: None, lambda: 0.0
-        )
+        built.parts.train_step.start(built.parts.training.build_optimizer())
     [line] = [record.message for record in caplog.records if record.message.startswith("Mesh")]
     assert re.fullmatch(
         r"Mesh fsdp 8 on 8 devices \(cpu\): each holds \d+\.\d kB of \d+\.\d kB of the weights and \d+\.\d kB of "

@@ -23,6 +23,7 @@ from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.training.checkpoint_files import forget_all_but_best, save_checkpoint
 from trl_jax.training.events import Events, Interrupts
 from trl_jax.training.failures import NonFiniteGuard
+from trl_jax.training.optimizer_choice import LearningRate
 from trl_jax.training.train import Loop
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_") and "push" not in name]
@@ -94,34 +95,35 @@ def run_loop(out, *, rows=10, metrics=(), callbacks=(), write_model=None, empty_
     events.state.compute_steps(args, run.max_steps)
     logs = []
 
-    def evaluate():
-        for _ in range(-(-EVAL_ROWS // BATCH)):
-            events.fire("on_prediction_step")
-        found = {"eval_loss": 0.5} | _next("eval_m", values)
-        events.fire("on_log", found)
-        events.fire("on_evaluate", found)
-        return found
+    class Work:
+        def begin_step(self):
+            events.fire("on_step_begin")
 
-    def report(found, steps):
-        logs.append(found | {"steps": len(steps)})
-        events.fire("on_log", found)
+        def advance(self, batch):
+            loss = np.float32(events.state.global_step)
+            return {"loss": loss, "grad_norm": np.float32(1.0), "updated": np.bool_(True)}
+
+        def report(self, found, steps):
+            logs.append(found | {"steps": len(steps)})
+            events.fire("on_log", found)
+
+        def evaluate(self):
+            for _ in range(-(-EVAL_ROWS // BATCH)):
+                events.fire("on_prediction_step")
+            found = {"eval_loss": 0.5} | _next("eval_m", values)
+            events.fire("on_log", found)
+            events.fire("on_evaluate", found)
+            return found
+
+        def save(self, progress):
+            save_checkpoint(args.output_dir, write_model or _write, events, {})
 
     loop = Loop(
+        work=Work(),
         events=events,
         batches=_Batches(rows, args.gradient_accumulation_steps, empty_from),
-        num_epochs=run.num_epochs,
-        micro_batches_per_epoch=run.micro_batches_per_epoch,
-        begin_step=lambda: events.fire("on_step_begin"),
-        advance=lambda batch: {
-            "loss": np.float32(events.state.global_step),
-            "grad_norm": np.float32(1.0),
-            "updated": np.bool_(True),
-        },
-        learning_rate=lambda step: 1.0 - step / run.max_steps,
-        report=report,
-        evaluate=evaluate,
-        observe=lambda metrics: None,
-        save=lambda progress: save_checkpoint(args.output_dir, write_model or _write, events, {}),
+        length=run,
+        schedule=LearningRate(lambda step: 1.0 - step / run.max_steps, lambda: events.state.global_step),
         nonfinite_guard=NonFiniteGuard(1, lambda batch: ""),
         interrupts=Interrupts(),
     )

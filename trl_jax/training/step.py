@@ -48,12 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 def compiling_ahead(
-    setup: Setup, train_step: TrainStep, step: Any, steps: ExampleLoader, progress: LoopProgress
+    setup: Setup, train_step: TrainStep, steps: ExampleLoader, progress: LoopProgress
 ) -> contextlib.AbstractContextManager:
-    """A context in which threads compile `step` for the shapes of the loader's first steps after `progress`.
+    """A context in which threads compile the step for the shapes of the loader's first steps after `progress`.
 
     They compile the best-fitting bucket of each step; until a program is ready, steps use longer buckets.
     """
+    step = train_step.step
     known = isinstance(steps, ExampleLoader) and isinstance(step, Programs)
     known = known and not isinstance(steps.dataset, IterableDataset)
     if not known or not compiles_ahead(setup.args.device.type):
@@ -166,7 +167,10 @@ class RecompileCheck:
 
 
 class TrainStep:
-    """Compiles the step of `train()`, feeds it batches, and updates the model with its results."""
+    """Compiles the step of `train()`, feeds it batches, and updates the model with its results.
+
+    step: built by `start`.
+    """
 
     def __init__(
         self,
@@ -226,66 +230,49 @@ class TrainStep:
         room = device_memory_limit(run_device(args)) if len(steps) > 1 else 0
         return Programs(RematFallback(steps, room), "The step")
 
-    def advancer(
-        self,
-        step: Any,
-        tx: Any,
-        check: Callable[[], None],
-        tell: Callable[[Any], None],
-        new_optimizer: Callable[[], Any],
-        next_rate: Callable[[], Any],
-    ) -> Callable[[Any], dict[str, jax.Array]]:
-        """Return `step batch -> metrics`, which also updates the model's parameters.
-
-        Args:
-            check: called before each step; raises the errors of background threads.
-            new_optimizer: called before each step; returns the optimizer if the step must be recompiled, else None.
-            tell: called before each step with its batch, to announce the first one.
-            next_rate: returns the learning rate of the next step, or one per group of parameters.
-        """
-        setup, args = self._setup, self._setup.args
+    def start(self, tx: Any) -> None:
+        """Prepare for `run` with this optimizer. Its state is a new one unless the run has one."""
+        setup = self._setup
         if setup.progress.optimizer_state is None:
             setup.progress.optimizer_state = self.new_optimizer_state(tx)
         if setup.sharding_plan is not None:
             logger.info("%s", describe(setup.sharding_plan, setup.model.params, setup.progress.optimizer_state))
-        key = run_key(args, setup.model.backend)
-        flops_a_token = 6 * setup.model.num_parameters(exclude_embeddings=True)
-        compilation = CompilationUntimed(setup.events)
-        self._tx = tx
+        self._key = run_key(setup.args, setup.model.backend)
+        self._flops_per_token = 6 * setup.model.num_parameters(exclude_embeddings=True)
+        self._compilation = CompilationUntimed(setup.events)
+        self.recompile(tx)
 
-        def advance(batch):
-            nonlocal step
-            check()
-            if (changed := new_optimizer()) is not None:
-                step, self._tx = self.build(changed), changed
-            step_key = None if key is None else jax.random.fold_in(key, setup.state.global_step)
-            rate, shape = np.float32(next_rate()), batch.arrays.tokens.shape
-            tell(batch)
+    def recompile(self, tx: Any) -> None:
+        """Build the step again, with this optimizer."""
+        self.step, self._tx = self.build(tx), tx
 
-            def computed() -> dict[str, jax.Array]:
-                setup.model.params, setup.progress.optimizer_state, metrics = step(
-                    setup.model.params, setup.progress.optimizer_state, batch.arrays, rate, step_key, setup.frozen
-                )
-                return metrics if setup.completions_loss is None else setup.completions_loss.finish(metrics)
+    def run(self, batch: Any, rate: float) -> dict[str, jax.Array]:
+        """Run the step on a batch: update the model's parameters, and return the step's metrics."""
+        setup = self._setup
+        key = None if self._key is None else jax.random.fold_in(self._key, setup.state.global_step)
+        try:
+            metrics = self._computed(batch, np.float32(rate), key)
+        except TraceAgain:  # the loss was NaN, so the step has changed nothing
+            self.recompile(self._tx)
+            metrics = self._computed(batch, np.float32(rate), key)
+        self._compilation.done(batch.arrays.tokens.shape)
+        if setup.reference is not None and setup.reference.moves_after(setup.state.global_step + 1):
+            # A schedule-free optimizer takes gradients at other points than its averages (the model's params).
+            now = self._tx.point(setup.model.params, setup.progress.optimizer_state)
+            setup.reference.follow(setup.model.frozen | now)
+        if self._after_step is not None:
+            self._after_step(metrics)
+        setup.progress.tokens_seen += batch.num_primary_tokens
+        setup.state.num_input_tokens_seen += self._input_tokens(batch)
+        setup.state.total_flos += self._flops_per_token * batch.num_padded_tokens
+        return metrics
 
-            try:
-                metrics = computed()
-            except TraceAgain:  # the loss was NaN, so the step has changed nothing
-                step = self.build(self._tx)
-                metrics = computed()
-            compilation.done(shape)
-            if setup.reference is not None and setup.reference.moves_after(setup.state.global_step + 1):
-                # A schedule-free optimizer takes gradients at other points than its averages (the model's params).
-                now = self._tx.point(setup.model.params, setup.progress.optimizer_state)
-                setup.reference.follow(setup.model.frozen | now)
-            if self._after_step is not None:
-                self._after_step(metrics)
-            setup.progress.tokens_seen += batch.num_primary_tokens
-            setup.state.num_input_tokens_seen += self._input_tokens(batch)
-            setup.state.total_flos += flops_a_token * batch.num_padded_tokens
-            return metrics
-
-        return advance
+    def _computed(self, batch: Any, rate: np.float32, key: jax.Array | None) -> dict[str, jax.Array]:
+        setup = self._setup
+        setup.model.params, setup.progress.optimizer_state, metrics = self.step(
+            setup.model.params, setup.progress.optimizer_state, batch.arrays, rate, key, setup.frozen
+        )
+        return metrics if setup.completions_loss is None else setup.completions_loss.finish(metrics)
 
     @contextlib.contextmanager
     def at_iterates(self) -> Iterator[None]:

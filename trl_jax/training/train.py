@@ -20,7 +20,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from trl_jax.config.rules import as_choice
 from trl_jax.core.torch_random import TorchGenerator
-from trl_jax.data.loader import ExampleLoader
+from trl_jax.data.loader import ExampleLoader, RunLength
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.torch_objects import TorchOriginal, copy_back_to_torch, is_adapted, refreshed
 from trl_jax.hub.torch_state import is_torch_optimizer
@@ -219,10 +219,11 @@ class Training:
         self._checkpointer.forget_dataset()
         begin_state(setup.events, setup.train_batch_size)
         if self._rollout_steps is not None:
-            self._rollout_steps.begin(self._begin_step, self._train_step.at_iterates)
+            begin = partial(begin_step, setup, self._hooks)
+            self._rollout_steps.begin(begin, self._train_step.at_iterates)
         random_before, progress = None, LoopProgress()
         if found is not None:
-            random_before = None if found.model_only else RandomState(self._random_streams)
+            random_before = None if found.model_only else RandomState(_random_streams(self._rollout_steps))
             progress = resume(setup, self._checkpointer, found, length, tx)
             if user_batches is not None:
                 user_batches.steps.fill_last = setup.progress.fill_last
@@ -238,7 +239,8 @@ class Training:
                     self._rollout_steps.finish()
             # As in TRL, whose last log therefore leaves out what was collected in training.
             setup.model.train(not loop.progress.evaluated_last)
-            metrics = self._closing_metrics(train_loss, unreported, start, length.max_steps, first)
+            measured = loop.work.measured(unreported)
+            metrics = self._closing_metrics(train_loss, measured, start, length.max_steps, first)
             with setup.progress.interrupts.waiting():
                 params = self._best_params()
         self._end(params)
@@ -262,7 +264,7 @@ class Training:
     @contextlib.contextmanager
     def _saved_on_signal(self, loop: Loop) -> Iterator[None]:
         """If a signal interrupts the block, undo its changes and exit with a checkpoint of the last step."""
-        before = RunSnapshot(self._setup.events, self._random_streams)
+        before = RunSnapshot(self._setup.events, _random_streams(self._rollout_steps))
         try:
             yield
         except Interrupted:
@@ -270,58 +272,38 @@ class Training:
             with self._checkpointer.saver.settled():
                 loop.leave_if_asked()
 
-    @property
-    def _random_streams(self) -> list[TorchGenerator]:
-        return [] if self._rollout_steps is None else self._rollout_steps.random_streams
-
     def _run_loop(
-        self, tx: Any, length: Any, progress: LoopProgress, random_before: RandomState | None, user_batches: Any
+        self, tx: Any, length: RunLength, progress: LoopProgress, random_before: RandomState | None, user_batches: Any
     ) -> tuple[Loop, float, list]:
         setup, checkpointer, train_step = self._setup, self._checkpointer, self._train_step
-        args, printed = setup.args, setup.progress.printed
+        args, printed, hooks = setup.args, setup.progress.printed, self._hooks
         tell_model(printed, args, setup.model, setup.sharding_plan)
         batches = user_batches
         if batches is None:
-            batches = self._rollout_steps if setup.online else self._hooks.get_train_dataloader()
+            batches = self._rollout_steps if setup.online else hooks.get_train_dataloader()
         setup.events.handler.train_dataloader = batches
         steps = batches if setup.online else steps_of(batches, "get_train_dataloader")
         laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
         tell_layout(printed, laid_out, reason_of_layout(setup), user_loss=bool(setup.batch_methods))
-        step, hooks = train_step.build(tx), self._hooks
+        train_step.start(tx)
         changed = RecompileCheck(setup, hooks.refresh_task, self.build_optimizer, hooks.loss)
+        new_optimizer, groups = partial(self._new_optimizer, changed), len(self.choice.groups) or GROUPS
+        work = RunWork(setup, hooks, train_step, checkpointer, self._rollout_steps, steps, new_optimizer, groups)
         place = None if setup.steps_by_batch else train_step.placed
-
-        def tell(batch: Any) -> None:
-            tell_compilation(printed, steps, batch.arrays.tokens.shape)
-            if setup.encoder is not None and "images" not in printed:
-                tell_images(printed, batch, share_tower=train_step.reference_shares_tower())
-
-        new_optimizer = partial(self._new_optimizer, changed)
-        rates = partial(setup.progress.schedule.take_next, len(self.choice.groups) or GROUPS)
-        advance = train_step.advancer(step, tx, checkpointer.saver.check, tell, new_optimizer, rates)
-        # A user-defined `log` may not accept the second argument.
-        began = () if args.include_num_input_tokens_seen == "no" else (time.time(),)
-        patience = 1 if "underflow_overflow" in str(args.debug) else PATIENCE
         loop = Loop(
+            work=work,
             events=setup.events,
             batches=Prefetched(steps, place, lambda: loop.leave_if_asked())
             if isinstance(steps, ExampleLoader)  # others generate completions
             else AsNeeded(steps, place),
-            # If batch sizes differ from those before the resume, max_steps may only be reached in a later epoch.
-            num_epochs=length.num_epochs + (progress.epoch if args.max_steps > 0 else 0),
-            micro_batches_per_epoch=length.micro_batches_per_epoch,
-            begin_step=(lambda: None) if setup.online else self._begin_step,
-            advance=advance,
-            learning_rate=setup.progress.schedule,
-            report=lambda logs, since: self._report(logs, since, began),
-            evaluate=self._evaluate,
-            observe=lambda metrics: setup.progress.schedule.after_evaluation(metrics, args.metric_for_best_model),
-            save=self._hooks.save_checkpoint,
-            nonfinite_guard=NonFiniteGuard(setup.state.global_step + 1, self._explained, patience),
+            length=length,
+            schedule=setup.progress.schedule,
+            nonfinite_guard=NonFiniteGuard(
+                setup.state.global_step + 1, work.explain, 1 if "underflow_overflow" in str(args.debug) else PATIENCE
+            ),
             interrupts=setup.progress.interrupts,
-            recoverable=() if self._rollout_steps is None else self._rollout_steps.recoverable,
             progress=progress,
-            random_streams=self._random_streams,
+            rollout=self._rollout_steps,
             random_before=random_before,
         )
         setup.progress.in_train = True
@@ -333,54 +315,17 @@ class Training:
             with (
                 reading,
                 checkpointer.saver.settled(),
-                explain_memory(self._memory),
+                explain_memory(work.memory_of_step),
                 together("training"),  # announces an exception before waiting for a save in the background
-                compiling_ahead(setup, train_step, step, steps, progress),
+                compiling_ahead(setup, train_step, steps, progress),
             ):
                 return loop, *loop.run()
         finally:
             setup.progress.in_train = False
-
-    def _explained(self, batch: Any) -> str:
-        """Why the loss or the gradients of a step's batch are not finite."""
-        setup, sharded = self._setup, self._setup.sharding_plan is not None
-        return explain(setup.model.params, setup.frozen, self._train_step.loss, batch, sharded=sharded)
-
-    def _begin_step(self) -> None:
-        self._setup.events.fire("on_step_begin")
-        if self._setup.online:
-            self._hooks.refresh_task()  # what callbacks set also applies to a generation of this step
-        self._setup.model.train()  # an evaluation leaves it in evaluation mode, as in TRL
-
-    def _report(self, logs: dict[str, float], since: list[dict[str, np.ndarray]], began: tuple) -> None:
-        self._hooks.log(logs, self._measured(since), *began)
-
-    def _memory(self) -> str:
-        setup = self._setup
-        sizes = {"size": setup.train_batch_size, "texts": len(setup.task.columns.texts)}
-        return step_memory(
-            setup.args, setup.model, setup.arrays, setup.sharding_plan, step=setup.state.global_step + 1, **sizes
-        )
-
-    def _evaluate(self) -> dict[str, float]:
-        setup, args, explaining = self._setup, self._setup.args, contextlib.nullcontext()
-        if args.auto_find_batch_size:
-            explaining = explain_evaluation_memory(args, setup.state.global_step, setup.model.params)
-        with explaining:
-            return self._hooks.evaluate()
-
-    def _measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
-        """Metrics of the steps since the last log, other than loss, grad_norm and learning_rate."""
-        if not steps:
-            return {}
-        setup = self._setup
-        if self._rollout_steps is not None:  # its trainer adds them in `log`
-            self._rollout_steps.rollout.show("train", setup.state.global_step)
-            return {}
-        return task_metrics(setup.task, setup.objective, steps, "train", tokens_seen=setup.progress.tokens_seen)
+            train_step.step = None  # frees its programs
 
     def _closing_metrics(
-        self, train_loss: float, unreported: list, start: float, max_steps: int, first: int
+        self, train_loss: float, measured: dict[str, float], start: float, max_steps: int, first: int
     ) -> dict[str, float]:
         """Compute and log the metrics of the whole run."""
         setup, args, state = self._setup, self._setup.args, self._setup.state
@@ -392,7 +337,7 @@ class Training:
         metrics = speed_metrics("train", start, num_samples=rows, num_steps=taken)
         metrics |= {"total_flos": state.total_flos, "train_loss": train_loss}
         metrics |= memory("train", args)
-        self._hooks.log(metrics, self._measured(unreported))
+        self._hooks.log(metrics, measured)
         metrics["epoch"] = state.epoch
         return metrics
 
@@ -415,11 +360,123 @@ class Training:
         setup.events.fire("on_train_end")
 
 
-# The loop: steps, epochs and their callback events, in TRL's order.
+# What a run does in its steps, reports and evaluations.
 
 Metrics = dict[str, jax.Array]
 
+
+def begin_step(setup: Setup, hooks: Hooks) -> None:
+    setup.events.fire("on_step_begin")
+    if setup.online:
+        hooks.refresh_task()  # what callbacks set also applies to a generation of this step
+    setup.model.train()  # an evaluation leaves it in evaluation mode, as in TRL
+
+
+class RunWork:
+    """The `Work` of a run."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        hooks: Hooks,
+        train_step: TrainStep,
+        checkpointer: Checkpointer,
+        rollout_steps: RolloutSteps | None,
+        steps: Any,
+        new_optimizer: Callable[[], Optimizer | None],
+        groups: int,
+    ):
+        """
+        Args:
+            train_step: after `start`.
+            steps: the loader of the steps.
+            new_optimizer: called before each step; returns the optimizer if the step must be recompiled, else None.
+            groups: number of parameter groups.
+        """
+        self._setup, self._hooks, self._train_step, self._checkpointer = setup, hooks, train_step, checkpointer
+        self._rollout_steps, self._steps = rollout_steps, steps
+        self._new_optimizer, self._groups = new_optimizer, groups
+        # A user-defined `log` may not accept the second argument.
+        self._began = () if setup.args.include_num_input_tokens_seen == "no" else (time.time(),)
+
+    def begin_step(self) -> None:
+        if not self._setup.online:
+            begin_step(self._setup, self._hooks)
+
+    def advance(self, batch: Any) -> Metrics:
+        self._checkpointer.saver.check()
+        if (tx := self._new_optimizer()) is not None:
+            self._train_step.recompile(tx)
+        rate = self._setup.progress.schedule.take_next(self._groups)
+        self._tell(batch)
+        return self._train_step.run(batch, rate)
+
+    def _tell(self, batch: Any) -> None:
+        """Announce the first step, and the first one with images."""
+        printed = self._setup.progress.printed
+        tell_compilation(printed, self._steps, batch.arrays.tokens.shape)
+        if self._setup.encoder is not None and "images" not in printed:
+            tell_images(printed, batch, share_tower=self._train_step.reference_shares_tower())
+
+    def report(self, logs: dict[str, float], steps: list[dict[str, np.ndarray]]) -> None:
+        self._hooks.log(logs, self.measured(steps), *self._began)
+
+    def measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
+        """Metrics of the steps since the last log, other than loss, grad_norm and learning_rate."""
+        if not steps:
+            return {}
+        setup = self._setup
+        if self._rollout_steps is not None:  # its trainer adds them in `log`
+            self._rollout_steps.rollout.show("train", setup.state.global_step)
+            return {}
+        return task_metrics(setup.task, setup.objective, steps, "train", tokens_seen=setup.progress.tokens_seen)
+
+    def evaluate(self) -> dict[str, float]:
+        setup, args, explaining = self._setup, self._setup.args, contextlib.nullcontext()
+        if args.auto_find_batch_size:
+            explaining = explain_evaluation_memory(args, setup.state.global_step, setup.model.params)
+        with explaining:
+            return self._hooks.evaluate()
+
+    def save(self, progress: LoopProgress) -> None:
+        self._hooks.save_checkpoint(progress)
+
+    def explain(self, batch: Any) -> str:
+        """Why the loss or the gradients of a step's batch are not finite."""
+        setup, sharded = self._setup, self._setup.sharding_plan is not None
+        return explain(setup.model.params, setup.frozen, self._train_step.loss, batch, sharded=sharded)
+
+    def memory_of_step(self) -> str:
+        """What a step needs memory for, if it does not fit."""
+        setup = self._setup
+        sizes = {"size": setup.train_batch_size, "texts": len(setup.task.columns.texts)}
+        return step_memory(
+            setup.args, setup.model, setup.arrays, setup.sharding_plan, step=setup.state.global_step + 1, **sizes
+        )
+
+
+# The loop: steps, epochs and their callback events, in TRL's order.
+
 _MOST_ON_DEVICE = 100  # steps whose metrics may stay on the device if a run rarely logs
+
+
+class Work(Protocol):
+    """What the loop leaves to others: `RunWork`, or a stand-in in tests."""
+
+    def begin_step(self) -> None:
+        """Fire on_step_begin. Online training does so itself, before it generates the batch."""
+
+    def advance(self, batch: Any) -> Metrics:
+        """The metrics of one optimizer step, still on the device."""
+
+    def report(self, logs: dict[str, float], steps: list[dict[str, np.ndarray]]) -> None:
+        """Log these numbers and the metrics of the steps since the last report, which are NumPy arrays."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Run the evaluation and return its metrics."""
+
+    def save(self, progress: LoopProgress) -> None:
+        """Write a checkpoint from which another loop can resume at this progress."""
 
 
 class Batches(Protocol):
@@ -431,50 +488,40 @@ class Batches(Protocol):
 
 @dataclass
 class Loop:
-    """The loop of one train() call. It computes nothing itself: all work is done by the functions it is given.
+    """The loop of one train() call. It computes nothing itself: all is done by `work`.
 
     Attributes:
         events: the callbacks, with args, state and control.
         batches: call set_epoch, then iterate; items have `num_micro_batches`, `num_examples`, `rows` and `rows_digest`.
-        num_epochs: length of the run.
-        micro_batches_per_epoch: for fractional epochs.
-        random_streams: random generators of online training.
-        random_before: the random state before it was restored from a checkpoint; None if none was restored.
-        begin_step: fires on_step_begin. Online training does so itself, before it generates the batch.
-        advance: batch -> metrics of one optimizer step, still on the device.
-        learning_rate: number of finished steps -> learning rate of the next step, for the log.
-        report: (logs, metrics of the steps since the last report, as NumPy) -> None.
-        evaluate: runs the evaluation and returns its metrics.
-        observe: passes these metrics to a schedule that follows one of them.
-        save: writes a checkpoint from which another loop can resume at this `progress`.
+        schedule: number of finished steps -> learning rate of the next step, for the log; also gets the metrics of
+            evaluations.
         nonfinite_guard: checks every step's metrics, and ends the run after too many bad steps.
         interrupts: signals that ask the run to end.
-        recoverable: exceptions between two steps that end the run with a checkpoint of the last step. All processes
-            raise them together.
         progress: where the loop starts, updated as it runs.
+        rollout: in online training, the source of `batches`; None if the rows come from a dataset.
+        random_before: the random state before it was restored from a checkpoint; None if none was restored.
     """
 
+    work: Work
     events: Events
     batches: Batches
-    num_epochs: int
-    micro_batches_per_epoch: int
-    begin_step: Callable[[], None]
-    advance: Callable[[Any], Metrics]
-    learning_rate: Callable[[int], float]
-    report: Callable[[dict[str, float], list[dict[str, np.ndarray]]], None]
-    evaluate: Callable[[], dict[str, float]]
-    observe: Callable[[dict[str, float]], None]
-    save: Callable[[LoopProgress], None]
+    length: RunLength
+    schedule: LearningRate
     nonfinite_guard: NonFiniteGuard
     interrupts: Interrupts
-    recoverable: tuple[type[Exception], ...] = ()
     progress: LoopProgress = field(default_factory=LoopProgress)
-    random_streams: Sequence[TorchGenerator] = ()
+    rollout: RolloutSteps | None = None
     random_before: RandomState | None = None
     _between_steps: bool = True
 
     def __post_init__(self) -> None:
         self._started_at = self._saved_at = self.events.state.global_step  # where it starts, no checkpoint is needed
+        self._random_streams = _random_streams(self.rollout)
+        # Exceptions between two steps that end the run with a checkpoint of the last step. All processes raise them
+        # together.
+        self._recoverable = () if self.rollout is None else self.rollout.recoverable
+        # If batch sizes differ from those before the resume, max_steps may only be reached in a later epoch.
+        self._num_epochs = self.length.num_epochs + (self.progress.epoch if self.events.args.max_steps > 0 else 0)
 
     def run(self) -> tuple[float, list[dict[str, np.ndarray]]]:
         """Train to the end, or until a callback stops it.
@@ -488,7 +535,7 @@ class Loop:
         """
         try:
             self._epochs()
-        except self.recoverable as error:
+        except self._recoverable as error:
             if (saved := self._saved_step()) is None:
                 raise
             raise type(error)(
@@ -526,7 +573,7 @@ class Loop:
             self._catch_up()
             if progress.stop_training:
                 return
-        for epoch in range(progress.epoch + progress.epoch_over, self.num_epochs):
+        for epoch in range(progress.epoch + progress.epoch_over, self._num_epochs):
             events.fire("on_epoch_begin")
             self._epoch(epoch)
             if events.control.should_training_stop:
@@ -585,11 +632,11 @@ class Loop:
     def _step(self, batch: Any) -> None:
         """One optimizer step. The host runs at most one step ahead of the device."""
         events, progress = self.events, self.progress
-        self.begin_step()
-        progress.learning_rate = self.learning_rate(events.state.global_step)
+        self.work.begin_step()
+        progress.learning_rate = self.schedule(events.state.global_step)
         self._between_steps = False
         reached(f"training step {events.state.global_step + 1}")
-        metrics = self.advance(batch)
+        metrics = self.work.advance(batch)
         for _ in range(batch.num_micro_batches - 1):
             events.fire("on_substep_end")
         with events.at_gradients():
@@ -604,7 +651,7 @@ class Loop:
         progress.micro_batches += batch.num_micro_batches
         progress.rows_digest = batch.rows_digest
         events.state.global_step += 1
-        events.state.epoch = progress.epoch + progress.micro_batches / self.micro_batches_per_epoch
+        events.state.epoch = progress.epoch + progress.micro_batches / self.length.micro_batches_per_epoch
         self._between_steps = True
         events.fire("on_step_end")
 
@@ -614,7 +661,7 @@ class Loop:
             self._report()
         if events.control.should_evaluate:
             metrics = self._evaluate()
-            self.observe(metrics)
+            self.schedule.after_evaluation(metrics, events.args.metric_for_best_model)
             best = is_new_best(metrics, events.args, events.state)
             self.progress.evaluated_last = True
             if events.args.save_strategy == SaveStrategy.BEST:
@@ -625,7 +672,7 @@ class Loop:
     def _evaluate_at_start(self) -> None:
         """As in transformers, the evaluation at the start of a resumed run uses the random state of a new run; the
         steps then continue with the random state of the checkpoint."""
-        of_checkpoint = RandomState(self.random_streams)
+        of_checkpoint = RandomState(self._random_streams)
         if self.random_before is not None:
             self.random_before.restore()
         self._evaluate(at_start=True)
@@ -635,11 +682,11 @@ class Loop:
     def _evaluate(self, at_start: bool = False) -> dict[str, float]:
         """Evaluate. On a signal, exit between two batches with a checkpoint from before the evaluation, which is
         repeated after a resume. The evaluation at the start affects neither the best metric nor the learning rate."""
-        progress, before = self.progress, RunSnapshot(self.events, self.random_streams)
+        progress, before = self.progress, RunSnapshot(self.events, self._random_streams)
         try:
             with self.interrupts.evaluating():
-                return self.evaluate()
-        except (Interrupted, *self.recoverable) as error:
+                return self.work.evaluate()
+        except (Interrupted, *self._recoverable) as error:
             before.restore()
             if not at_start:
                 progress.evaluation_due, progress.save_due = True, self.events.control.should_save
@@ -653,7 +700,7 @@ class Loop:
         progress.stop_training, progress.stop_epoch = control.should_training_stop, control.should_epoch_stop
         progress.unreported = jax.device_get(progress.unreported)
         self.nonfinite_guard.settle()
-        self.save(progress)
+        self.work.save(progress)
         self._between_steps, self._saved_at = True, self.events.state.global_step
         self.events.fire("on_save")
 
@@ -680,8 +727,13 @@ class Loop:
             "grad_norm": float(steps[-1]["grad_norm"]),
             "learning_rate": self.progress.learning_rate,
         }
-        self.report(logs, steps)
+        self.work.report(logs, steps)
 
 
 def _sum_of_losses(steps: list[dict[str, np.ndarray]]) -> float:
     return sum(float(step["loss"]) for step in steps)
+
+
+def _random_streams(rollout: RolloutSteps | None) -> Sequence[TorchGenerator]:
+    """The random generators of online training."""
+    return () if rollout is None else rollout.random_streams
