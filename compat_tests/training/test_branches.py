@@ -82,7 +82,7 @@ def test_a_run_lays_out_examples_that_come_from_no_dataset(models, wanted, tmp_p
     trainer = branches.trainer(*models, tmp_path, branches.rows(), **config)
     run, forward = trainer.parts.setup, trainer.parts.forward
     examples = [IndexedExample(run.task.example(row), number) for number, row in enumerate(branches.rows())]
-    step = data.step_layout(run, training=True).step([examples[:6], examples[6:]], 0)
+    step = data.training_layout(run).step([examples[:6], examples[6:]], 0)
     run_pass = jax.jit(partial(forward.outputs, dtype="float32"))
     arrays = [jax.tree.map(lambda leaf, p=p: leaf[p], step.arrays) for p in range(2)]
     outputs = [run_pass(run.arrays, own) for own in arrays]

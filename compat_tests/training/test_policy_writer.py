@@ -11,7 +11,7 @@ def test_what_a_rollout_func_completes_with_ends_with_it(monkeypatch):
     seen = []
 
     def rollout_func(prompts, trainer=None):
-        seen.append((writer._further, writer._turns))
+        seen.append((writer._next_round, writer._turns))
         return {"prompt_ids": [[5]], "completion_ids": [[6]], "logprobs": None}
 
     monkeypatch.setattr(policy_writer, "in_rounds", lambda complete, run: run("in rounds"))
@@ -20,4 +20,4 @@ def test_what_a_rollout_func_completes_with_ends_with_it(monkeypatch):
     writer._server, writer._alone, writer._rollout_func = object(), True, rollout_func
     writer._by_script(["a"])
     assert seen[0][0] == "in rounds" and seen[0][1] is not None
-    assert writer._further is writer._turns is None
+    assert writer._next_round is writer._turns is None

@@ -238,7 +238,7 @@ def _steps(trainer: BaseTrainer) -> tuple[Iterable[StepBatch], str]:
     run = trainer.parts.setup
     if run.online:
         steps = islice(begun(trainer.parts.rollout_steps), MAX_OF_PROMPTS)
-        return steps, data.step_layout(run, training=True).layout
+        return steps, data.training_layout(run).layout
     loader = trainer.loader(trainer.train_dataset, training=True)
     return islice(loader, MAX_SURVEYED), loader.step_layout.layout
 

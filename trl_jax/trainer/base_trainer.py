@@ -867,7 +867,7 @@ class BaseTrainer(abc.ABC):
 
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
         """Step batches over a prepared dataset."""
-        made = data.loader(self._setup, dataset, training=training)
+        made = data.training_loader(self._setup, dataset) if training else data.evaluation_loader(self._setup, dataset)
         if training and "_get_train_sampler" in self._setup.overridden and isinstance(dataset, Dataset):
             self._ordered = made
             sampler = self._get_train_sampler(dataset)

@@ -132,56 +132,89 @@ def _order_seed(args: BaseConfig) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def loader(
-    setup: Setup, dataset: Dataset | IterableDataset, *, training: bool, virtual: VirtualTokens | None = None
+def training_loader(setup: Setup, dataset: Dataset | IterableDataset) -> ExampleLoader:
+    """The steps of an epoch over a prepared training set."""
+    args, lengths = setup.args, None
+    if args.train_sampling_strategy == "group_by_length":
+        lengths = _lengths(args, setup.task.columns.texts, dataset)
+    again = isinstance(dataset, Dataset) and setup.length.num_epochs > 1
+    return ExampleLoader(
+        dataset,
+        **_examples(setup, dataset, "train", again=again),
+        step_layout=training_layout(setup, _plan_of_lengths(setup, dataset, lengths)),
+        fill_last=setup.progress.fill_last,
+        shuffle=args.train_sampling_strategy != "sequential",
+        seed=_order_seed(args),
+        lengths=lengths,
+        drop_last=args.dataloader_drop_last and isinstance(dataset, Dataset),  # as in TRL, not rows of streams
+    )
+
+
+def evaluation_loader(
+    setup: Setup, dataset: Dataset | IterableDataset, *, virtual: VirtualTokens | None = None
 ) -> ExampleLoader:
-    """Step batches over a prepared dataset.
+    """The batches of a prepared evaluation set, whose rows are never dropped, as in TRL.
 
     Args:
         virtual: the virtual tokens that precede each text; None uses those of the run's model.
     """
-    args, texts = setup.args, setup.task.columns.texts
-    lengths = _lengths(args, texts, dataset) if training and args.train_sampling_strategy == "group_by_length" else None
-    plan = None
-    if training and not setup.batch_methods and setup.encoder is None:
-        plan = layout.plan(  # by the lengths of the texts
-            args,
-            setup.model.backend,
-            dataset,
-            texts,
-            parameters=setup.model.num_parameters(exclude_embeddings=True),
-            batch_size=setup.train_batch_size,
-            steps=setup.length.max_steps,
-            shards=setup.shards,
-            striped=_striped(setup.sharding_plan),
-            whole_micro_batches=_needs_whole_micro_batches(setup.task, setup.router_aux_loss_coef),
-            documents=setup.task.columns.documents,
-            compares=setup.compares,
-            lengths=lengths,
-            tell=partial(tell, setup.progress.printed, "layout"),
-        )
-    if setup.encoder is None:
-        example = example_maker(setup.task, setup.virtual if virtual is None else virtual)
-        rows = {"columns": setup.task.columns, "example": example}
-    else:
-        where, example = argument("train" if training else "eval"), _image_example_maker(setup, dataset, training)
-        rows = {
-            "columns": image_columns(dataset),
-            "example": example,
-            "where": where,
-            "image_rows": setup.task.image_rows,
-        }
     return ExampleLoader(
         dataset,
-        **rows,
-        step_layout=step_layout(setup, plan, training=training),
-        fill_last=setup.progress.fill_last if training else False,
-        shuffle=training and args.train_sampling_strategy != "sequential",
-        seed=_order_seed(args),
-        lengths=lengths,
-        # As in TRL, rows of evaluation sets and streams are never dropped.
-        drop_last=training and args.dataloader_drop_last and isinstance(dataset, Dataset),
+        **_examples(setup, dataset, "eval", again=isinstance(dataset, Dataset), virtual=virtual),
+        step_layout=evaluation_layout(setup),
+        fill_last=False,
+        shuffle=False,
+        seed=_order_seed(setup.args),
+        lengths=None,
+        drop_last=False,
     )
+
+
+def _plan_of_lengths(setup: Setup, dataset: Dataset | IterableDataset, lengths: np.ndarray | None) -> LayoutPlan | None:
+    """The layout of steps by the lengths of the training set's texts; None if these are not surveyed."""
+    if setup.batch_methods or setup.encoder is not None:
+        return None
+    return layout.plan(
+        setup.args,
+        setup.model.backend,
+        dataset,
+        setup.task.columns.texts,
+        parameters=setup.model.num_parameters(exclude_embeddings=True),
+        batch_size=setup.train_batch_size,
+        steps=setup.length.max_steps,
+        shards=setup.shards,
+        striped=_striped(setup.sharding_plan),
+        whole_micro_batches=_needs_whole_micro_batches(setup.task, setup.router_aux_loss_coef),
+        documents=setup.task.columns.documents,
+        compares=setup.compares,
+        lengths=lengths,
+        tell=partial(tell, setup.progress.printed, "layout"),
+    )
+
+
+def _examples(
+    setup: Setup,
+    dataset: Dataset | IterableDataset,
+    name: str,
+    *,
+    again: bool,
+    virtual: VirtualTokens | None = None,
+) -> dict[str, Any]:
+    """How an `ExampleLoader` makes examples of rows.
+
+    Args:
+        name: "train" or "eval".
+        again: whether rows are used more than once.
+    """
+    if setup.encoder is None:
+        example = example_maker(setup.task, setup.virtual if virtual is None else virtual)
+        return {"columns": setup.task.columns, "example": example}
+    return {
+        "columns": image_columns(dataset),
+        "example": _image_example_maker(setup, again=again),
+        "where": argument(name),
+        "image_rows": setup.task.image_rows,
+    }
 
 
 class RowOrder:
@@ -256,12 +289,9 @@ class SampledOrder:
         return len(sampler) if full else None
 
 
-def _image_example_maker(
-    setup: Setup, dataset: Dataset | IterableDataset, training: bool
-) -> Callable[[dict[str, Any]], Example]:
+def _image_example_maker(setup: Setup, *, again: bool) -> Callable[[dict[str, Any]], Example]:
     """Row -> example, with image features if these are cached and rows are used more than once."""
     task, encoder, args, store = setup.task, setup.encoder, setup.args, setup.features
-    again = isinstance(dataset, Dataset) and (not training or setup.length.num_epochs > 1)
     if store is None or not again or setup.batch_methods:  # user-defined losses get the patches
         return lambda row: task.image_example(row, encoder, args.max_length)
     store.follow(setup.model, setup.reference)
@@ -307,45 +337,57 @@ def reason_of_layout(setup: Setup) -> str:
     return layout.exact_layout(setup.args, setup.model.backend, **options)[1]
 
 
-def step_layout(setup: Setup, plan: LayoutPlan | None = None, *, training: bool) -> StepLayout:
+def training_layout(setup: Setup, plan: LayoutPlan | None = None) -> StepLayout:
     """The layout of the run's steps, for examples from any source.
 
     Args:
         plan: the layout, if lengths were surveyed; None uses the run's layout with buckets for any lengths.
-        training: lay out all micro-batches of a training step; otherwise a single evaluation batch.
     """
-    args, user_loss = setup.args, bool(setup.batch_methods)
-    if user_loss:
+    weighting = _weighting(setup)
+    if weighting != "examples" and not setup.online and averages_micro_batches(setup.model):
+        weighting = "micro_batches"
+    return _layout(
+        setup,
+        plan,
+        batch_size=setup.micro_batch_examples,
+        weighting=weighting,
+        accumulation=setup.args.gradient_accumulation_steps,
+        trains=True,
+    )
+
+
+def evaluation_layout(setup: Setup) -> StepLayout:
+    """The layout of an evaluation batch."""
+    batch_size = setup.args.per_device_eval_batch_size * setup.shards
+    return _layout(setup, None, batch_size=batch_size, weighting=_weighting(setup), accumulation=1, trains=False)
+
+
+def _layout(setup: Setup, plan: LayoutPlan | None, **options: Any) -> StepLayout:
+    """A layout with these further fields."""
+    if setup.batch_methods:
         plan = LayoutPlan("padded")  # scripts get rows
     elif plan is None:
-        branches = setup.task.online
-        options = {"striped": _striped(setup.sharding_plan), "branches": branches, "compares": setup.compares}
-        plan = layout.unplanned(args, setup.model.backend, **options)
+        how = {"striped": _striped(setup.sharding_plan), "branches": setup.online, "compares": setup.compares}
+        plan = layout.unplanned(setup.args, setup.model.backend, **how)
     return StepLayout(
-        batch_size=setup.micro_batch_examples if training else args.per_device_eval_batch_size * setup.shards,
         pad_token_id=setup.processing_class.pad_token_id,
         pad_to_multiple_of=setup.pad_to_multiple_of,
         layout=plan.layout,
         buckets=plan.buckets,
-        weighting=_weighting(setup, training),
         views=plan.views,
-        accumulation=args.gradient_accumulation_steps if training else 1,
         whole_micro_batches=_needs_whole_micro_batches(setup.task, setup.router_aux_loss_coef),
         shards=setup.shards,
-        divided=not user_loss,
-        trains=training,
+        divided=not setup.batch_methods,
         padding_free=setup.task.padding_free,
+        **options,
     )
 
 
-def _weighting(setup: Setup, training: bool) -> Weighting:
-    """How the loss of a step weights its examples."""
-    task, args = setup.task, setup.args
-    if task.head == "score" or not task.per_token:
+def _weighting(setup: Setup) -> Weighting:
+    """How a loss weights its examples."""
+    if setup.task.head == "score" or not setup.task.per_token:
         return "examples"
-    if training and not task.online and averages_micro_batches(setup.model):
-        return "micro_batches"
-    return "tokens" if args.average_tokens_across_devices else "shards"
+    return "tokens" if setup.args.average_tokens_across_devices else "shards"
 
 
 def averages_micro_batches(model: Any) -> bool:

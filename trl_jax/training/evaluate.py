@@ -122,7 +122,7 @@ class CompletionEvaluator:
         """Generate a batch's completions, and lay them out as one pass."""
         setup, task = self._setup, self._setup.task
         experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
-        layout = replace(data.step_layout(setup, training=False), accumulation=1)
+        layout = data.evaluation_layout(setup)
         if setup.completions_loss is not None:  # a user-defined loss takes means over rows
             layout = replace(layout, batch_size=-(-len(rows) // layout.shards) * layout.shards)
         entropy_coef = None if self._source.bonus is None else self._source.bonus.next()
@@ -241,7 +241,7 @@ class Evaluator:
         setup, task, generator = self._setup, self._setup.task, np.random.default_rng(0)
         preprocess = self._preprocessing(hooks)
         predictions, labels, losses, inputs = [], [], [], []
-        loader = data.loader(setup, rows, training=False).with_layout(layout="padded", divided=False)
+        loader = data.evaluation_loader(setup, rows).with_layout(layout="padded", divided=False)
         for step in loader:
             if task.head == "lm":
                 prediction, label = self._logits(preprocess).random(step.arrays, generator)

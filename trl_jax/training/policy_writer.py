@@ -1,4 +1,17 @@
-"""Completions of prompts: by the run's model in this process, by servers, or by a script's `rollout_func`."""
+"""Completions of prompts in online training.
+
+    who completes                  if                                       where
+    the policy in this process     neither a server nor a rollout_func      _by_policy
+    servers                        servers and no rollout_func              _by_servers; `begin` does not wait for them
+    a script's rollout_func        there is one                             _by_script, which may call `complete_once`
+
+With tools, a completion has several turns: a tool answers the first one, and the same policy or servers continue the
+text (`Tools.completed`).
+
+Several processes either complete all prompts together, or each completes its own part (`alone`). In the latter case
+each needs a different number of turns, so those that servers generate come in rounds, in which all processes take part
+(`in_rounds`).
+"""
 
 from __future__ import annotations
 
@@ -82,7 +95,7 @@ class PolicyWriter:
             the other processes.
         rollout_func: maps prompts to completions, as `written_by` takes it; None: the policy completes them.
         server: the servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
-        own: a script's override of `_tokenize_prompts`, among others; None without any.
+        user_methods: a script's override of `_tokenize_prompts`, among others; None without any.
         rewards: their arrays share the devices with the completions; None without any.
     """
 
@@ -96,7 +109,7 @@ class PolicyWriter:
         alone: bool,
         rollout_func: Callable[[list], Mapping[str, Any]] | None = None,
         server: ServerPolicy | None = None,
-        own: UserMethods | None = None,
+        user_methods: UserMethods | None = None,
         rewards: RewardFunctions | None = None,
     ):
         tools = sampling.tools and replace(sampling.tools, chat_tokenizer=setup.chat_tokenizer)
@@ -104,14 +117,15 @@ class PolicyWriter:
         self._setup, self._streams, self._line = setup, streams, line
         self._stream = streams[local_rank(len(streams)) if alone else 0]
         self._alone, self._copy = alone, None
-        self._rollout_func, self._server, self._own, self._rewards = rollout_func, server, own, rewards
-        self._further: Further | None = None  # inside a `rollout_func`: completes texts in rounds
+        self._rollout_func, self._server, self._rewards = rollout_func, server, rewards
+        self._user_methods = user_methods
+        self._next_round: Further | None = None  # inside a `rollout_func`: completes texts in rounds
         self._turns: TurnCache | None = None  # inside a `rollout_func`: of the last texts that it had completed
 
-    def prompts(self, found: Sequence[dict[str, Any]]) -> list:
-        return (
-            [row["prompt"] for row in found] if self._setup.encoder is None else prompt_rows.prompts_with_images(found)
-        )
+    def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
+        if self._setup.encoder is not None:
+            return prompt_rows.prompts_with_images(rows)
+        return [row["prompt"] for row in rows]
 
     @contextlib.contextmanager
     def _prepared(self, prompts: list) -> Iterator[None]:
@@ -138,7 +152,7 @@ class PolicyWriter:
     def _write(self, prompts: list, group: int) -> Written | None:
         """One completion per prompt; None without prompts, if other processes have some."""
         if not prompts:
-            return None if self._server is None else in_rounds(self._complete_round, lambda further: None)
+            return None if self._server is None else in_rounds(self._complete_round, lambda next_round: None)
         self._check(prompts[::group])
         if self._rollout_func is not None:
             return self.checked(self._by_script(prompts))
@@ -169,13 +183,13 @@ class PolicyWriter:
         if self._server is not None and not self._alone:
             self._server.refresh(self.prompt_ids(prompts[:1])[0])
 
-        def run(further: Further | None) -> Written:
-            self._further, self._turns = further, TurnCache()
+        def run(next_round: Further | None) -> Written:
+            self._next_round, self._turns = next_round, TurnCache()
             try:
                 with raised_by("rollout_func", prompts):
                     return written_by(self._rollout_func, prompts, setup.vocab_size)
             finally:
-                self._further = self._turns = None
+                self._next_round = self._turns = None
 
         made = in_rounds(self._complete_round, run) if self._alone and self._server is not None else run(None)
         if made.sampling_logps is None and "sampling_logps" in setup.task.logps:
@@ -196,12 +210,12 @@ class PolicyWriter:
         if tools is None:
             return Written(texts.ids, completions, all_written(completions), images=texts.images)
 
-        def further(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], None]:
+        def next_turn(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], None]:
             del rooms
             images = None if texts.images is None else list(with_features(self._setup, texts.images))
             return self.complete(texts.ids, 1, images, turns), None
 
-        return tools.completed(texts, completions, further)
+        return tools.completed(texts, completions, next_turn)
 
     def _by_servers(
         self, prompts: list, group: int, progress: GenerationProgress | None = None
@@ -210,34 +224,36 @@ class PolicyWriter:
         tools = self._sampling.tools
         if several() and tools is not None:  # each process has the environments and tools of its own part
             part = local_part(len(prompts))
-            own, texts = self._encoded_parts(prompts, part)
+            local_texts, texts = self._encoded_parts(prompts, part)
         else:
             part, texts = slice(None), self._with_urls(prompts)
-            own = texts
+            local_texts = texts
         completions = self._request(texts, texts.equal_runs(group), progress)
 
         def written() -> Written:
-            made = completions()
+            first = completions()
             if tools is None:
-                by_model = all_written(made.completions)
-                facts = {"sampling_logps": made.logps, "images": own.images, "seconds": made.seconds}
-                return Written(own.ids, made.completions, by_model, **facts)
-            seconds = Counter(made.seconds)
+                by_model = all_written(first.completions)
+                more = {"sampling_logps": first.logps, "images": local_texts.images, "seconds": first.seconds}
+                return Written(local_texts.ids, first.completions, by_model, **more)
+            seconds = Counter(first.seconds)
 
-            def further(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+            def next_turn(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
                 tokens = [np.zeros(0, np.int32)] * len(texts.ids)
                 logps = [np.zeros(0, np.float32)] * len(texts.ids)
                 asked = [place for place, room in enumerate(rooms) if room]  # the others end with a tool's answer
                 if not asked:
                     return tokens, logps
-                found = self._request(texts.at(asked), 1, most=[rooms[place] for place in asked])()
-                seconds.update(found.seconds)
-                for place, *of_text in zip(asked, found.completions, found.logps, strict=True):
+                turn = self._request(texts.at(asked), 1, most=[rooms[place] for place in asked])()
+                seconds.update(turn.seconds)
+                for place, *of_text in zip(asked, turn.completions, turn.logps, strict=True):
                     tokens[place], logps[place] = of_text
                 return tokens, logps
 
-            first = made.completions[part], made.logps[part]
-            done = in_rounds(further, lambda more: tools.completed(own, first[0], more, first[1], _url_of))
+            def run(next_round: Further) -> Written:
+                return tools.completed(local_texts, first.completions[part], next_round, first.logps[part], _url_of)
+
+            done = in_rounds(next_turn, run)
             done = joined(of_each_process(lambda: done)) if several() else done
             return replace(done, seconds=dict(seconds))
 
@@ -278,16 +294,16 @@ class PolicyWriter:
     def _encoded_parts(self, prompts: list, part: slice) -> tuple[EncodedTexts, EncodedTexts]:
         """The prompts of this process's `part`, and the prompts of all processes, with images as data URLs only.
         All processes must call this together."""
-        own = EncodedTexts([])
+        local_texts = EncodedTexts([])
 
         def encoded() -> tuple[list[list[int]], list[list[str]] | None]:
-            nonlocal own
-            own = self._with_urls(prompts[part])
-            return own.ids, own.urls
+            nonlocal local_texts
+            local_texts = self._with_urls(prompts[part])
+            return local_texts.ids, local_texts.urls
 
         ids, urls = zip(*of_each_process(encoded), strict=True)
-        urls = None if own.urls is None else list(chain.from_iterable(urls))
-        return own, EncodedTexts(list(chain.from_iterable(ids)), urls=urls)
+        urls = None if local_texts.urls is None else list(chain.from_iterable(urls))
+        return local_texts, EncodedTexts(list(chain.from_iterable(ids)), urls=urls)
 
     def _checked(self, prompts: list) -> EncodedTexts:
         """Prompts, encoded by the script's `_tokenize_prompts` if it has one.
@@ -295,22 +311,23 @@ class PolicyWriter:
         Raises:
             ValueError: a token id is not in the vocabulary.
         """
-        texts = self.encoded(prompts) if self._own is None else self._own.encoded(prompts, self.encoded)
+        of_script = self._user_methods
+        texts = self.encoded(prompts) if of_script is None else of_script.encoded(prompts, self.encoded)
         for prompt, ids in zip(prompts, texts.ids, strict=True):
             token_ids(ids, self._setup.vocab_size, f"The prompt {brief(prompt)}")
         return texts
 
     def encoded(self, prompts: list) -> EncodedTexts:
         """The token ids of prompts, and their images if the run has any."""
-        sampling = self._sampling
-        own = None if sampling.tools is None else sampling.tools.of_each
-        if own is None:
-            return self._rendered(prompts, sampling.template_options)
-        tools = [list(functions.values()) or None for functions in own]
-        each = zip(prompts, tools, strict=True)
-        found = [self._rendered([prompt], sampling.template_options | {"tools": some}) for prompt, some in each]
-        images = None if self._setup.encoder is None else [texts.images[0] for texts in found]
-        return EncodedTexts([texts.ids[0] for texts in found], images)
+        options, tools = self._sampling.template_options, self._sampling.tools
+        if tools is None or tools.of_each is None:
+            return self._rendered(prompts, options)
+        texts = [
+            self._rendered([prompt], options | {"tools": list(functions.values()) or None})
+            for prompt, functions in zip(prompts, tools.of_each, strict=True)
+        ]
+        images = None if self._setup.encoder is None else [text.images[0] for text in texts]
+        return EncodedTexts([text.ids[0] for text in texts], images)
 
     def _rendered(self, prompts: list, template_options: dict[str, Any]) -> EncodedTexts:
         options = {"template_options": template_options, "max_prompt_length": self._sampling.max_prompt_length}
@@ -345,8 +362,8 @@ class PolicyWriter:
         run holds, so it is reproducible."""
         setup = self._setup
         scorers = None if self._rewards is None else self._rewards.arrays
-        own = (model.params, model.frozen) if self._alone else None
-        held = device_bytes((setup.arrays, setup.progress.optimizer_state, scorers, own))
+        copy = (model.params, model.frozen) if self._alone else None
+        held = device_bytes((setup.arrays, setup.progress.optimizer_state, scorers, copy))
         return Limit(setup.args.max_completions_per_device, max(self._room - held, 0) if self._room else None)
 
     @cached_property
@@ -358,20 +375,20 @@ class PolicyWriter:
     def complete_once(self, ids: Ids, group: int) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Complete each text once. Up to `group` consecutive texts may be equal. Also returns the servers'
         log-probabilities of the new tokens; None if this process generates."""
-        checked = [token_ids(own, self._setup.vocab_size, f"prompt_ids[{place}]") for place, own in enumerate(ids)]
-        texts = EncodedTexts([own.tolist() for own in checked])
-        if self._further is not None:
-            return self._further(texts, [group] * len(checked))
+        checked = [token_ids(text, self._setup.vocab_size, f"prompt_ids[{place}]") for place, text in enumerate(ids)]
+        texts = EncodedTexts([text.tolist() for text in checked])
+        if self._next_round is not None:
+            return self._next_round(texts, [group] * len(checked))
         group = texts.equal_runs(group)
         if self._server is None:
             return self.complete(texts.ids, group, None, self._turns), None
-        made = self._request(texts, group, GenerationProgress(self._line, len(checked)))()
-        return made.completions, made.logps
+        asked = self._request(texts, group, GenerationProgress(self._line, len(checked)))()
+        return asked.completions, asked.logps
 
     def _complete_round(self, texts: EncodedTexts, groups: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Complete each text of all processes once. Runs of equal texts (`groups` long) become a single request."""
-        made = self._request(texts, texts.equal_runs(math.gcd(*groups)))()
-        return made.completions, made.logps
+        asked = self._request(texts, texts.equal_runs(math.gcd(*groups)))()
+        return asked.completions, asked.logps
 
     def decoded(self, ids: Ids) -> list[str]:
         return self._setup.processing_class.batch_decode(ids, skip_special_tokens=True)
@@ -405,8 +422,8 @@ def has_stray_images(made: Written, image_token: int) -> bool:
     for prompt, completion, images in zip(made.prompt_ids, made.completion_ids, seen, strict=True):
         placed = np.zeros(len(completion), bool)
         if images is not None:
-            own = images.features[len(prompt) :] != -1
-            placed[: len(own)] = own
+            after_prompt = images.features[len(prompt) :] != -1
+            placed[: len(after_prompt)] = after_prompt
         if ((np.asarray(completion) == image_token) & ~placed).any():
             return True
     return False

@@ -94,7 +94,7 @@ def _compute(setup: Setup, dataset: Dataset, cache: LogpsCache, batch_size: int,
     virtual = setup.reference.backend.virtual
     compute, loader = (
         _placing(_compiled(setup), setup.sharding_plan),
-        data.loader(setup, dataset, training=False, virtual=virtual),
+        data.evaluation_loader(setup, dataset, virtual=virtual),
     )
     chunks = EvalChunks(loader.with_layout(batch_size=batch_size), sort=setup.model.backend.traits.batch_invariant)
     try:

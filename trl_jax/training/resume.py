@@ -44,7 +44,7 @@ from trl_jax.training.checkpoint_files import (
     verify,
 )
 from trl_jax.training.checkpointer import ARGUMENTS, Checkpointer
-from trl_jax.training.data import loader, order_of
+from trl_jax.training.data import order_of, training_loader
 from trl_jax.training.events import Events
 from trl_jax.training.optimizers import decays, with_adam_moments
 from trl_jax.training.reference import PREFIX, ReferenceModel
@@ -163,7 +163,7 @@ def _without_progress(
         optimizer_state = setup.sharding_plan.placed_state(optimizer_state, params)
     setup.progress.tokens_seen = tokens_seen(point.state)
     if rollout_steps is None:
-        steps = len(loader(setup, setup.train_rows, training=True)) if isinstance(setup.train_rows, Dataset) else None
+        steps = len(training_loader(setup, setup.train_rows)) if isinstance(setup.train_rows, Dataset) else None
         return optimizer_state, _progress_at(point.state, steps, setup.step_examples)
     progress = _rollout_progress_at(point.state, rollout_steps, setup.step_examples)
     if not point.model_only:

@@ -63,7 +63,7 @@ def rollout_steps(
     alone = several() and _completes_alone(parts, args.compute_dtype)
     logps = CompletionLogps(setup, forward, sharded_step)
     writer = PolicyWriter(
-        setup, parts.sampling, streams, line, alone=alone, rollout_func=parts.rollout_func, own=parts.own,
+        setup, parts.sampling, streams, line, alone=alone, rollout_func=parts.rollout_func, user_methods=parts.own,
         server=None if parts.server is None else ServerPolicy(setup, parts.server, seeds), rewards=parts.rewards,
     )  # fmt: skip
     rollout = Rollout(
@@ -215,7 +215,7 @@ class StepMaker:
     """Converts micro-batches of completions to the arrays of a step."""
 
     def __init__(self, setup: Setup):
-        self._setup, self._layout = setup, data.step_layout(setup, training=True)
+        self._setup, self._layout = setup, data.training_layout(setup)
         self._equals_reference = PolicyEqualsReference(setup)
 
     def __call__(
@@ -280,7 +280,7 @@ class CompletionLogps:
 
     def __call__(self, model: str, made: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
         setup = self._setup
-        layout = replace(data.step_layout(setup, training=True), accumulation=1)
+        layout = replace(data.training_layout(setup), accumulation=1)
         virtual = setup.virtual if model == "policy" else setup.reference.backend.virtual
         rows = zip(made.prompt_ids, made.completion_ids, completion_mask, made.images_of_each, strict=True)
         examples = [

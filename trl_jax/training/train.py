@@ -37,7 +37,7 @@ from trl_jax.training.checkpoint_files import (
     new_id,
 )
 from trl_jax.training.checkpointer import Checkpointer
-from trl_jax.training.data import AsNeeded, Prefetched, reason_of_layout, step_layout, steps_of
+from trl_jax.training.data import AsNeeded, Prefetched, reason_of_layout, steps_of, training_layout
 from trl_jax.training.events import Events, Interrupted, Interrupts
 from trl_jax.training.failures import (
     PATIENCE,
@@ -283,7 +283,7 @@ class Training:
             batches = self._rollout_steps if setup.online else hooks.get_train_dataloader()
         setup.events.handler.train_dataloader = batches
         steps = batches if setup.online else steps_of(batches, "get_train_dataloader")
-        laid_out = step_layout(setup, training=True).layout  # printed unless a survey has already printed it
+        laid_out = training_layout(setup).layout  # printed unless a survey has already printed it
         tell_layout(printed, laid_out, reason_of_layout(setup), user_loss=bool(setup.batch_methods))
         train_step.start(tx)
         changed = RecompileCheck(setup, hooks.refresh_task, self.build_optimizer, hooks.loss)
