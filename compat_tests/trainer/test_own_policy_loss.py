@@ -455,7 +455,7 @@ def test_a_method_that_arrays_have_with_another_meaning_makes_a_loss_one_in_torc
         file, names = tmp_path / f"{len(list(tmp_path.iterdir()))}.py", {}
         file.write_text(f"{imported}\n{text.format(call)}")
         exec(compile(file.read_text(), str(file), "exec"), names)
-        error = found_in_torch([names["own"]])
+        error = found_in_torch("compute_loss", [names["own"]])
         assert (error and error.line) == found
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from datasets import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
 import trl_jax
@@ -137,6 +138,16 @@ def test_a_loss_that_cannot_be_says_what_to_write(folder, tmp_path, own, text, m
     kind = type("Own", (trl_jax.RewardTrainer,), loss)
     trainer = kind(str(folder), trl_jax.RewardConfig(str(tmp_path), **config()), train_dataset=table(8))
     with pytest.raises(TypeError, match=text):
+        trainer.train()
+
+
+def test_errors_name_the_function_that_was_passed(checkpoint, tmp_path):
+    rows = Dataset.from_dict({"text": ["a word"] * 4})
+    trainer = trl_jax.SFTTrainer(
+        str(checkpoint(**FACTS, head="causal")), trl_jax.SFTConfig(str(tmp_path), **config()), train_dataset=rows,
+        compute_loss_func=lambda outputs, labels, num_items_in_batch=None: 3.0,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="^compute_loss_func returned a float; expected a JAX scalar"):
         trainer.train()
 
 

@@ -269,7 +269,8 @@ class RolloutTrainer(BaseTrainer):
 
     def _hooks(self) -> Hooks:
         hooks = super()._hooks()
-        if not hooks.overridden & {"compute_loss", "_compute_loss"}:
+        methods = hooks.overridden & {"compute_loss", "_compute_loss"}
+        if not methods:
             return hooks
         from trl_jax.training.user_completions_loss import UserCompletionsLoss
 
@@ -282,7 +283,8 @@ class RolloutTrainer(BaseTrainer):
             finally:
                 self.accelerator.num_processes = world
 
-        options = {"averaged": self._averages_losses, "functions": hooks.loss_functions}
+        name = "compute_loss" if "compute_loss" in methods else "_compute_loss"
+        options = {"name": name, "averaged": self._averages_losses, "functions": hooks.loss_functions}
         loss = UserCompletionsLoss(user_loss, lambda: self._setup, hooks.script_values, **options)
         return hooks._replace(batch_methods=frozenset(), completions_loss=loss)
 

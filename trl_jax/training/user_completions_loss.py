@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,11 +68,13 @@ class UserCompletionsLoss:
         setup: Callable[[], Setup],
         values: Callable[[], tuple],
         *,
+        name: str,
         averaged: bool,
         functions: Sequence[Callable],
     ):
         """
         Args:
+            name: of the method that the user defined.
             compute_loss: `(model, inputs) -> loss` of a micro-batch, or of each device's part of it.
             values: returns the numbers and strings on the script's trainer; each change recompiles the step.
             averaged: whether a step's loss is the mean of these losses over its micro-batches, instead of their sum.
@@ -80,7 +83,7 @@ class UserCompletionsLoss:
         self._compute_loss, self._setup, self._values, self._averaged = compute_loss, setup, values, averaged
         self.current: CompletionsPass | TorchPass | None = None
         self._in_torch: TorchCalls | None = None
-        self._found_in_torch = found_in_torch(functions)
+        self._name, self._found_in_torch = name, found_in_torch(name, functions)
         self._last_values: tuple[tuple[str, Any], ...] = ()
 
     def values(self) -> tuple[tuple[str, Any], ...]:
@@ -110,7 +113,7 @@ class UserCompletionsLoss:
             raise self._found_in_torch
         if self._in_torch is None:
             warn_of_torch(self._found_in_torch)
-            self._in_torch = TorchCalls(self, self._compute_loss, setup)
+            self._in_torch = TorchCalls(self, self._name, self._compute_loss, setup)
         one = CompletionsPass(setup, outputs, batch, share)
         loss, sums = self._in_torch(one)
         return jnp.where(one.real, share * loss, 0), sums
@@ -118,9 +121,11 @@ class UserCompletionsLoss:
     def _compiled(self, one: CompletionsPass, numbers: dict[str, jax.Array], share: Any) -> tuple[jax.Array, dict]:
         setup, self.current = self._setup(), one
         state = {"global_step": numbers["global_step"][0].astype(jnp.int32), "epoch": numbers["epoch"][0]}
-        refused = parameters_refused(setup.model, read_in_jax_error, base_in_pass_error)
+        refused = parameters_refused(
+            self._name, setup.model, partial(read_in_jax_error, self._name), base_in_pass_error
+        )
         try:
-            with setup.events.state_replaced(state), torch_explained(), refused:
+            with setup.events.state_replaced(state), torch_explained(self._name), refused:
                 loss = self._compute_loss(one.model, one.inputs)
         except TraceAgain:
             self.need_logits(one.inputs["completion_ids"].shape)
@@ -507,8 +512,8 @@ class TorchCalls:
     """Calls a loss in torch from within the compiled step. The script gets log-probabilities and entropies as tensors
     that require gradients, and JAX continues the backward pass from their gradients."""
 
-    def __init__(self, owner: UserCompletionsLoss, compute_loss: Callable, setup: Setup):
-        self._owner, self._compute_loss, self._setup = owner, compute_loss, setup
+    def __init__(self, owner: UserCompletionsLoss, name: str, compute_loss: Callable, setup: Setup):
+        self._owner, self._name, self._compute_loss, self._setup = owner, name, compute_loss, setup
         self._lock = threading.Lock()  # devices call it concurrently
         self._error: BaseException | None = None
         self._names: list[str] = []  # names of the metrics logged so far, in the order of their slots
@@ -575,8 +580,11 @@ class TorchCalls:
         leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
         self._owner.current = one = TorchPass(setup.model, arrays, leaves, int(given["micro_batches"]), refusal)
         evaluates = contextlib.nullcontext() if setup.model.training else torch_bridge.without_gradient()
-        with parameters_refused(setup.model, read_in_jax_error, base_in_pass_error), evaluates:
-            loss = torch_scalar(self._compute_loss(one.model, one.inputs))
+        refused = parameters_refused(
+            self._name, setup.model, partial(read_in_jax_error, self._name), base_in_pass_error
+        )
+        with refused, evaluates:
+            loss = torch_scalar(self._name, self._compute_loss(one.model, one.inputs))
         check_bonus(setup, asked=one.asked)
         self._was_finite |= np.isfinite(loss.item())
         counts = arrays["completion_mask"].any()  # without a token that counts, a mean is NaN

@@ -61,6 +61,7 @@ class UserLoss:
     """Calls a user-defined loss with the model and the batch in TRL's form, and computes the sums to log.
 
     kind: the class of the model that the loss calls.
+    name: of the loss, as the user knows it.
     values: returns the numbers and strings on the script's trainer; the loss is recompiled when they change.
     in_torch: whether the loss was found to use torch.
     """
@@ -81,7 +82,9 @@ class UserLoss:
         """
         self.setup, self._forward, self.compute_loss, self.values = setup, forward, compute_loss, values
         self.kind, self.user_step, self.in_torch = kind_of_model(setup), user_step, False
-        if (error := found_in_torch(functions)) is not None:
+        names = "compute_loss", "compute_loss_func", "_compute_loss"
+        self.name = next((name for name in names if name in setup.batch_methods), names[0])
+        if (error := found_in_torch(self.name, functions)) is not None:
             self.in_torch = True
             warn_of_torch(error)
 
@@ -99,13 +102,14 @@ class UserLoss:
             TypeError: the script called torch, read parameters, or did not return a scalar.
         """
         shown = bound.shown({name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()})
-        refused = parameters_refused(self.setup.model, read_in_jax_error)
-        with self.setup.events.state_replaced(state), outputs_alone(), torch_explained(), refused:
+        name = self.name
+        refused = parameters_refused(name, self.setup.model, partial(read_in_jax_error, name))
+        with self.setup.events.state_replaced(state), outputs_alone(name), torch_explained(name), refused:
             result = self.compute_loss(bound, shown, **self.options(num_items))
         loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(
-                f"compute_loss returned {described(loss)}; expected a JAX scalar, as in "
+                f"{name} returned {described(loss)}; expected a JAX scalar, as in "
                 "-jax.nn.log_sigmoid(model(**inputs).logits).mean()."
             )
         logged = logged_sums(bound.metrics, always=self.kind.always_logs)
@@ -228,7 +232,7 @@ class UserLoss:
 
         def predicted_in_jax(params: dict, inputs: dict, dtype: str) -> tuple:
             bound = self.bound(params, inputs, dtype=dtype)
-            with torch_explained():
+            with torch_explained("prediction_step"):
                 shown = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
                 results = predicted(bound, shown)
             return self.sums(bound, inputs), results

@@ -1,4 +1,4 @@
-"""Explain errors of a user-defined loss."""
+"""Explain errors of a user-defined loss, by the name of what the user defined or passed."""
 
 from __future__ import annotations
 
@@ -51,16 +51,17 @@ _DIFFERS = re.compile(r"\.(std|var|repeat|sort|transpose)\(|\.(max|min)\([^)]")
 class WrittenInTorch(TypeError):
     """A loss uses torch on JAX arrays.
 
+    name: of the loss.
     line: the script's line.
     instead: what to write instead.
     """
 
-    def __init__(self, line: str, error: BaseException):
+    def __init__(self, name: str, line: str, error: BaseException):
         translated = in_jax(line)
-        self.line = line
+        self.name, self.line = name, line
         self.instead = "write it with jax.numpy" if translated is None else f"in JAX: `{translated}`"
         super().__init__(
-            f"compute_loss receives JAX arrays: torch functions do not accept them, and their methods follow NumPy: "
+            f"{name} receives JAX arrays: torch functions do not accept them, and their methods follow NumPy: "
             f"`{line}`; {self.instead}, with `import jax, optax, jax.numpy as jnp`. ({str(error).splitlines()[0]})"
         )
 
@@ -68,10 +69,10 @@ class WrittenInTorch(TypeError):
 class NeedsValues(WrittenInTorch):
     """A loss needs the values of arrays while it is compiled, such as with `.item()`; a loss in torch has them."""
 
-    def __init__(self, line: str, ways_out: str):
-        self.line, self.instead = line, "choose with jnp.where, bound with jnp.minimum"
+    def __init__(self, name: str, line: str, ways_out: str):
+        self.name, self.line, self.instead = name, line, "choose with jnp.where, bound with jnp.minimum"
         TypeError.__init__(
-            self, f"compute_loss is traced and compiled, so its arrays have no concrete values: `{line}`. {ways_out}"
+            self, f"{name} is traced and compiled, so its arrays have no concrete values: `{line}`. {ways_out}"
         )
 
 
@@ -80,7 +81,7 @@ class NotGiven(AttributeError):
 
 
 @contextlib.contextmanager
-def torch_explained() -> Iterator[None]:
+def torch_explained(name: str) -> Iterator[None]:
     """Explain errors of a loss, with the script's line.
 
     These are errors of torch about JAX arrays, or of arrays about torch's names, for which the line is translated to
@@ -94,29 +95,29 @@ def torch_explained() -> Iterator[None]:
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         line = _line_of_script(error)
         if line is not None and _SAYS_TORCH.search(line):
-            raise WrittenInTorch(line, error) from error
+            raise WrittenInTorch(name, line, error) from error
         ways_out = (
             "Use jnp.where for conditions and jnp.minimum for bounds; float(), .item(), if and self.log need concrete "
             "values. self.state.global_step and epoch are traced, too. Call model(...), not self.model(...). To log a "
             "number, append the array to self._metrics[mode][name]."
         )
-        raise NeedsValues(str(error) if line is None else line, ways_out) from error
+        raise NeedsValues(name, str(error) if line is None else line, ways_out) from error
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         line, text = _line_of_script(error), str(error)
         of_arrays = _OF_ARRAYS.search(text) and not _imports(error, "jax")
         if line is None or not (_OF_TORCH.search(line) or _COMPLAINT.search(text) or of_arrays):
             raise
-        raise WrittenInTorch(line, error) from error
+        raise WrittenInTorch(name, line, error) from error
 
 
 @contextlib.contextmanager
-def outputs_alone() -> Iterator[None]:
+def outputs_alone(name: str) -> Iterator[None]:
     """Name the script's line that reads more than the model's outputs."""
     try:
         yield
     except NotGiven as error:
         raise TypeError(
-            f"compute_loss uses {error}, which is not available here: `{_line_of_script(error)}`. "
+            f"{name} uses {error}, which is not available here: `{_line_of_script(error)}`. "
             "It is given the outputs of model(input_ids, attention_mask): logits and, of a language model, the loss; "
             "in DPO and KTO log_probs and entropy, with labels=labels, fused_lm_head=True."
         ) from error
@@ -133,7 +134,7 @@ def may_run_in_torch(error: WrittenInTorch) -> bool:
     return surely is not None or not _imports(error.__cause__, "jax")
 
 
-def found_in_torch(functions: Iterable[Callable]) -> WrittenInTorch | None:
+def found_in_torch(name: str, functions: Iterable[Callable]) -> WrittenInTorch | None:
     """Check, before calling it, whether a user-defined loss is written in torch; returns the error to report, or None.
 
     Searches these functions, and the user-defined ones that they call, for a statement in a file that imports torch and
@@ -147,7 +148,7 @@ def found_in_torch(functions: Iterable[Callable]) -> WrittenInTorch | None:
         seen.add(function)
         line = _line_in_torch(function) if knows_torch(function) and takes_tensors(function) else None
         if line is not None:
-            return WrittenInTorch(line, TypeError(line))
+            return WrittenInTorch(name, line, TypeError(line))
         waiting += [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
     return None
 
@@ -163,12 +164,12 @@ class ArraysOrTensors:
         self.function, self._name = function, name
         own = inspect.unwrap(function)
         readable = takes_tensors(own) and (inspect.isfunction(own) or inspect.ismethod(own))
-        self._in_torch = found_in_torch([own]) is not None or (readable and _line_in_torch(own) is not None)
+        self._in_torch = found_in_torch(name, [own]) is not None or (readable and _line_in_torch(own) is not None)
 
     def __call__(self, *values: Any) -> Any:
         if not self._in_torch:
             try:
-                with torch_explained():
+                with torch_explained(self._name):
                     return self.function(*values)
             except WrittenInTorch as error:
                 if not may_run_in_torch(error):
@@ -197,16 +198,17 @@ def _is_text(node: ast.stmt) -> bool:
 def warn_of_torch(error: WrittenInTorch) -> None:
     """Warn that a loss continues in torch."""
     logger.warning(
-        "compute_loss %s (`%s`), so for each batch the model's outputs are copied to torch and their gradients "
+        "%s %s (`%s`), so for each batch the model's outputs are copied to torch and their gradients "
         "back to JAX. A loss in jax.numpy is compiled with the model and faster: %s.",
+        error.name,
         "needs values" if isinstance(error, NeedsValues) else "is written in torch",
         error.line,
         error.instead,
     )
 
 
-def torch_scalar(result: Any) -> Any:
-    """The loss that a script returned, alone or with outputs, as a scalar tensor.
+def torch_scalar(name: str, result: Any) -> Any:
+    """The loss that the method of this name returned, alone or with outputs, as a scalar tensor.
 
     Raises:
         TypeError: it is not a tensor with one element.
@@ -214,7 +216,7 @@ def torch_scalar(result: Any) -> Any:
     loss = result[0] if isinstance(result, tuple) else result
     if not torch_bridge.is_torch(loss) or loss.numel() != 1:
         what = f"a tensor {list(loss.shape)}" if torch_bridge.is_torch(loss) else f"a {type(loss).__qualname__}"
-        raise TypeError(f"compute_loss returned {what}; expected a tensor of one number, as in loss.mean().")
+        raise TypeError(f"{name} returned {what}; expected a tensor of one number, as in loss.mean().")
     return loss.reshape(())
 
 
@@ -278,14 +280,14 @@ def _of_script(file: str) -> bool:
 
 @contextlib.contextmanager
 def parameters_refused(
-    model: Any, error: Callable[[], Exception], base: Callable[[], Exception] | None = None
+    name: str, model: Any, error: Callable[[], Exception], base: Callable[[], Exception] | None = None
 ) -> Iterator[None]:
     """A context in which reading the model's parameters raises `error()`, disabling its adapter `base()`, unless it is
     None, and calling the model raises a TypeError that says what to call instead."""
 
     def called() -> TypeError:
         return TypeError(
-            "compute_loss calls self.model, whose outputs have no gradient inside it. Call the model that the method "
+            f"{name} calls self.model, whose outputs have no gradient inside it. Call the model that the method "
             "receives: model(...), or, in GRPO and RLOO, self._get_per_token_logps_and_entropies(model, ...)."
         )
 
@@ -303,9 +305,9 @@ def base_in_pass_error() -> TypeError:
     )
 
 
-def read_in_jax_error() -> TypeError:
+def read_in_jax_error(name: str) -> TypeError:
     return TypeError(
-        "compute_loss reads the model's parameters, which have no gradient inside it; compute the loss from the "
+        f"{name} reads the model's parameters, which have no gradient inside it; compute the loss from the "
         "outputs of model(...). For a penalty on weights, set weight_decay, or return a chain from create_optimizer, "
         "such as optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)). To inspect parameters, read them "
         "before train()."

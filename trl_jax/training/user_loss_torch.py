@@ -140,7 +140,9 @@ class TorchLoss:
         model = self._model(compute, params | frozen, inputs, options["dtype"], training=True)
         loss = self._loss(model, num_items)
         if not (loss.requires_grad and model.leaves):
-            raise TypeError("compute_loss returned a tensor without a gradient; expected a loss of model(...).logits.")
+            raise TypeError(
+                f"{self._user_loss.name} returned a tensor without a gradient; expected a loss of model(...).logits."
+            )
         of_calls = map(_of_whole_rows, torch_bridge.gradients(loss, model.leaves), model.outputs)
         parts = [self._back(back, gradient) for back, gradient in zip(model.backwards, of_calls, strict=True)]
         gradient = jax.tree.map(lambda *of_calls: sum(of_calls[1:], of_calls[0]), *parts)
@@ -149,7 +151,7 @@ class TorchLoss:
     def predicted(self, call: Callable, params: dict, inputs: dict, *, dtype: str) -> tuple[dict, Any]:
         """The sums of a batch, and the result of `call(model, tensors)`."""
         model = self._evaluating(params, inputs, dtype)
-        with torch_bridge.without_gradient(), outputs_alone():
+        with torch_bridge.without_gradient(), outputs_alone("prediction_step"):
             results = call(model, model.tensors)
         return self._sums(model.outputs, inputs), results
 
@@ -185,9 +187,10 @@ class TorchLoss:
         """The user-defined loss, as a scalar tensor."""
         options = self._user_loss.options(num_items)
         options = options if num_items is None else torch_bridge.batch_tensors(options)
-        refused = parameters_refused(self._setup.model, lambda: NotGiven("the model's parameters"))
-        with refused, outputs_alone():
-            return torch_scalar(self._user_loss.compute_loss(model, model.tensors, **options))
+        name = self._user_loss.name
+        refused = parameters_refused(name, self._setup.model, lambda: NotGiven("the model's parameters"))
+        with refused, outputs_alone(name):
+            return torch_scalar(name, self._user_loss.compute_loss(model, model.tensors, **options))
 
     def _outputs(
         self,
