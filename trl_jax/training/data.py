@@ -267,11 +267,11 @@ class SampledOrder:
             draw_base_seed(self._generator)
         if callable(set_epoch := getattr(sampler, "set_epoch", None)):
             set_epoch(epoch)
-        found = list(islice(sampler, self._count(sampler)))
-        order = np.asarray(found)
+        indices = list(islice(sampler, self._count(sampler)))
+        order = np.asarray(indices)
         if order.dtype.kind not in "iu" or order.ndim != 1 or order.size and not 0 <= order.min() <= order.max() < rows:
             raise TypeError(
-                f"{self._method} gave {brief(found)}; expected indices of the {rows} rows of train_dataset."
+                f"{self._method} gave {brief(indices)}; expected indices of the {rows} rows of train_dataset."
             )
         if len(order) != rows:
             raise ValueError(
@@ -456,7 +456,7 @@ def _without_features(example: Example) -> Example:
 
 
 def in_order_of(
-    made: Any,
+    dataloader: Any,
     batches: Callable[[Dataset], Batches],
     args: BaseConfig,
     collator: Any,
@@ -475,27 +475,29 @@ def in_order_of(
     Raises:
         TypeError, ValueError: the DataLoader differs from the trainer's in more than rows and sampler.
     """
-    if not is_data_loader(made):
-        return made
-    if not isinstance(made.dataset, Dataset):
+    if not is_data_loader(dataloader):
+        return dataloader
+    if not isinstance(dataloader.dataset, Dataset):
         raise TypeError(
-            f"{method} returned a DataLoader over a {type(made.dataset).__qualname__}; expected a datasets.Dataset, "
-            "such as self.train_dataset."
+            f"{method} returned a DataLoader over a {type(dataloader.dataset).__qualname__}; expected a "
+            "datasets.Dataset, such as self.train_dataset."
         )
     wanted = (
-        ("batch_size", made.batch_size, "args.per_device_train_batch_size", args.per_device_train_batch_size),
-        ("drop_last", made.drop_last, "args.dataloader_drop_last", args.dataloader_drop_last),
-        ("collate_fn", made.collate_fn, "data_collator", collator),
+        ("batch_size", dataloader.batch_size, "args.per_device_train_batch_size", args.per_device_train_batch_size),
+        ("drop_last", dataloader.drop_last, "args.dataloader_drop_last", args.dataloader_drop_last),
+        ("collate_fn", dataloader.collate_fn, "data_collator", collator),
     )
-    for name, found, source, value in wanted:
-        if found is not value and found != value:
+    for name, used, source, value in wanted:
+        if used is not value and used != value:
             raise ValueError(
-                f"{method} returned a DataLoader with {name}={brief(found)}; expected self.{source}, {brief(value)}: "
+                f"{method} returned a DataLoader with {name}={brief(used)}; expected self.{source}, {brief(value)}: "
                 "the DataLoader's rows and sampler are used, and batches are made as by the trainer."
             )
-    own = batches(made.dataset)
-    own.steps.sampler_order = SampledOrder(made.sampler, own.steps, method, made.generator, prepared(made))
-    return own
+    ordered = batches(dataloader.dataset)
+    ordered.steps.sampler_order = SampledOrder(
+        dataloader.sampler, ordered.steps, method, dataloader.generator, prepared(dataloader)
+    )
+    return ordered
 
 
 def steps_of(batches: Any, method: str) -> ExampleLoader:

@@ -124,8 +124,8 @@ class Training:
         """Apply changes that the script made to the torch model it passed. During train() they only cause a warning."""
         setup = self._setup
         if self._original is not None and not setup.progress.in_train:
-            given = setup.model, self._torch_model, self._original, setup.args, setup.sharding_plan
-            take_over(*given, trains=trains)
+            models = setup.model, self._torch_model, self._original
+            take_over(*models, setup.args, setup.sharding_plan, trains=trains)
 
     def _refresh_torch_model(self) -> None:
         """Copy the weights of the current step to the torch model, before a callback or a reward function uses it."""
@@ -151,17 +151,17 @@ class Training:
     def build_optimizer(self) -> Optimizer:
         """The result of create_optimizer, in the form that the step expects."""
         setup = self._setup
-        made = self._hooks.create_optimizer()
-        if is_torch_optimizer(made):
+        optimizer = self._hooks.create_optimizer()
+        if is_torch_optimizer(optimizer):
             models = [model for model in (setup.model, self._torch_model) if model is not None]
-            self.choice = of_torch(made, None, *models)
-        elif isinstance(made, ShownOptimizer):  # a create_optimizer that keeps the optimizer of the last train()
-            self.choice = made.choice
+            self.choice = of_torch(optimizer, None, *models)
+        elif isinstance(optimizer, ShownOptimizer):  # a create_optimizer that keeps the optimizer of the last train()
+            self.choice = optimizer.choice
         if self.choice.groups:
             backend, max_steps = setup.model.backend, setup.length.max_steps
-            made = optimizer_of_groups(self.choice, backend, setup.args, max_steps, setup.model.params)
+            optimizer = optimizer_of_groups(self.choice, backend, setup.args, max_steps, setup.model.params)
         vision = setup.model.backend.of_vision(setup.model.params)
-        return optimizer_of(made, self.choice, setup.args.max_grad_norm, setup.model.trainable_masks, vision)
+        return optimizer_of(optimizer, self.choice, setup.args.max_grad_norm, setup.model.trainable_masks, vision)
 
     def _new_optimizer(self, changed: RecompileCheck) -> Optimizer | None:
         """The optimizer, if the step has to be compiled again; None if nothing has changed."""
@@ -204,9 +204,9 @@ class Training:
         setup, args, start = self._setup, self._setup.args, time.monotonic()
         self.choice = self._choose()  # arguments may have changed since construction
         tx = self.build_optimizer()
-        found = find(resume_from, args.output_dir) if resume_from else None
-        if found is not None and args.auto_find_batch_size and setup.progress.found_batch_size is None:
-            setup.progress.found_batch_size = found.state.train_batch_size
+        point = find(resume_from, args.output_dir) if resume_from else None
+        if point is not None and args.auto_find_batch_size and setup.progress.found_batch_size is None:
+            setup.progress.found_batch_size = point.state.train_batch_size
         user_batches = self._batches_of_script()
         length = setup.length
         factors = [group.factor for group in self.choice.groups] or [1.0] * GROUPS
@@ -222,12 +222,12 @@ class Training:
             begin = partial(begin_step, setup, self._hooks)
             self._rollout_steps.begin(begin, self._train_step.at_iterates)
         random_before, progress = None, LoopProgress()
-        if found is not None:
-            random_before = None if found.model_only else RandomState(_random_streams(self._rollout_steps))
-            progress = resume(setup, self._checkpointer, found, length, tx)
+        if point is not None:
+            random_before = None if point.model_only else RandomState(_random_streams(self._rollout_steps))
+            progress = resume(setup, self._checkpointer, point, length, tx)
             if user_batches is not None:
                 user_batches.steps.fill_last = setup.progress.fill_last
-        self._checkpointer.begin((found and found.run_id) or run_id, fresh=found is None)
+        self._checkpointer.begin((point and point.run_id) or run_id, fresh=point is None)
         first, setup.progress.input_tokens_before = setup.state.global_step, setup.state.num_input_tokens_seen
         setup.state.max_steps, setup.state.num_train_epochs = length.max_steps, length.num_epochs
         setup.state.compute_steps(args, length.max_steps)

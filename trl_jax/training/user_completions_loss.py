@@ -1,8 +1,15 @@
-"""User-defined `_compute_loss` of online trainers, as a part of the compiled step.
+"""User-defined `_compute_loss` of online trainers, as a part of the compiled step. `user_loss.py` lists all hooks.
 
-Log-probabilities are computed in the step's own layout; the script sees all per-token values in TRL's rows `[B, C]`. A
-loss in jax.numpy is compiled. A loss in torch is called back by the compiled step, and also returns its gradient. If
-the script calls the model, the step is traced again, and computes the logits of the completions, too.
+Log-probabilities are computed in the step's own layout; the script sees all per-token values in TRL's rows `[B, C]`. If
+it calls the model, the step is traced again, and computes the logits of the completions, too.
+
+`UserCompletionsLoss.loss` takes the place of the task's loss, for each pass:
+
+- A loss in jax.numpy is traced, with a `CompletionsPass`.
+- A loss in torch is called back by the compiled step (`TorchCalls`), with a `TorchPass`, and also returns its gradient.
+
+The trainer's methods that such a loss may call (`super()._compute_loss`, `_get_per_token_logps_and_entropies`, ...) ask
+the `current` pass.
 """
 
 from __future__ import annotations
@@ -114,28 +121,30 @@ class UserCompletionsLoss:
         if self._in_torch is None:
             warn_of_torch(self._found_in_torch)
             self._in_torch = TorchCalls(self, self._name, self._compute_loss, setup)
-        one = CompletionsPass(setup, outputs, batch, share)
-        loss, sums = self._in_torch(one)
-        return jnp.where(one.real, share * loss, 0), sums
+        of_pass = CompletionsPass(setup, outputs, batch, share)
+        loss, sums = self._in_torch(of_pass)
+        return jnp.where(of_pass.real, share * loss, 0), sums
 
-    def _compiled(self, one: CompletionsPass, numbers: dict[str, jax.Array], share: Any) -> tuple[jax.Array, dict]:
-        setup, self.current = self._setup(), one
+    def _compiled(
+        self, of_pass: CompletionsPass, numbers: dict[str, jax.Array], share: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        setup, self.current = self._setup(), of_pass
         state = {"global_step": numbers["global_step"][0].astype(jnp.int32), "epoch": numbers["epoch"][0]}
         refused = parameters_refused(
             self._name, setup.model, partial(read_in_jax_error, self._name), base_in_pass_error
         )
         try:
             with setup.events.state_replaced(state), torch_explained(self._name), refused:
-                loss = self._compute_loss(one.model, one.inputs)
+                loss = self._compute_loss(of_pass.model, of_pass.inputs)
         except TraceAgain:
-            self.need_logits(one.inputs["completion_ids"].shape)
+            self.need_logits(of_pass.inputs["completion_ids"].shape)
             raise
         finally:
             self.current = None
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(f"The trainer's own loss returned {described(loss)}; expected a JAX scalar, as of .mean().")
-        check_bonus(setup, asked=one.default_sums is not None)
-        return jnp.where(one.real, share * loss.astype(jnp.float32), 0), one.sums()
+        check_bonus(setup, asked=of_pass.default_sums is not None)
+        return jnp.where(of_pass.real, share * loss.astype(jnp.float32), 0), of_pass.sums()
 
     def need_logits(self, completions: tuple[int, int]) -> None:
         """Compute logits from the next trace on, because the script calls the model. `completions` is `(B, C)`."""
@@ -277,6 +286,15 @@ class CompletionsPass:
             inputs["importance_sampling_ratio"] = jnp.ones(mask.shape, jnp.float32)
         return {name: jnp.asarray(value) for name, value in (inputs | dict(rows.extras)).items()}
 
+    @property
+    def _ids(self) -> jax.Array:
+        rows = self._batch.completions
+        return jnp.concatenate([rows.prompt_ids, rows.completion_ids], axis=1)
+
+    @property
+    def _num_positions(self) -> int:
+        return self._batch.completions.completion_ids.shape[1]
+
     def _by_row(self, values: jax.Array) -> jax.Array:
         """Gather values of reads `[N, ...]` into rows of completions `[B, C, ...]`; 0 for tokens that do not count."""
         return values.at[self._batch.completions.read].get(mode="fill", fill_value=0)
@@ -299,9 +317,8 @@ class CompletionsPass:
         Raises:
             TypeError: called with another model, or with ids of another shape, than the pass has.
         """
-        rows = self._batch.completions
-        ids = jnp.concatenate([rows.prompt_ids, rows.completion_ids], axis=1)
-        check_asked(self.model, model, ids, input_ids, rows.completion_ids.shape[1], logits_to_keep)
+        ids = self._ids
+        check_asked(self.model, model, ids, input_ids, self._num_positions, logits_to_keep)
         same = jnp.all(jnp.asarray(input_ids) == ids)  # checked at run time: values are unknown while tracing
         logps, entropies = (
             jnp.where(same, self._by_row(self._outputs[name]), jnp.nan) for name in ("logps", "entropy")
@@ -321,28 +338,26 @@ class CompletionsPass:
                 "The model cannot be called in a loss of distillation, because full logits are never materialized. Use "
                 "self._get_per_token_divergences(model)."
             )
-        rows = self._batch.completions
-        ids = jnp.concatenate([rows.prompt_ids, rows.completion_ids], axis=1)
+        rows, ids = self._batch.completions, self._ids
         if np.shape(input_ids) != ids.shape:
             raise other_ids_error(input_ids, ids)
         if LOGITS not in self._outputs:
             raise TraceAgain
         same = jnp.all(jnp.asarray(input_ids) == ids)  # checked at run time, as in `logps`
+        prompt = rows.prompt_ids.shape[1]
         if attention_mask is not None:
             mask = jnp.concatenate([rows.prompt_mask, self._given["completion_mask"]], axis=1)
-            same &= ~attends_otherwise(jnp.asarray(attention_mask), mask, rows.prompt_ids.shape[1])
-        first, before = logits_kept(rows.prompt_ids.shape[1], rows.completion_ids.shape[1], logits_to_keep)
-        found = jnp.where(same, self._by_row(self._outputs[LOGITS]), jnp.nan)[:, first:]
-        return jnp.pad(found, ((0, 0), (before, 1), (0, 0)), constant_values=jnp.nan)
+            same &= ~attends_otherwise(jnp.asarray(attention_mask), mask, prompt)
+        first, before = logits_kept(prompt, self._num_positions, logits_to_keep)
+        logits = jnp.where(same, self._by_row(self._outputs[LOGITS]), jnp.nan)[:, first:]
+        return jnp.pad(logits, ((0, 0), (before, 1), (0, 0)), constant_values=jnp.nan)
 
     def parts(self) -> tuple[dict[str, jax.Array], str | None]:
         """The differentiable values that a loss may use: `logps` and `entropy` `[B, C]` and, if available, `aux_loss`,
         the task's `loss` and `logits` `[B, C, V]`; and the reason if the task's loss is missing."""
-        rows, refusal = self._batch.completions, None
-        ids = jnp.concatenate([rows.prompt_ids, rows.completion_ids], axis=1)
-        options = {"entropy": True, "aux_loss": AUX_LOSS in self._outputs}
-        found = self.logps(self.model, ids, rows.completion_ids.shape[1], **options)
-        parts = dict(zip(("logps", "entropy", "aux_loss"), found, strict=True))
+        options, refusal = {"entropy": True, "aux_loss": AUX_LOSS in self._outputs}, None
+        logps = self.logps(self.model, self._ids, self._num_positions, **options)
+        parts = dict(zip(("logps", "entropy", "aux_loss"), logps, strict=True))
         try:
             parts["loss"] = self.default_loss(self.inputs)
         except TypeError as error:
@@ -386,8 +401,8 @@ class CompletionsPass:
                     )
         read |= {key: self._by_read(inputs[name], name) for name, key in TRL_LOGPS.items() if name in changed}
         if "completion_mask" in changed:
-            kept = self._by_read(jnp.asarray(inputs["completion_mask"], jnp.float32), "completion_mask") > 0
-            batch = batch._replace(text=jnp.where(kept, batch.text, len(batch.weight)))
+            counts = self._by_read(jnp.asarray(inputs["completion_mask"], jnp.float32), "completion_mask") > 0
+            batch = batch._replace(text=jnp.where(counts, batch.text, len(batch.weight)))
             if "token_weight" in example:
                 lengths = of_texts(jnp.ones(len(batch.text)), batch.text, len(batch.weight))
                 part = self.micro_batches / task.cycle.parts if self._setup.model.training else 1.0
@@ -415,13 +430,13 @@ class CompletionsPass:
         return (self.default_sums or {}) | user_sums(self.metrics, members)
 
 
-def check_asked(own: Any, model: Any, ids: Any, input_ids: Any, completion: int, logits_to_keep: int) -> None:
+def check_asked(model_of_pass: Any, model: Any, ids: Any, input_ids: Any, completion: int, logits_to_keep: int) -> None:
     """Raise TypeError if log-probabilities are requested from another model, or for other shapes, than a pass has.
 
     Args:
-        own, ids, completion: the pass's model, its token ids, and the length of its completions.
+        model_of_pass, ids, completion: the pass's model, its token ids, and the length of its completions.
     """
-    if model is not own:
+    if model is not model_of_pass:
         raise TypeError(
             "_get_per_token_logps_and_entropies must be called with the model that the loss receives, not with "
             "self.model. The reference's log-probabilities are in inputs['ref_per_token_logps'] (if beta is not 0)."
@@ -451,8 +466,8 @@ def attends_otherwise(mask: Any, wanted: Any, prompt: int) -> Any:
 def logits_kept(prompt: int, completion: int, logits_to_keep: int) -> tuple[int, int]:
     """The first completion token whose logits are among the last `logits_to_keep` of a row (0: all), and the number of
     positions before it. The last position of a row predicts the token after the completion."""
-    before, kept = prompt - 1, logits_to_keep or prompt + completion
-    return min(max(completion + 1 - kept, 0), completion), max(min(before, kept - completion - 1), 0)
+    before, positions = prompt - 1, logits_to_keep or prompt + completion
+    return min(max(completion + 1 - positions, 0), completion), max(min(before, positions - completion - 1), 0)
 
 
 class PassOutputs(Outputs):
@@ -468,8 +483,8 @@ class PassOutputs(Outputs):
 class PolicyInPass:
     """The model that a user-defined loss gets: to be called, or passed to `_get_per_token_logps_and_entropies`."""
 
-    def __init__(self, model: Any, one: CompletionsPass | TorchPass):
-        self._model, self._pass = model, one
+    def __init__(self, model: Any, of_pass: CompletionsPass | TorchPass):
+        self._model, self._pass = model, of_pass
 
     def __call__(
         self, input_ids: Any = None, attention_mask: Any = None, *, logits_to_keep: int = 0, **options: Any
@@ -487,8 +502,8 @@ class PolicyInPass:
         Raises:
             TypeError: other ids, or other options.
         """
-        given = {name for name, value in options.items() if value is not None and value is not False}
-        if refused := sorted(given - {"use_cache", "return_dict"}):
+        passed = {name for name, value in options.items() if value is not None and value is not False}
+        if refused := sorted(passed - {"use_cache", "return_dict"}):
             raise TypeError(
                 f"model(...) got {', '.join(refused)}; in a loss on completions it takes input_ids, attention_mask and "
                 "logits_to_keep, and returns logits, because the step has already run the model. Log-probabilities, "
@@ -521,36 +536,36 @@ class TorchCalls:
         self._was_finite = False  # whether a loss was; one that reads positions without logits never is
         self._task_sums: set[str] = set()
 
-    def __call__(self, one: CompletionsPass) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, of_pass: CompletionsPass) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Trace a call of the script's loss. Returns the loss of the pass, and sums over micro-batches."""
-        leaves, refusal = one.parts()
+        leaves, refusal = of_pass.parts()
         if LOGITS in leaves:
             check_threads(self._setup)
-        numbers = {"micro_batches": jnp.asarray(one.micro_batches), "real": one.real}
-        given = {"inputs": one.inputs, "widths": one.widths} | numbers
+        numbers = {"micro_batches": jnp.asarray(of_pass.micro_batches), "real": of_pass.real}
+        others = {"inputs": of_pass.inputs, "widths": of_pass.widths} | numbers
         results = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, jnp.float32),
             (jnp.zeros(()), leaves, jnp.zeros(SLOTS)),
         )
 
-        def call(leaves: dict[str, Any], given: dict[str, Any]) -> tuple:
-            return self._call(leaves, given, refusal, results)
+        def call(leaves: dict[str, Any], others: dict[str, Any]) -> tuple:
+            return self._call(leaves, others, refusal, results)
 
-        def of_device(*given: Any) -> tuple:
-            return jax.pure_callback(call, results, *given)
+        def of_device(*arrays: Any) -> tuple:
+            return jax.pure_callback(call, results, *arrays)
 
         everywhere = PartitionSpec()  # replicated on all devices over which XLA partitions matrix products
         called = on_each_device(of_device, everywhere, everywhere)
-        loss, gradients, logged = called(jax.lax.stop_gradient(leaves), given)
-        one.metrics |= {f"{number}": [logged[number]] for number in range(SLOTS)}
-        self._task_sums |= set(one.default_sums or ())
-        sums = one.sums()
+        loss, gradients, logged = called(jax.lax.stop_gradient(leaves), others)
+        of_pass.metrics |= {f"{number}": [logged[number]] for number in range(SLOTS)}
+        self._task_sums |= set(of_pass.default_sums or ())
+        sums = of_pass.sums()
         if "loss" in leaves:
-            used = one.only_where(gradients["loss"] != 0)
+            used = of_pass.only_where(gradients["loss"] != 0)
             leaves["loss"] = used.default_loss(used.inputs)
         return _continued(loss, leaves, gradients), sums
 
-    def _call(self, leaves: dict, given: dict, refusal: str | None, results: Any) -> tuple:
+    def _call(self, leaves: dict, others: dict, refusal: str | None, results: Any) -> tuple:
         """The loss, its gradients with respect to the leaves, and the numbers that the script logs, NaN in free slots.
 
         An error is stored for `finished`: raised here, it would become a long message of the XLA runtime.
@@ -559,9 +574,9 @@ class TorchCalls:
             try:
                 if self._error is not None:
                     return _filled(results, np.nan)
-                if not given["real"]:  # the last step of an epoch may have fewer passes than others
+                if not others["real"]:  # the last step of an epoch may have fewer passes than others
                     return (*_filled(results[:2], 0), *_filled(results[2:], np.nan))
-                return self._computed(jax.tree.map(np.asarray, leaves), given, refusal)
+                return self._computed(jax.tree.map(np.asarray, leaves), others, refusal)
             except TraceAgain as error:
                 self._owner.need_logits(leaves["logps"].shape)
                 self._error = error
@@ -572,23 +587,23 @@ class TorchCalls:
             finally:
                 self._owner.current = None
 
-    def _computed(self, leaves: dict, given: dict, refusal: str | None) -> tuple:
+    def _computed(self, leaves: dict, others: dict, refusal: str | None) -> tuple:
         setup = self._setup
-        arrays, (prompt, completion) = jax.tree.map(np.asarray, given["inputs"]), map(int, given["widths"])
+        arrays, (prompt, completion) = jax.tree.map(np.asarray, others["inputs"]), map(int, others["widths"])
         whole, length = leaves, arrays["completion_ids"].shape[1]  # the step's length is rounded up; TRL's is not
         arrays = {name: _cut(name, values, prompt, completion, length) for name, values in arrays.items()}
         leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
-        self._owner.current = one = TorchPass(setup.model, arrays, leaves, int(given["micro_batches"]), refusal)
+        self._owner.current = of_pass = TorchPass(setup.model, arrays, leaves, int(others["micro_batches"]), refusal)
         evaluates = contextlib.nullcontext() if setup.model.training else torch_bridge.without_gradient()
         refused = parameters_refused(
             self._name, setup.model, partial(read_in_jax_error, self._name), base_in_pass_error
         )
         with refused, evaluates:
-            loss = torch_scalar(self._name, self._compute_loss(one.model, one.inputs))
-        check_bonus(setup, asked=one.asked)
+            loss = torch_scalar(self._name, self._compute_loss(of_pass.model, of_pass.inputs))
+        check_bonus(setup, asked=of_pass.asked)
         self._was_finite |= np.isfinite(loss.item())
         counts = arrays["completion_mask"].any()  # without a token that counts, a mean is NaN
-        if one.gave_logits and counts and not self._was_finite and np.isfinite(leaves[LOGITS]).all():
+        if of_pass.gave_logits and counts and not self._was_finite and np.isfinite(leaves[LOGITS]).all():
             raise ValueError(
                 "The trainer's own loss is not finite, although all logits of completions are. It may read positions "
                 "that predict no token of the completion, where model(...) gives NaN. Select logits[:, -C - 1 : -1] "
@@ -597,7 +612,7 @@ class TorchCalls:
         if loss.requires_grad:
             gradients = {
                 name: torch_bridge.padded_gradient(values, np.shape(whole[name]))
-                for name, values in one.gradients(loss).items()
+                for name, values in of_pass.gradients(loss).items()
             }
         elif setup.model.training:
             raise TypeError(
@@ -606,18 +621,18 @@ class TorchCalls:
             )
         else:
             gradients = jax.tree.map(np.zeros_like, whole)
-        self._asked |= one.asked
-        return np.float32(loss.item()), gradients, self._slots(one.metrics)
+        self._asked |= of_pass.asked
+        return np.float32(loss.item()), gradients, self._slots(of_pass.metrics)
 
     def _slots(self, metrics: dict[str, list[Any]]) -> np.ndarray:
-        found = np.full(SLOTS, np.nan, np.float32)
+        slots = np.full(SLOTS, np.nan, np.float32)
         self._names += [name for name in metrics if name not in self._names]
         if len(self._names) > SLOTS:
             raise ValueError(f"The trainer's own loss logs more than {SLOTS} numbers: {', '.join(self._names)}.")
         for name, values in torch_bridge.as_arrays(metrics).items():
             if values:
-                found[self._names.index(name)] = np.mean(np.asarray(values, np.float32))
-        return found
+                slots[self._names.index(name)] = np.mean(np.asarray(values, np.float32))
+        return slots
 
     def finished(self, results: dict[str, Any]) -> dict[str, Any]:
         """The results of a step, with the script's metrics under their names, and without the sums of the task's loss
@@ -632,8 +647,8 @@ class TorchCalls:
             raise error
         dropped = {f"{USER_METRIC}{number}" for number in range(SLOTS)} | (set() if asked else self._task_sums)
         slots = {name: results[f"{USER_METRIC}{slot}"] for slot, name in enumerate(self._names)}
-        own = {USER_METRIC + name: values for name, values in slots.items() if not np.all(np.isnan(values))}
-        return {name: value for name, value in results.items() if name not in dropped} | own
+        logged = {USER_METRIC + name: values for name, values in slots.items() if not np.all(np.isnan(values))}
+        return {name: value for name, value in results.items() if name not in dropped} | logged
 
 
 def check_threads(setup: Setup) -> None:
@@ -675,7 +690,8 @@ class TorchPass:
         """
         self.model = PolicyInPass(model, self)
         self.inputs, self.micro_batches = torch_bridge.batch_tensors(arrays), micro_batches
-        self._given, self._refusal = arrays, refusal
+        self._arrays, self._refusal = arrays, refusal
+        self._ids = np.concatenate([arrays["prompt_ids"], arrays["completion_ids"]], axis=1)
         self.asked = self.gave_logits = False
         self._leaves = torch_bridge.as_leaves(leaves)[0]
         self.metrics: dict[str, list[Any]] = defaultdict(list)
@@ -684,9 +700,8 @@ class TorchPass:
         self, model: Any, input_ids: Any, logits_to_keep: int, *, entropy: bool, aux_loss: bool
     ) -> tuple[Any, Any, Any]:
         """Like `CompletionsPass.logps`."""
-        given = self._given
-        ids = np.concatenate([given["prompt_ids"], given["completion_ids"]], axis=1)
-        check_asked(self.model, model, ids, input_ids, given["completion_ids"].shape[1], logits_to_keep)
+        ids, completion = self._ids, self._arrays["completion_ids"].shape[1]
+        check_asked(self.model, model, ids, input_ids, completion, logits_to_keep)
         if not np.array_equal(ids, torch_bridge.as_arrays(input_ids)):
             raise TypeError(
                 "_get_per_token_logps_and_entropies was called with other token ids than prompt_ids and completion_ids "
@@ -694,9 +709,9 @@ class TorchPass:
             )
         if aux_loss and "aux_loss" not in self._leaves:
             raise TypeError("The run has no load-balancing loss. Pass compute_aux_loss=self.aux_loss_enabled.")
-        asked = {"logps": True, "entropy": entropy, "aux_loss": aux_loss}
+        wanted = {"logps": True, "entropy": entropy, "aux_loss": aux_loss}
         # Clones, because the script may change them in place; under torch.no_grad() they have no gradient.
-        return tuple(self._leaves[name].clone() if wanted else None for name, wanted in asked.items())
+        return tuple(self._leaves[name].clone() if is_wanted else None for name, is_wanted in wanted.items())
 
     def logits(self, input_ids: Any, attention_mask: Any, logits_to_keep: int) -> Any:
         """Like `CompletionsPass.logits`, also for some of the rows.
@@ -705,17 +720,16 @@ class TorchPass:
             TypeError: the ids or the mask differ from the pass's.
             TraceAgain: the step has no logits yet.
         """
-        given, found = self._given, np.asarray(torch_bridge.as_arrays(input_ids))
-        ids = np.concatenate([given["prompt_ids"], given["completion_ids"]], axis=1)
-        if found.ndim != 2 or found.shape[1] != ids.shape[1]:
-            raise other_ids_error(found, ids)
-        equal = np.all(found[:, None] == ids, axis=-1)
+        arrays, ids, asked = self._arrays, self._ids, np.asarray(torch_bridge.as_arrays(input_ids))
+        if asked.ndim != 2 or asked.shape[1] != ids.shape[1]:
+            raise other_ids_error(asked, ids)
+        equal = np.all(asked[:, None] == ids, axis=-1)
         if not equal.any(axis=-1).all():
-            raise other_ids_error(found, ids)
-        prompt, completion = given["prompt_ids"].shape[1], given["completion_ids"].shape[1]
-        rows = np.arange(len(ids)) if len(found) == len(ids) and equal.diagonal().all() else equal.argmax(axis=-1)
+            raise other_ids_error(asked, ids)
+        prompt, completion = arrays["prompt_ids"].shape[1], arrays["completion_ids"].shape[1]
+        rows = np.arange(len(ids)) if len(asked) == len(ids) and equal.diagonal().all() else equal.argmax(axis=-1)
         if attention_mask is not None:
-            mask = np.concatenate([given["prompt_mask"], given["completion_mask"]], axis=1)[rows]
+            mask = np.concatenate([arrays["prompt_mask"], arrays["completion_mask"]], axis=1)[rows]
             if attends_otherwise(np.asarray(torch_bridge.as_arrays(attention_mask)), mask, prompt):
                 raise TypeError(
                     "model(...) was called with another attention_mask than prompt_mask and completion_mask of the "
@@ -740,7 +754,7 @@ class TorchPass:
         """
         if self._refusal is not None:
             raise TypeError(self._refusal)
-        if changed := other_values(inputs, self._given):
+        if changed := other_values(inputs, self._arrays):
             raise TypeError(
                 f"super()._compute_loss got another {', '.join(changed)} than the inputs have. In torch it takes them "
                 "unmodified: write the loss in jax.numpy, or change them in _generate_and_score_completions."
