@@ -193,12 +193,7 @@ def _plan_of_lengths(setup: Setup, dataset: Dataset | IterableDataset, lengths: 
 
 
 def _examples(
-    setup: Setup,
-    dataset: Dataset | IterableDataset,
-    name: str,
-    *,
-    again: bool,
-    virtual: VirtualTokens | None = None,
+    setup: Setup, dataset: Any, name: str, *, again: bool, virtual: VirtualTokens | None = None
 ) -> dict[str, Any]:
     """How an `ExampleLoader` makes examples of rows.
 
@@ -346,14 +341,9 @@ def training_layout(setup: Setup, plan: LayoutPlan | None = None) -> StepLayout:
     weighting = _weighting(setup)
     if weighting != "examples" and not setup.online and averages_micro_batches(setup.model):
         weighting = "micro_batches"
-    return _layout(
-        setup,
-        plan,
-        batch_size=setup.micro_batch_examples,
-        weighting=weighting,
-        accumulation=setup.args.gradient_accumulation_steps,
-        trains=True,
-    )
+    accumulation = setup.args.gradient_accumulation_steps
+    sizes = {"batch_size": setup.micro_batch_examples, "accumulation": accumulation}
+    return _layout(setup, plan, weighting=weighting, trains=True, **sizes)
 
 
 def evaluation_layout(setup: Setup) -> StepLayout:

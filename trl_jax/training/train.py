@@ -372,83 +372,80 @@ def begin_step(setup: Setup, hooks: Hooks) -> None:
     setup.model.train()  # an evaluation leaves it in evaluation mode, as in TRL
 
 
+@dataclass
 class RunWork:
-    """The `Work` of a run."""
+    """The `Work` of a run.
 
-    def __init__(
-        self,
-        setup: Setup,
-        hooks: Hooks,
-        train_step: TrainStep,
-        checkpointer: Checkpointer,
-        rollout_steps: RolloutSteps | None,
-        steps: Any,
-        new_optimizer: Callable[[], Optimizer | None],
-        groups: int,
-    ):
-        """
-        Args:
-            train_step: after `start`.
-            steps: the loader of the steps.
-            new_optimizer: called before each step; returns the optimizer if the step must be recompiled, else None.
-            groups: number of parameter groups.
-        """
-        self._setup, self._hooks, self._train_step, self._checkpointer = setup, hooks, train_step, checkpointer
-        self._rollout_steps, self._steps = rollout_steps, steps
-        self._new_optimizer, self._groups = new_optimizer, groups
+    train_step: after `start`.
+    rollout_steps: as in `Training`.
+    steps: the loader of the steps.
+    new_optimizer: called before each step; returns the optimizer if the step must be recompiled, else None.
+    groups: number of parameter groups.
+    """
+
+    setup: Setup
+    hooks: Hooks
+    train_step: TrainStep
+    checkpointer: Checkpointer
+    rollout_steps: RolloutSteps | None
+    steps: Any
+    new_optimizer: Callable[[], Optimizer | None]
+    groups: int
+
+    def __post_init__(self) -> None:
         # A user-defined `log` may not accept the second argument.
-        self._began = () if setup.args.include_num_input_tokens_seen == "no" else (time.time(),)
+        self._began = () if self.setup.args.include_num_input_tokens_seen == "no" else (time.time(),)
 
     def begin_step(self) -> None:
-        if not self._setup.online:
-            begin_step(self._setup, self._hooks)
+        if not self.setup.online:
+            begin_step(self.setup, self.hooks)
 
     def advance(self, batch: Any) -> Metrics:
-        self._checkpointer.saver.check()
-        if (tx := self._new_optimizer()) is not None:
-            self._train_step.recompile(tx)
-        rate = self._setup.progress.schedule.take_next(self._groups)
+        self.checkpointer.saver.check()
+        if (tx := self.new_optimizer()) is not None:
+            self.train_step.recompile(tx)
+        rate = self.setup.progress.schedule.take_next(self.groups)
         self._tell(batch)
-        return self._train_step.run(batch, rate)
+        return self.train_step.run(batch, rate)
 
     def _tell(self, batch: Any) -> None:
         """Announce the first step, and the first one with images."""
-        printed = self._setup.progress.printed
-        tell_compilation(printed, self._steps, batch.arrays.tokens.shape)
-        if self._setup.encoder is not None and "images" not in printed:
-            tell_images(printed, batch, share_tower=self._train_step.reference_shares_tower())
+        printed = self.setup.progress.printed
+        tell_compilation(printed, self.steps, batch.arrays.tokens.shape)
+        if self.setup.encoder is not None and "images" not in printed:
+            tell_images(printed, batch, share_tower=self.train_step.reference_shares_tower())
 
     def report(self, logs: dict[str, float], steps: list[dict[str, np.ndarray]]) -> None:
-        self._hooks.log(logs, self.measured(steps), *self._began)
+        self.hooks.log(logs, self.measured(steps), *self._began)
 
     def measured(self, steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
         """Metrics of the steps since the last log, other than loss, grad_norm and learning_rate."""
         if not steps:
             return {}
-        setup = self._setup
-        if self._rollout_steps is not None:  # its trainer adds them in `log`
-            self._rollout_steps.rollout.show("train", setup.state.global_step)
+        setup = self.setup
+        if self.rollout_steps is not None:  # its trainer adds them in `log`
+            self.rollout_steps.rollout.show("train", setup.state.global_step)
             return {}
         return task_metrics(setup.task, setup.objective, steps, "train", tokens_seen=setup.progress.tokens_seen)
 
     def evaluate(self) -> dict[str, float]:
-        setup, args, explaining = self._setup, self._setup.args, contextlib.nullcontext()
+        setup, args, explaining = self.setup, self.setup.args, contextlib.nullcontext()
         if args.auto_find_batch_size:
             explaining = explain_evaluation_memory(args, setup.state.global_step, setup.model.params)
         with explaining:
-            return self._hooks.evaluate()
+            return self.hooks.evaluate()
 
     def save(self, progress: LoopProgress) -> None:
-        self._hooks.save_checkpoint(progress)
+        self.hooks.save_checkpoint(progress)
 
     def explain(self, batch: Any) -> str:
         """Why the loss or the gradients of a step's batch are not finite."""
-        setup, sharded = self._setup, self._setup.sharding_plan is not None
-        return explain(setup.model.params, setup.frozen, self._train_step.loss, batch, sharded=sharded)
+        setup, sharded = self.setup, self.setup.sharding_plan is not None
+        return explain(setup.model.params, setup.frozen, self.train_step.loss, batch, sharded=sharded)
 
     def memory_of_step(self) -> str:
         """What a step needs memory for, if it does not fit."""
-        setup = self._setup
+        setup = self.setup
         sizes = {"size": setup.train_batch_size, "texts": len(setup.task.columns.texts)}
         return step_memory(
             setup.args, setup.model, setup.arrays, setup.sharding_plan, step=setup.state.global_step + 1, **sizes

@@ -87,10 +87,10 @@ class UserCompletionsLoss:
             averaged: whether a step's loss is the mean of these losses over its micro-batches, instead of their sum.
             functions: the user-defined functions that compute the loss, searched for torch code.
         """
-        self._compute_loss, self._setup, self._values, self._averaged = compute_loss, setup, values, averaged
+        self.compute_loss, self.setup, self._values, self._averaged = compute_loss, setup, values, averaged
         self.current: CompletionsPass | TorchPass | None = None
         self._in_torch: TorchCalls | None = None
-        self._name, self._found_in_torch = name, found_in_torch(name, functions)
+        self.name, self._found_in_torch = name, found_in_torch(name, functions)
         self._last_values: tuple[tuple[str, Any], ...] = ()
 
     def values(self) -> tuple[tuple[str, Any], ...]:
@@ -107,7 +107,7 @@ class UserCompletionsLoss:
             TypeError: the script did not return a scalar, or used what a compiled loss does not have.
             TraceAgain: it called the model, and the outputs have no logits yet.
         """
-        setup, numbers = self._setup(), batch.completions.numbers
+        setup, numbers = self.setup(), batch.completions.numbers
         share = 1 / setup.shards / (numbers["micro_batches"][0] if self._averaged else 1)
         if self._in_torch is None and self._found_in_torch is None:
             try:
@@ -120,7 +120,7 @@ class UserCompletionsLoss:
             raise self._found_in_torch
         if self._in_torch is None:
             warn_of_torch(self._found_in_torch)
-            self._in_torch = TorchCalls(self, self._name, self._compute_loss, setup)
+            self._in_torch = TorchCalls(self)
         of_pass = CompletionsPass(setup, outputs, batch, share)
         loss, sums = self._in_torch(of_pass)
         return jnp.where(of_pass.real, share * loss, 0), sums
@@ -128,14 +128,11 @@ class UserCompletionsLoss:
     def _compiled(
         self, of_pass: CompletionsPass, numbers: dict[str, jax.Array], share: Any
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        setup, self.current = self._setup(), of_pass
+        setup, self.current = self.setup(), of_pass
         state = {"global_step": numbers["global_step"][0].astype(jnp.int32), "epoch": numbers["epoch"][0]}
-        refused = parameters_refused(
-            self._name, setup.model, partial(read_in_jax_error, self._name), base_in_pass_error
-        )
         try:
-            with setup.events.state_replaced(state), torch_explained(self._name), refused:
-                loss = self._compute_loss(of_pass.model, of_pass.inputs)
+            with setup.events.state_replaced(state), torch_explained(self.name), self.parameters_refused():
+                loss = self.compute_loss(of_pass.model, of_pass.inputs)
         except TraceAgain:
             self.need_logits(of_pass.inputs["completion_ids"].shape)
             raise
@@ -146,9 +143,15 @@ class UserCompletionsLoss:
         check_bonus(setup, asked=of_pass.default_sums is not None)
         return jnp.where(of_pass.real, share * loss.astype(jnp.float32), 0), of_pass.sums()
 
+    def parameters_refused(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the loss cannot use the model itself."""
+        return parameters_refused(
+            self.name, self.setup().model, partial(read_in_jax_error, self.name), base_in_pass_error
+        )
+
     def need_logits(self, completions: tuple[int, int]) -> None:
         """Compute logits from the next trace on, because the script calls the model. `completions` is `(B, C)`."""
-        setup = self._setup()
+        setup = self.setup()
         shape = *completions, setup.vocab_size
         tell(
             setup.progress.printed,
@@ -166,7 +169,7 @@ class UserCompletionsLoss:
         Args:
             generations: for each micro-batch, the generation that it is a slice of.
         """
-        setup = self._setup()
+        setup = self.setup()
         shards, pad_token_id = setup.shards, setup.processing_class.pad_token_id
         multiple = setup.pad_to_multiple_of if isinstance(setup.pad_to_multiple_of, int) else 1  # TRL's padding
 
@@ -222,7 +225,7 @@ class UserCompletionsLoss:
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         """The metrics of the task's loss, if the script calls `super()._compute_loss`, followed by those that the
         script logs, each averaged over the micro-batches in which it is not NaN."""
-        return user_metrics(self._setup().task, sums, split)
+        return user_metrics(self.setup().task, sums, split)
 
 
 def corrects_sampler(args: Any) -> bool:
@@ -527,8 +530,8 @@ class TorchCalls:
     """Calls a loss in torch from within the compiled step. The script gets log-probabilities and entropies as tensors
     that require gradients, and JAX continues the backward pass from their gradients."""
 
-    def __init__(self, owner: UserCompletionsLoss, name: str, compute_loss: Callable, setup: Setup):
-        self._owner, self._name, self._compute_loss, self._setup = owner, name, compute_loss, setup
+    def __init__(self, owner: UserCompletionsLoss):
+        self._owner = owner
         self._lock = threading.Lock()  # devices call it concurrently
         self._error: BaseException | None = None
         self._names: list[str] = []  # names of the metrics logged so far, in the order of their slots
@@ -540,7 +543,7 @@ class TorchCalls:
         """Trace a call of the script's loss. Returns the loss of the pass, and sums over micro-batches."""
         leaves, refusal = of_pass.parts()
         if LOGITS in leaves:
-            check_threads(self._setup)
+            check_threads(self._owner.setup())
         numbers = {"micro_batches": jnp.asarray(of_pass.micro_batches), "real": of_pass.real}
         others = {"inputs": of_pass.inputs, "widths": of_pass.widths} | numbers
         results = jax.tree.map(
@@ -588,18 +591,15 @@ class TorchCalls:
                 self._owner.current = None
 
     def _computed(self, leaves: dict, others: dict, refusal: str | None) -> tuple:
-        setup = self._setup
+        setup = self._owner.setup()
         arrays, (prompt, completion) = jax.tree.map(np.asarray, others["inputs"]), map(int, others["widths"])
         whole, length = leaves, arrays["completion_ids"].shape[1]  # the step's length is rounded up; TRL's is not
         arrays = {name: _cut(name, values, prompt, completion, length) for name, values in arrays.items()}
         leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
         self._owner.current = of_pass = TorchPass(setup.model, arrays, leaves, int(others["micro_batches"]), refusal)
         evaluates = contextlib.nullcontext() if setup.model.training else torch_bridge.without_gradient()
-        refused = parameters_refused(
-            self._name, setup.model, partial(read_in_jax_error, self._name), base_in_pass_error
-        )
-        with refused, evaluates:
-            loss = torch_scalar(self._name, self._compute_loss(of_pass.model, of_pass.inputs))
+        with self._owner.parameters_refused(), evaluates:
+            loss = torch_scalar(self._owner.name, self._owner.compute_loss(of_pass.model, of_pass.inputs))
         check_bonus(setup, asked=of_pass.asked)
         self._was_finite |= np.isfinite(loss.item())
         counts = arrays["completion_mask"].any()  # without a token that counts, a mean is NaN

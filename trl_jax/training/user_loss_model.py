@@ -15,7 +15,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,11 +77,36 @@ class Outputs:
         return list(values.values())[key] if isinstance(key, int) else values[key]
 
 
+class Call(NamedTuple):
+    """One call of the model.
+
+    run: `(positions to read or None, **further options) -> the model's output`.
+    tokens, positions, mask: of its rows, `[rows, T]`, with virtual tokens.
+    labels, num_items, others: as passed.
+    """
+
+    run: Callable
+    tokens: jax.Array
+    positions: jax.Array
+    mask: Any
+    labels: Any
+    num_items: Any
+    others: dict[str, Any]
+
+
 class BoundModel:
     """The model with the parameters of this step, called on right-padded rows.
 
     `outputs` and `aux_losses` collect the results of all calls in order, and `metrics` what the script logs.
     `training` is False in evaluation, as in torch. Other attributes are those of the trainer's model.
+
+    Subclasses also have these methods:
+
+    - `_outputs_of(call)`: the outputs of one call.
+    - `default_loss(task, inputs, num_items)`: the task's loss, and the model's outputs. The inputs are those that were
+      passed to compute_loss; `num_items` is the number of targets in the whole step, or None.
+    - `task_sums(task, calls, inputs)`: the sums of the task's loss if the calls cover each row of the batch exactly
+      once, otherwise sums over no examples. `calls` has `outputs`, `aux_losses` and `default_sums` of a bound model.
 
     takes_labels: whether calls take `labels`, and compute_loss takes `num_items_in_batch`.
     divides_by_targets: whether a loss may be divided by the number of targets in the step.
@@ -174,27 +199,9 @@ class BoundModel:
         def run(reads: jax.Array | None = None, **more: Any) -> Any:
             return model(tokens, positions, reads, **options | more)
 
-        return self._outputs_of(run, tokens, positions, attention_mask, labels, num_items_in_batch, others)
+        return self._outputs_of(Call(run, tokens, positions, attention_mask, labels, num_items_in_batch, others))
 
     forward = __call__
-
-    def _outputs_of(
-        self,
-        run: Callable,
-        tokens: jax.Array,
-        positions: jax.Array,
-        mask: Any,
-        labels: Any,
-        num_items: Any,
-        others: dict,
-    ) -> Outputs:
-        """The outputs of one call.
-
-        Args:
-            run: `(positions to read or None, **further options) -> the model's output`.
-            others: further arguments of the call.
-        """
-        raise NotImplementedError
 
     def _with_images(self, tokens: jax.Array, pixel_values: Any) -> tuple[Images, jax.Array]:
         """The batch's images with these patches, and the positions of the tokens."""
@@ -223,25 +230,6 @@ class BoundModel:
         """The inputs of `default_loss`, which a loss in torch called with `arrays`, in a batch of `inputs`."""
         return {name: arrays[name] for name in inputs if name in arrays}
 
-    def default_loss(self, task: Task, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Outputs]:
-        """The task's loss of a batch, and the model's outputs.
-
-        Args:
-            inputs: as passed to `compute_loss`.
-            num_items: number of targets in the whole step, for a language model; None uses the batch's own.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def task_sums(task: Task, calls: Any, inputs: dict[str, Any]) -> dict[str, jax.Array]:
-        """The sums of the task's loss if the calls cover each row of the batch exactly once; otherwise sums over no
-        examples.
-
-        Args:
-            calls: has the `outputs`, `aux_losses` and `default_sums` of a `BoundModel`.
-        """
-        raise NotImplementedError
-
     @staticmethod
     def of_texts(outputs: dict[str, jax.Array]) -> jax.Array:
         """The outputs of a call as an evaluation returns them."""
@@ -266,19 +254,9 @@ class BoundModel:
 class ScoreModel(BoundModel):
     """A model with a score head: `logits` `[rows, 1]`."""
 
-    def _outputs_of(
-        self,
-        run: Callable,
-        tokens: jax.Array,
-        positions: jax.Array,
-        mask: Any,
-        labels: Any,
-        num_items: Any,
-        others: dict,
-    ) -> Outputs:
-        del mask, labels, num_items, others
-        last = jnp.max(jnp.where(tokens != self.config.pad_token_id, positions, 0), axis=1)
-        self.outputs.append(run(reads_of_rows(last, tokens.shape[1])))
+    def _outputs_of(self, call: Call) -> Outputs:
+        last = jnp.max(jnp.where(call.tokens != self.config.pad_token_id, call.positions, 0), axis=1)
+        self.outputs.append(call.run(reads_of_rows(last, call.tokens.shape[1])))
         return Outputs(logits=self.outputs[-1][:, None])
 
     def default_loss(self, task: Task, inputs: dict[str, jax.Array], num_items: Any) -> tuple[jax.Array, Outputs]:
@@ -311,31 +289,22 @@ class TokenModel(BoundModel):
 
     takes_labels = divides_by_targets = True
 
-    def _outputs_of(
-        self,
-        run: Callable,
-        tokens: jax.Array,
-        positions: jax.Array,
-        mask: Any,
-        labels: Any,
-        num_items: Any,
-        others: dict,
-    ) -> Outputs:
-        del positions, others
-        logits, aux_loss = self._with_aux_loss(run, tokens, mask)
-        self.outputs.append(logits.reshape(*tokens.shape, -1)[:, self._model.backend.virtual.count :])
-        loss = None if labels is None else mean_loss(self.outputs[-1], jnp.asarray(labels), num_items)
-        loss = None if loss is None else self.balanced(loss, aux_loss)
+    def _outputs_of(self, call: Call) -> Outputs:
+        logits, aux_loss = self._with_aux_loss(call)
+        self.outputs.append(logits.reshape(*call.tokens.shape, -1)[:, self._model.backend.virtual.count :])
+        loss = None
+        if call.labels is not None:
+            loss = self.balanced(mean_loss(self.outputs[-1], jnp.asarray(call.labels), call.num_items), aux_loss)
         return Outputs(logits=self.outputs[-1], loss=loss, aux_loss=aux_loss)
 
     def _with_aux_loss(
-        self, run: Callable, tokens: jax.Array, mask: Any, reads: jax.Array | None = None, **options: Any
+        self, call: Call, reads: jax.Array | None = None, **options: Any
     ) -> tuple[Any, jax.Array | None]:
-        """The output of a call, and its load-balancing loss."""
+        """The model's output, and the load-balancing loss of the call."""
         if self.aux_loss_weight is None:
-            return run(reads, **options), None
-        options["router_token_count"] = jnp.ones(tokens.shape, int) if mask is None else jnp.asarray(mask)
-        output, router_sums = run(reads, **options)
+            return call.run(reads, **options), None
+        counts = jnp.ones(call.tokens.shape, int) if call.mask is None else jnp.asarray(call.mask)
+        output, router_sums = call.run(reads, **options, router_token_count=counts)
         self.aux_losses.append(load_balancing_loss(router_sums))
         return output, self.aux_losses[-1]
 
@@ -388,25 +357,15 @@ class ComparedModel(TokenModel):
             params, compared = setup.reference.split(params)
         return cls(setup.model, params, setup.task, setup.reference, compared, **options)
 
-    def _outputs_of(
-        self,
-        run: Callable,
-        tokens: jax.Array,
-        positions: jax.Array,
-        mask: Any,
-        labels: Any,
-        num_items: Any,
-        others: dict,
-    ) -> Outputs:
-        if not others.get("fused_lm_head", False):
-            return super()._outputs_of(run, tokens, positions, mask, labels, num_items, others)
-        if labels is None:
+    def _outputs_of(self, call: Call) -> Outputs:
+        if not call.others.get("fused_lm_head", False):
+            return super()._outputs_of(call)
+        if call.labels is None:
             raise TypeError("model(..., fused_lm_head=True) returns log_probs of labels: pass labels=, too.")
-        reads, targets = label_reads(labels)
-        options = {"targets": targets, "temperature": 1.0}
-        self._tokens, aux_loss = self._with_aux_loss(run, tokens, mask, reads, **options)
+        reads, targets = label_reads(call.labels)
+        self._tokens, aux_loss = self._with_aux_loss(call, reads, targets=targets, temperature=1.0)
         names = {"log_probs": "logps", "is_top1": "correct"} | {name: name for name in OUTPUTS[4:-1]}
-        values = {name: getattr(self._tokens, ours).reshape(len(tokens), -1) for name, ours in names.items()}
+        values = {name: getattr(self._tokens, ours).reshape(len(call.tokens), -1) for name, ours in names.items()}
         return Outputs(aux_loss=aux_loss, **values | {"is_top1": values["is_top1"] > 0})
 
     def _images_of_rows(self, tokens: jax.Array, images: Images, positions: Any) -> tuple[Images, Any]:
