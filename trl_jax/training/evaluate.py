@@ -198,29 +198,36 @@ class Evaluator:
         """Evaluate the batches of get_eval_dataloader: the loss, the script's metrics and the speed, whose names start
         with `prefix`, and the task's metrics, without it."""
         start, setup = time.monotonic(), self._setup
-        evaluated, predicted = self._evaluated(batches, "get_eval_dataloader", hooks)
-        script_metrics = {} if setup.args.prediction_loss_only else self._script_metrics(predicted, hooks)
-        metrics = _prefixed(prefix, evaluated.loss(), script_metrics) | self._speed(prefix, start, evaluated)
-        measured = task_metrics(
-            setup.task,
-            setup.objective,
-            [batch.sums for batch in evaluated.batches],
-            "eval",
-            tokens_seen=setup.progress.tokens_seen,
-        )
+        evaluated = self._evaluated(batches, "get_eval_dataloader", hooks)
+        metrics = self._metrics(prefix, start, evaluated, self._predicted(evaluated, batches, hooks), hooks)
+        sums = [batch.sums for batch in evaluated.batches]
+        measured = task_metrics(setup.task, setup.objective, sums, "eval", tokens_seen=setup.progress.tokens_seen)
         if hooks.report is not None and "prediction_step" not in setup.batch_methods:
-            measured |= hooks.report(evaluated, predicted.dataset, prefix)
+            measured |= hooks.report(evaluated, batches.dataset, prefix)
         return metrics, measured
 
     def predict(self, batches: Any, prefix: str, hooks: MetricHooks) -> PredictionOutput:
         """Predict the batches of get_test_dataloader, including texts longer than max_length."""
-        start, only_loss = time.monotonic(), self._setup.args.prediction_loss_only
-        evaluated, predicted = self._evaluated(batches, "get_test_dataloader", hooks, predicts=True)
-        metrics = _prefixed(prefix, evaluated.loss(), {} if only_loss else self._script_metrics(predicted, hooks))
-        metrics |= self._speed(prefix, start, evaluated)
+        start = time.monotonic()
+        evaluated = self._evaluated(batches, "get_test_dataloader", hooks, predicts=True)
+        predicted = self._predicted(evaluated, batches, hooks)
+        metrics = self._metrics(prefix, start, evaluated, predicted, hooks)
         self._setup.events.fire("on_predict", metrics)
-        found = (None, None) if only_loss else (predicted.joined, predicted.joined_labels)
-        return PredictionOutput(predictions=found[0], label_ids=found[1], metrics=metrics)
+        if self._setup.args.prediction_loss_only:
+            return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)
+        return PredictionOutput(predictions=predicted.joined, label_ids=predicted.joined_labels, metrics=metrics)
+
+    def _metrics(
+        self, prefix: str, start: float, evaluated: Evaluated, predicted: Predicted, hooks: MetricHooks
+    ) -> dict[str, float]:
+        """The loss, the script's metrics and the speed since `start`."""
+        setup, args, of_script = self._setup, self._setup.args, {}
+        if hooks.compute_metrics is not None and not args.prediction_loss_only:
+            of_script = predicted.metrics(hooks.compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
+        examples = evaluated.num_examples
+        steps = math.ceil(examples / (args.per_device_eval_batch_size * setup.shards))
+        metrics = _prefixed(prefix, evaluated.loss(), of_script)
+        return metrics | speed_metrics(prefix, start, num_samples=examples, num_steps=steps)
 
     def try_metrics(self, hooks: MetricHooks) -> None:
         """Try compute_metrics before training (see the function `try_metrics`). Skipped without compute_metrics or an
@@ -271,11 +278,9 @@ class Evaluator:
     def _first_pass(self, params: dict, batch: Any, **options: Any) -> jax.Array:
         return self._forward.outputs(params, data.first_pass(batch), **options)
 
-    def _evaluated(
-        self, batches: Batches, method: str, hooks: MetricHooks, *, predicts: bool = False
-    ) -> tuple[Evaluated, Predicted]:
+    def _evaluated(self, batches: Batches, method: str, hooks: MetricHooks, *, predicts: bool = False) -> Evaluated:
         """Evaluate a loader's batches. With `predicts`, texts may be longer than max_length."""
-        setup = self._setup
+        setup, task = self._setup, self._setup.task
         wants_logits = (predicts or hooks.compute_metrics is not None) and not setup.args.prediction_loss_only
         dtype = (None if setup.progress.in_train else setup.args.eval_dtype) or setup.args.compute_dtype
         setup.events.handler.eval_dataloader = batches
@@ -283,22 +288,18 @@ class Evaluator:
         steps, after_each = steps_of(batches, method), partial(setup.events.fire, "on_prediction_step")
         with setup.on_device():
             if self._by_script is not None:
-                evaluate = partial(self._by_script, setup.arrays, dtype=dtype)
-                evaluated = run_batches(self._checked(evaluate), steps, after_each)
-            elif setup.task.head == "lm" and wants_logits:
-                by_logits = self._logits(self._preprocessing(hooks))
-                evaluate = self._checked(partial(by_logits, setup.arrays, dtype=dtype))
-                rows = steps.with_layout(layout="padded", divided=False)
-                evaluated = run_batches(evaluate, rows, after_each, partial(divisor_of, setup.task))
-            elif setup.task.head == "lm" and setup.task.axis == "read":
-                evaluate = self._checked(partial(self._whole, setup.arrays, dtype=dtype))
-                evaluated = run_batches(evaluate, steps, after_each, partial(divisor_of, setup.task))
+                evaluate, divisor = self._by_script, num_examples_of
+            elif task.head == "lm" and wants_logits:
+                evaluate, divisor = self._logits(self._preprocessing(hooks)), partial(divisor_of, task)
+                steps = steps.with_layout(layout="padded", divided=False)
+            elif task.head == "lm" and task.axis == "read":
+                evaluate, divisor = self._whole, partial(divisor_of, task)
             else:
                 outputs_of = partial(self._outputs, setup.arrays, dtype=dtype, bounded=not predicts)
                 place = None if setup.sharding_plan is None else self._placed
                 chunks = Prefetched(self.chunks(steps), place, setup.progress.interrupts.check)
-                evaluated = run_evaluation(self._checked(outputs_of), self._measure, chunks, after_each)
-        return evaluated, self._predicted(evaluated, batches, hooks)
+                return run_evaluation(self._checked(outputs_of), self._measure, chunks, after_each)
+            return run_batches(self._checked(partial(evaluate, setup.arrays, dtype=dtype)), steps, after_each, divisor)
 
     def _preprocessing(self, hooks: MetricHooks) -> ArraysOrTensors | None:
         """The user-defined `preprocess_logits_for_metrics`, which may be written for tensors."""
@@ -346,16 +347,6 @@ class Evaluator:
         if hooks.compute_metrics is not None and "inputs" in setup.args.include_for_metrics:
             inputs = [token_ids_of(batches.steps, batch.rows, setup) for batch in evaluated.batches]
         return Predicted(predictions, labels, losses, inputs, setup.args.eval_do_concat_batches, batches.dataset)
-
-    def _script_metrics(self, predicted: Predicted, hooks: MetricHooks) -> dict[str, float]:
-        args = self._setup.args
-        if hooks.compute_metrics is None:
-            return {}
-        return predicted.metrics(hooks.compute_metrics, args.include_for_metrics, args.batch_eval_metrics)
-
-    def _speed(self, prefix: str, start: float, evaluated: Evaluated) -> dict[str, float]:
-        steps = math.ceil(evaluated.num_examples / (self._setup.args.per_device_eval_batch_size * self._setup.shards))
-        return speed_metrics(prefix, start, num_samples=evaluated.num_examples, num_steps=steps)
 
 
 def _prefixed(prefix: str, loss: float, metrics: dict[str, float]) -> dict[str, float]:
@@ -646,11 +637,15 @@ def _outputs(outputs_of: Callable[[Any], jax.Array], passes: list[tuple[Any, np.
     return jax.device_get(found)
 
 
+def num_examples_of(batch: StepBatch) -> float:
+    return batch.num_examples
+
+
 def run_batches(
     evaluate_batch: Callable[[Any], tuple[dict[str, jax.Array], Any]],
     batches: Iterable[Any],
     after_each: Callable[[], None],
-    divisor: Callable[[Any], float] = lambda batch: batch.num_examples,
+    divisor: Callable[[Any], float] = num_examples_of,
 ) -> Evaluated:
     """Evaluate batch by batch, with a function that returns a batch's loss and outputs together.
 
