@@ -578,20 +578,32 @@ class _Failure(NamedTuple):
 
 
 @dataclass
-class Prefetched:
-    """Iterates over `batches` in a background thread, in order. Errors of the thread are raised in the consumer.
+class AsNeeded:
+    """Iterates over `batches` on demand, without a thread, so that each batch is made with the newest parameters.
 
-    Attributes:
-        place: applied to each batch in the thread; None leaves batches unchanged.
-        waiting: called every half second while no batch arrives, as when a stream stalls; its errors end the wait.
+    place: applied to each batch; None leaves batches unchanged.
     """
 
     batches: Any
     place: Callable[[Any], Any] | None = None
-    waiting: Callable[[], None] | None = None
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
         self.batches.set_epoch(epoch, skip, skipped_digest)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            yield batch if self.place is None else self.place(batch)
+
+
+@dataclass
+class Prefetched(AsNeeded):
+    """Iterates over `batches` in a background thread, in order, and places them there. Errors of the thread are raised
+    in the consumer.
+
+    waiting: called every half second while no batch arrives, as when a stream stalls; its errors end the wait.
+    """
+
+    waiting: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         queue, stop = Queue(_AHEAD), Event()
@@ -615,31 +627,13 @@ class Prefetched:
 
     def _make(self, queue: Queue, stop: Event) -> None:
         try:
-            for batch in self.batches:
-                queue.put(batch if self.place is None else self.place(batch))
+            for batch in super().__iter__():
+                queue.put(batch)
                 if stop.is_set():
                     return
             queue.put(_END)
         except BaseException as error:
             queue.put(_Failure(error))
-
-
-@dataclass
-class AsNeeded:
-    """Iterates over `batches` on demand, without a thread, so that each batch is made with the newest parameters.
-
-    place: applied to each batch; None leaves batches unchanged.
-    """
-
-    batches: Any
-    place: Callable[[Any], Any] | None = None
-
-    def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
-        self.batches.set_epoch(epoch, skip, skipped_digest)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            yield batch if self.place is None else self.place(batch)
 
 
 def _end(thread: Thread, queue: Queue, stop: Event) -> None:

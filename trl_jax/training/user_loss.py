@@ -1,13 +1,13 @@
 """User-defined losses: which methods a script may define, and who calls them.
 
-    hook                               trainers                      called by
-    compute_loss                       all that are not online       UserLoss, for each micro-batch
-    compute_loss_func (an argument)    SFT                           BaseTrainer.compute_loss
-    _compute_loss                      DPO, KTO                      ReferenceTrainer.compute_loss
-    training_step                      as compute_loss               UserStep, around each micro-batch
-    _prepare_inputs                    as compute_loss, not DPO, KTO UserStep, and UserLoss.evaluation
-    prediction_step                    as _prepare_inputs            UserLoss.prediction, for each evaluation batch
-    compute_loss, _compute_loss        GRPO, RLOO, distillation      UserCompletionsLoss, for each pass
+    hook                               trainers                          called by
+    compute_loss                       all but online                    UserLoss, for each micro-batch
+    compute_loss_func (an argument)    SFT                               BaseTrainer.compute_loss
+    _compute_loss                      DPO, KTO                          ReferenceTrainer.compute_loss
+    training_step                      all but CPO, ORPO, online         UserStep, around each micro-batch
+    _prepare_inputs                    all of these but DPO, KTO         UserStep, and UserLoss.evaluation
+    prediction_step                    all but DPO, KTO, online          UserLoss.prediction, for each evaluation batch
+    compute_loss, _compute_loss        GRPO, RLOO, distillation          UserCompletionsLoss, for each pass
 
 The hooks of all rows but the last are `Setup.batch_methods`. With any of them, a script gets whole batches of padded
 rows: a step runs one program for each micro-batch (`UserLossStep`) instead of the one of `update.make_step`, and
