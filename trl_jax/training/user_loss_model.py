@@ -429,12 +429,8 @@ class ComparedModel(TokenModel):
         return {f"ref_{name}": stats[name] for name in self._task.compared}
 
     def _token_stats(self, outputs: TokenOutputs) -> dict[str, jax.Array]:
-        """The task's values for each text, `[X]`."""
-        rows, length = self._rows["labels"].shape
-        targets = targets_of(self._rows["labels"])
-        text = jnp.where(targets < 0, rows, jnp.repeat(jnp.arange(rows), length - 1))
-        examples = rows // len(self._task.columns.texts)
-        return self._task.token_stats(outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(examples)))
+        labels = self._rows["labels"]
+        return stats_of_rows(self._task, outputs, labels, len(labels) // len(self._task.columns.texts))
 
 
 def kind_of_model(setup: Setup) -> type[BoundModel]:
@@ -524,20 +520,21 @@ def targets_of(labels: Any) -> jax.Array:
     return jnp.where(labels[:, 1:] == IGNORED, -1, labels[:, 1:]).reshape(-1)
 
 
-def outputs_of_labels(logits: jax.Array, labels: jax.Array) -> tuple[TokenOutputs, jax.Array]:
-    """The outputs for each label `[rows, T]` after the first, from logits `[rows, T, V]`, and their targets."""
-    targets = targets_of(labels)
-    return outputs_of_logits(logits[:, :-1].reshape(-1, logits.shape[-1]), targets), targets
+def outputs_of_labels(logits: jax.Array, labels: jax.Array) -> TokenOutputs:
+    """The outputs for each label `[rows, T]` after the first, from logits `[rows, T, V]`."""
+    return outputs_of_logits(logits[:, :-1].reshape(-1, logits.shape[-1]), targets_of(labels))
 
 
-def pass_of_logits(task: TokenTask, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    """`task.token_stats` for rows of one text each; arguments as for `outputs_of_labels`."""
-    rows, length = labels.shape
-    outputs, targets = outputs_of_labels(logits, labels)
+def stats_of_rows(task: TokenTask, outputs: TokenOutputs, labels: jax.Array, examples: int) -> dict[str, jax.Array]:
+    """`task.token_stats` for rows of one text each.
+
+    Args:
+        outputs: for each label `[rows, T]` after the first.
+    """
+    (rows, length), targets = labels.shape, targets_of(labels)
     text = jnp.where(targets < 0, rows, jnp.repeat(jnp.arange(rows), length - 1))
-    return task.token_stats(
-        outputs, SimpleNamespace(text=text, targets=targets, weight=jnp.ones(rows), extras=Extras())
-    )
+    weight = jnp.ones(examples)
+    return task.token_stats(outputs, SimpleNamespace(text=text, targets=targets, weight=weight, extras=Extras()))
 
 
 def task_loss(task: TokenTask, logits: jax.Array, labels: jax.Array, num_items: Any = None) -> tuple:
@@ -550,11 +547,11 @@ def task_loss(task: TokenTask, logits: jax.Array, labels: jax.Array, num_items: 
     rows, targets = len(labels), jnp.maximum(1, jnp.sum(labels[:, 1:] != IGNORED))
     weight = 1 / (targets if num_items is None else num_items) if task.per_token else 1 / rows
     batch = LossBatch(jnp.full(rows, weight), Extras(), rows)
-    return task.loss(pass_of_logits(task, logits, labels), batch)
+    return task.loss(stats_of_rows(task, outputs_of_labels(logits, labels), labels, rows), batch)
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array, num_items: Any = None) -> jax.Array:
     """The cross-entropy of transformers' causal models: the mean over targets, or their sum divided by `num_items`.
     Arguments as for `outputs_of_labels`."""
-    outputs, targets = outputs_of_labels(logits, labels)
-    return -jnp.sum(outputs.logps) / (jnp.sum(targets >= 0) if num_items is None else num_items)
+    total = -jnp.sum(outputs_of_labels(logits, labels).logps)
+    return total / (jnp.sum(targets_of(labels) >= 0) if num_items is None else num_items)
