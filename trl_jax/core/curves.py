@@ -37,8 +37,8 @@ def points_of(history: Iterable[Mapping[str, Any]], name: str) -> Points:
     """(step, value) for each log entry with a finite number called `name`, thinned out to about _POINTS points."""
     values = [(log["step"], log[name]) for log in history if isinstance(log.get(name), int | float)]
     values = [(step, value) for step, value in values if math.isfinite(value)]
-    every = -(-len(values) // _POINTS) or 1
-    return values[:-1:every] + values[-1:]
+    stride = -(-len(values) // _POINTS) or 1
+    return values[:-1:stride] + values[-1:]
 
 
 def svg(panels: Mapping[str, Sequence[Curve]]) -> str:
@@ -51,9 +51,9 @@ def svg(panels: Mapping[str, Sequence[Curve]]) -> str:
     widest = max(len(label) for ticks in scales.values() for label in ticks.values())
     left = 14 + _CHARACTER * widest
     parts = []
-    for place, (title, curves) in enumerate(panels.items()):
+    for index, (title, curves) in enumerate(panels.items()):
         ticks = scales[title]
-        frame = _Frame(left, place * _HEIGHT, last, min(ticks), max(ticks))
+        frame = _Frame(left, index * _HEIGHT, last, min(ticks), max(ticks))
         parts += _panel(title, curves, frame, ticks)
     middle = (left + _WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle:.1f}" y="{height - 8}" text-anchor="middle">step</text>')
@@ -69,15 +69,15 @@ def _panel(title: str, curves: Sequence[Curve], frame: _Frame, ticks: Mapping[fl
             f'<line x1="{frame.left}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>',
             f'<text x="{frame.left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>',
         ]
-    apart = max(_step(frame.last), 1)  # steps are whole numbers
-    for step, label in _labeled(range(int(frame.last / apart) + 1), apart).items():
+    spacing = max(_step(frame.last), 1)  # steps are whole numbers
+    for step, label in _with_labels(range(int(frame.last / spacing) + 1), spacing).items():
         x, _ = frame.at(step, frame.low)
         parts.append(f'<text x="{x:.1f}" y="{frame.top + _HEIGHT - 10}" text-anchor="middle">{label}</text>')
     for color, points in (curve for curve in curves if curve.points):
-        places = [frame.at(*point) for point in points]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        pixels = [frame.at(*point) for point in points]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in places]
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in pixels]
     return parts
 
 
@@ -90,7 +90,7 @@ def _scale(values: Sequence[float]) -> dict[float, str]:
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     if min(values) >= 0:
         first = max(first, 0)
-    return _labeled(range(first, last + 1), step)
+    return _with_labels(range(first, last + 1), step)
 
 
 def _step(width: float) -> float:
@@ -99,7 +99,7 @@ def _step(width: float) -> float:
     return next(size * power for size in (5, 2, 1) if size * power <= width / 2)
 
 
-def _labeled(numbers: Iterable[int], step: float) -> dict[float, str]:
+def _with_labels(numbers: Iterable[int], step: float) -> dict[float, str]:
     """`number * step` with its label; all labels have as many decimals as `step` needs."""
     numbers = list(numbers)
     exponent = math.floor(math.log10(step))

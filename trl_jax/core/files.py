@@ -37,8 +37,8 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"duplicate name {brief(twice)} in a JSON object: keep one of the two")
+        duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"duplicate name {brief(duplicate)} in a JSON object: keep one of the two")
     return values
 
 
@@ -72,13 +72,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Pieces], metadata: Mapping[s
         ValueError: a tensor's pieces do not add up to the size that its shape and dtype imply.
     """
     tensors = {name: tensors[name] for name in in_order(tensors)}
-    sizes = {name: one.dtype.itemsize * math.prod(one.shape) for name, one in tensors.items()}
+    sizes = {name: tensor.dtype.itemsize * math.prod(tensor.shape) for name, tensor in tensors.items()}
     with path.open("wb") as file:
-        head = _header(tensors, sizes, metadata)
-        file.write(len(head).to_bytes(8, "little") + head)
-        for name, one in tensors.items():
+        header = _header(tensors, sizes, metadata)
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name, tensor in tensors.items():
             written = 0
-            for piece in one.read():
+            for piece in tensor.read():
                 written += file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
                 del piece  # free it before the next piece is read
             if written != sizes[name]:
@@ -92,15 +92,15 @@ def in_order(tensors: Mapping[str, Pieces]) -> list[str]:
 
 
 def _header(tensors: Mapping[str, Pieces], sizes: Mapping[str, int], metadata: Mapping[str, str] | None) -> bytes:
-    facts, start = {} if metadata is None else {"__metadata__": dict(metadata)}, 0
-    for name, one in tensors.items():
-        facts[name] = {
-            "dtype": SAFETENSORS_DTYPES[one.dtype.name],
-            "shape": list(one.shape),
+    entries, start = {} if metadata is None else {"__metadata__": dict(metadata)}, 0
+    for name, tensor in tensors.items():
+        entries[name] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
             "data_offsets": [start, start + sizes[name]],
         }
         start += sizes[name]
-    text = json.dumps(facts, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)  # pad, so that the tensors are aligned
 
 

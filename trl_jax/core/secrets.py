@@ -68,12 +68,12 @@ def masked(value: Any, name: str = "") -> Any:
     Secrets are recognized by the names of keys and fields, at any depth and also in JSON strings; by their shape
     (hf_..., Bearer ..., user:password in URLs); and by having been read as a secret before (`learn`).
     """
-    return _masked(value, name, _known_forms())
+    return _mask(value, name, _secret_forms())
 
 
 def scrubbed(text: str) -> str:
     """Text without secrets: known ones, anything shaped like one, and values after the name of a secret."""
-    return _scrubbed(text, _known_forms())
+    return _scrub(text, _secret_forms())
 
 
 def cleaned(text: str) -> str:
@@ -88,50 +88,49 @@ class CleanParser(argparse.ArgumentParser):
         super().error(cleaned(message))
 
 
-def _masked(value: Any, name: str, known: _Forms) -> Any:
+def _mask(value: Any, name: str, forms: _Forms) -> Any:
     hidden = is_secret(name)
     if value is None or isinstance(value, bool | Enum):
         return value
     if isinstance(value, Mapping):
         return {
-            _scrub_if_text(key, known): _masked(entry, name if hidden else str(key), known)
-            for key, entry in value.items()
+            _scrub_string(key, forms): _mask(entry, name if hidden else str(key), forms) for key, entry in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        entries = [_masked(entry, name if hidden else "", known) for entry in value]
-        named = isinstance(value, tuple) and type(value) is not tuple
-        return type(value)(*entries) if named else type(value)(entries)
+        entries = [_mask(entry, name if hidden else "", forms) for entry in value]
+        is_namedtuple = isinstance(value, tuple) and type(value) is not tuple
+        return type(value)(*entries) if is_namedtuple else type(value)(entries)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: vars(value).get(f.name) for f in dataclasses.fields(value)}
-        shown = _masked(fields, name if hidden else "", known)
-        return value if shown == fields else shown
+        masked_fields = _mask(fields, name if hidden else "", forms)
+        return value if masked_fields == fields else masked_fields
     if hidden and value != "" and not (isinstance(value, int | float) and name.lower().endswith("token")):
         return placeholder(name)
-    return _scrub_if_text(value, known)
+    return _scrub_string(value, forms)
 
 
-def _scrubbed(text: str, known: _Forms) -> str:
+def _scrub(text: str, forms: _Forms) -> str:
     if text.lstrip()[:1] in ("{", "["):
         try:
             parsed = json.loads(text)
         except (ValueError, RecursionError):
             pass
         else:
-            shown = _masked(parsed, "", known)
-            return text if shown == parsed else json.dumps(shown, ensure_ascii=False)
-    for form, instead in known:
-        text = text.replace(form, instead)
+            masked_value = _mask(parsed, "", forms)
+            return text if masked_value == parsed else json.dumps(masked_value, ensure_ascii=False)
+    for form, replacement in forms:
+        text = text.replace(form, replacement)
     return _SHAPES.sub("<SECRET>", _mask_named_values(text))
 
 
-def _known_forms() -> _Forms:
+def _secret_forms() -> _Forms:
     """(form, replacement) for each way a known secret may be written, longest secrets first. Called once per value to
     mask, because the environment may have many variables."""
     secrets = {os.environ.get(key, "").strip(): placeholder(key) for key in os.environ if _is_secret_variable(key)}
     secrets |= {value: names[0] for value, names in _known.items()}
     return [
-        (form, instead)
-        for secret, instead in sorted(secrets.items(), key=lambda item: -len(item[0]))
+        (form, replacement)
+        for secret, replacement in sorted(secrets.items(), key=lambda item: -len(item[0]))
         if len(secret) >= _MIN_LENGTH
         for form in dict.fromkeys((secret, repr(secret)[1:-1], quote(secret, safe="")))
     ]
@@ -224,35 +223,35 @@ def _resolve_placeholder(name: str, token: str) -> str | None:
     return candidates[0]
 
 
-def _scrub_if_text(value: Any, known: _Forms) -> Any:
+def _scrub_string(value: Any, forms: _Forms) -> Any:
     """Scrubbed if it is a string; the object itself if nothing changes."""
     if not isinstance(value, str):
         return value
-    clean = _scrubbed(value, known)
+    clean = _scrub(value, forms)
     return value if clean == value else clean
 
 
 def _mask_named_values(text: str) -> str:
     """Replace values that follow the name of a secret, in arbitrary text."""
-    parts, done = [], 0
-    for found in _NAME.finditer(text):
-        value = _VALUE.match(text, found.end())
-        if found.start() < done or value is None or not _is_named_secret(found, value[0]):
+    parts, end = [], 0
+    for match in _NAME.finditer(text):
+        value = _VALUE.match(text, match.end())
+        if match.start() < end or value is None or not _is_named_secret(match, value[0]):
             continue
         mark = value["mark"] or ""
-        parts += [text[done : found.end()], mark, placeholder(found["name"]), mark]
-        done = value.end()
-    return "".join([*parts, text[done:]])
+        parts += [text[end : match.end()], mark, placeholder(match["name"]), mark]
+        end = value.end()
+    return "".join([*parts, text[end:]])
 
 
-def _is_named_secret(found: re.Match, value: str) -> bool:
+def _is_named_secret(match: re.Match, value: str) -> bool:
     """Whether a matched name and value are a secret; in prose, a word before a colon is not a name."""
-    name, bare, before = found["name"], value.strip("\\\"'"), found.string[: found.start()].rstrip(" ")
+    name, bare, prefix = match["name"], value.strip("\\\"'"), match.string[: match.start()].rstrip(" ")
     if not is_secret(name) or bare == "" or _NOT_SECRET.fullmatch(bare):
         return False
     if name.lower().endswith("token") and bare.replace(".", "", 1).isdigit():
         return False
-    return found["sign"] == "=" or bool(found["closed"]) or before[-1:] in ("", "\n", "{", ",") or _is_header(name)
+    return match["sign"] == "=" or bool(match["closed"]) or prefix[-1:] in ("", "\n", "{", ",") or _is_header(name)
 
 
 def _is_header(name: str) -> bool:

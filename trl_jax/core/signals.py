@@ -15,7 +15,7 @@ from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 _replaced: dict[tuple[int, Handler], Handler] = {}
-_taken_by_libraries: set[int] = set()
+_library_signals: set[int] = set()
 _mask = threading.local()  # of the thread that forks
 
 
@@ -29,14 +29,15 @@ def handle(numbers: Iterable[int], handler: Handler, *, children_too: Iterable[i
     Returns:
         The previous handlers, to pass to `restore`.
     """
-    before = {number: signal.signal(number, handler) for number in numbers}
-    _replaced.update({(number, handler): there for number, there in before.items() if number not in set(children_too)})
-    return before
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    reset = previous.keys() - set(children_too)
+    _replaced.update({(number, handler): previous[number] for number in reset})
+    return previous
 
 
-def restore(before: dict[int, Handler]) -> None:
+def restore(previous: dict[int, Handler]) -> None:
     """Install the handlers that `handle` replaced."""
-    for number, handler in before.items():
+    for number, handler in previous.items():
         _replaced.pop((number, signal.getsignal(number)), None)
         signal.signal(number, handler)
 
@@ -44,12 +45,12 @@ def restore(before: dict[int, Handler]) -> None:
 def default_in_children(number: int) -> None:
     """Reset a signal to its default in forked children. For signals that a library handles in C, whose handler Python
     cannot see."""
-    _taken_by_libraries.add(number)
+    _library_signals.add(number)
 
 
 def _block() -> None:
     """Block signals during the fork: until the child's handlers are reset, the parent's would consume them."""
-    numbers = {number for number, _ in _replaced} | _taken_by_libraries
+    numbers = {number for number, _ in _replaced} | _library_signals
     _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
@@ -58,7 +59,7 @@ def _unblock() -> None:
 
 
 def _restore_in_child() -> None:
-    for number in _taken_by_libraries:
+    for number in _library_signals:
         signal.signal(number, signal.SIG_DFL)
     for number in {number for number, _ in _replaced}:
         handler = current = signal.getsignal(number)

@@ -46,10 +46,10 @@ def hide_frames(error: Exception) -> None:
     to show the hidden frames. An error that looks like a bug in trl_jax keeps all frames, e.g. one raised inside
     trl_jax by anything other than a `raise` statement. Call this in an `except` clause, before a bare `raise`.
     """
-    if os.environ.get("TRL_JAX_TRACEBACK") == "1" or not _is_of_user(error):
+    if os.environ.get("TRL_JAX_TRACEBACK") == "1" or not _caused_by_user(error):
         return
-    for each in _chained(error):
-        each.__traceback__ = _of_user(each.__traceback__)
+    for chained in _error_chain(error):
+        chained.__traceback__ = _user_frames(chained.__traceback__)
     if FRAMES_HIDDEN not in vars(error).get("__notes__", ()):
         error.add_note(FRAMES_HIDDEN)
 
@@ -61,7 +61,7 @@ def without_launcher(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
-def _is_of_user(error: BaseException) -> bool:
+def _caused_by_user(error: BaseException) -> bool:
     if FRAMES_HIDDEN in vars(error).get("__notes__", ()):
         return True
     frames = list(_walk(error.__traceback__))
@@ -72,16 +72,16 @@ def _is_of_user(error: BaseException) -> bool:
     return callers[-1] == "user" or isinstance(error, OSError | ValueError | ImportError)
 
 
-def _of_user(traceback: TracebackType | None) -> TracebackType | None:
-    kept, inside = [], True
+def _user_frames(traceback: TracebackType | None) -> TracebackType | None:
+    frames, inside = [], True
     for frame in _walk(traceback):
         owner = _owner(frame)
         inside = owner == "ours" or (inside and owner == "library")
-        kept += [] if inside else [frame]
-    shown = None
-    for frame in reversed(kept):
-        shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return shown
+        frames += [] if inside else [frame]
+    result = None
+    for frame in reversed(frames):
+        result = TracebackType(result, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return result
 
 
 def _owner(traceback: TracebackType) -> str:
@@ -100,15 +100,15 @@ def _walk(traceback: TracebackType | None) -> Iterator[TracebackType]:
         traceback = traceback.tb_next
 
 
-def _chained(error: BaseException) -> list[BaseException]:
+def _error_chain(error: BaseException) -> list[BaseException]:
     """The error, its causes, and the errors during whose handling they were raised."""
-    found, left = [], [error]
-    while left:
-        one = left.pop()
-        if one is not None and one not in found:
-            found.append(one)
-            left += [one.__cause__, one.__context__]
-    return found
+    errors, pending = [], [error]
+    while pending:
+        current = pending.pop()
+        if current is not None and current not in errors:
+            errors.append(current)
+            pending += [current.__cause__, current.__context__]
+    return errors
 
 
 # Out-of-memory errors

@@ -61,8 +61,8 @@ def _sum_rows(values: np.ndarray) -> np.ndarray:
     whole = vectors * _LANES
     partial = _sum_interleaved(values[:, :whole].reshape(rows, vectors, _LANES).transpose(1, 0, 2))
     total = np.zeros(rows, np.float32)
-    for place in range(whole, count):
-        total = total + values[:, place]
+    for column in range(whole, count):
+        total = total + values[:, column]
     for lane in range(_LANES):
         total = total + partial[:, lane]
     return total
@@ -79,8 +79,8 @@ def _sum_interleaved(values: np.ndarray) -> np.ndarray:
     """Sum over the first axis, in four interleaved partial sums."""
     whole = len(values) // _INTERLEAVED
     parts = _cascade(values[: whole * _INTERLEAVED].reshape(whole, _INTERLEAVED, *values.shape[1:]))
-    for rest in values[whole * _INTERLEAVED :]:
-        parts[0] = parts[0] + rest
+    for remainder in values[whole * _INTERLEAVED :]:
+        parts[0] = parts[0] + remainder
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -185,7 +185,7 @@ class TorchGenerator:
     def normal(self, count: int, std: float) -> np.ndarray:
         """`torch.empty(count).normal_(0, std)`: float32 `[count]`, within 1 ulp."""
         if count < 16:
-            return self._normal_one_by_one(count, std)
+            return self._normal_in_pairs(count, std)
         uniforms = self._uniforms(count)
         blocks = uniforms[: count - count % 16].reshape(-1, 16)
         values = np.empty(count, dtype=np.float32)
@@ -225,7 +225,7 @@ class TorchGenerator:
     def _uniforms(self, count: int) -> np.ndarray:
         return (self.words(count) & np.uint32(0xFFFFFF)).astype(np.float32) * np.float32(2**-24)
 
-    def _normal_one_by_one(self, count: int, std: float) -> np.ndarray:
+    def _normal_in_pairs(self, count: int, std: float) -> np.ndarray:
         """As torch for fewer than 16: pairs in double precision, first the cosine, then the sine."""
         pairs = (count + 1) // 2
         uniform = self._doubles(2 * pairs).reshape(pairs, 2)

@@ -127,9 +127,10 @@ def names_of_config(args: object) -> TrainerNames:
     Raises:
         TypeError: they belong to no known trainer.
     """
-    known = {(names.where[names.config], names.config): names for names in (*TRAINERS.values(), *EXPERIMENTAL.values())}
-    for kind in type(args).__mro__:  # GKDConfig derives from SFTConfig
-        if (names := known.get((kind.__module__, kind.__qualname__))) is not None:
+    table = (*TRAINERS.values(), *EXPERIMENTAL.values())
+    by_class = {(names.where[names.config], names.config): names for names in table}
+    for cls in type(args).__mro__:  # GKDConfig derives from SFTConfig
+        if (names := by_class.get((cls.__module__, cls.__qualname__))) is not None:
             return names
     configs = ", ".join(names.config for names in TRAINERS.values())
     raise TypeError(

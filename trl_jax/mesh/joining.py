@@ -54,18 +54,18 @@ def call_roll(address: str, count: int, number: int, timeout: float) -> None:
             All processes that have reported raise it.
         TimeoutError: processes are missing, or the first one does not answer.
     """
-    own, (host, port) = Report(number, count), _parse(address)
+    report, (host, port) = Report(number, count), _parse(address)
     if not 0 <= number < count:
-        text = _impossible(own)
+        text = _invalid_number(report)
         with contextlib.suppress(TimeoutError):  # the first process may not run yet
-            _Guest(own, address, host, port, _LAST_WORD).attend()
+            _Guest(report, address, host, port, _LAST_WORD).attend()
         raise ValueError(text)
     end = time.monotonic() + timeout
     if number == 0:
-        listener = _listen(own, address, host, port, end, timeout)
-        _Host(own, address, listener, timeout).attend((host, port), end)
+        listener = _listen(report, address, host, port, end, timeout)
+        _Host(report, address, listener, timeout).attend((host, port), end)
     else:
-        _Guest(own, address, host, port, timeout).attend()
+        _Guest(report, address, host, port, timeout).attend()
 
 
 def _parse(address: str) -> tuple[str, int]:
@@ -75,7 +75,7 @@ def _parse(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _impossible(report: Report) -> str:
+def _invalid_number(report: Report) -> str:
     return (
         f"process_id must be between 0 and {report.count - 1} with num_processes={report.count}, got "
         f"{report.number} (on {report.host}, pid {report.pid}). Give each process its own process_id, starting at 0."
@@ -97,7 +97,7 @@ def _reply(line: bytes) -> dict[str, Any]:
     return values if isinstance(values, dict) and values.keys() <= {"go", "refused", "missing"} else {}
 
 
-def _line(values: dict[str, Any]) -> bytes:
+def _encode(values: dict[str, Any]) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
@@ -122,7 +122,7 @@ class _Patience:
 # The first process
 
 
-def _listen(own: Report, address: str, host: str, port: int, end: float, timeout: float) -> socket.socket:
+def _listen(report: Report, address: str, host: str, port: int, end: float, timeout: float) -> socket.socket:
     """A listening socket at the port of the address.
 
     If another process 0 has the port, both raise ValueError. If another program has it, such as the last process of an
@@ -137,14 +137,14 @@ def _listen(own: Report, address: str, host: str, port: int, end: float, timeout
             family = socket.AF_INET6 if ":" in bind and bind != "::" else socket.AF_INET
             return socket.create_server(("" if bind == "::" else bind, bind_port), family=family)
         except OSError as error:
-            what = f"process 0 of {own.count} cannot listen at {address}: {_reason(error)}"
+            problem = f"process 0 of {report.count} cannot listen at {address}: {_reason(error)}"
         with contextlib.suppress(TimeoutError):  # what has the port is not waiting for this run
-            _Guest(own, address, host, port, _RETRY).attend()
-        patience.tell(what)
+            _Guest(report, address, host, port, _RETRY).attend()
+        patience.tell(problem)
         if time.monotonic() > end:
             raise TimeoutError(
-                f"{what[0].upper()}{what[1:]}, after {timeout:g} s. End the program that uses the port, or choose "
-                "another port for coordinator_address in all processes."
+                f"{problem[0].upper()}{problem[1:]}, after {timeout:g} s. End the program that uses the port, or "
+                "choose another port for coordinator_address in all processes."
             )
         time.sleep(_RETRY)
 
@@ -152,16 +152,16 @@ def _listen(own: Report, address: str, host: str, port: int, end: float, timeout
 class _Host:
     """The first process, which takes the reports."""
 
-    def __init__(self, own: Report, address: str, listener: socket.socket, timeout: float):
-        self._own, self._address, self._listener, self._timeout = own, address, listener, timeout
-        self._present = {0: own}
+    def __init__(self, report: Report, address: str, listener: socket.socket, timeout: float):
+        self._report, self._address, self._listener, self._timeout = report, address, listener, timeout
+        self._present = {0: report}
         self._connections: dict[socket.socket, tuple[bytes, Report | None]] = {}  # what was read, and the report
 
-    def attend(self, place: tuple[str, int], end: float) -> None:
-        patience, mirror = _Patience(), self._mirror(place)
+    def attend(self, endpoint: tuple[str, int], end: float) -> None:
+        patience, mirror = _Patience(), self._mirror(endpoint)
         with self._listener, mirror, selectors.DefaultSelector() as selector:
-            for one in (self._listener, mirror):
-                selector.register(one, selectors.EVENT_READ)
+            for source in (self._listener, mirror):
+                selector.register(source, selectors.EVENT_READ)
             try:
                 while self._missing():
                     for key, _ in selector.select(0.5):
@@ -178,7 +178,7 @@ class _Host:
                             self._forget(key.fileobj)
                     if self._missing():
                         patience.tell(
-                            f"process 0 of {self._own.count} waits at {self._address} for {_names(self._missing())}"
+                            f"process 0 of {self._report.count} waits at {self._address} for {_names(self._missing())}"
                         )
                         self._check_time(end)
                 self._reply(go=True)
@@ -186,12 +186,12 @@ class _Host:
                 for connection in list(self._connections):
                     self._forget(connection)
 
-    def _mirror(self, place: tuple[str, int]) -> socket.socket:
+    def _mirror(self, endpoint: tuple[str, int]) -> socket.socket:
         """A connection to the run's own address. It leads to this process, unless another host also has a process 0,
         which then refuses it."""
         try:
-            mirror = socket.create_connection(place, timeout=2)
-            mirror.sendall(_line(vars(self._own)))
+            mirror = socket.create_connection(endpoint, timeout=2)
+            mirror.sendall(_encode(vars(self._report)))
         except OSError:  # in some networks, a host cannot connect to its own public address
             return socket.socket()
         return mirror
@@ -206,37 +206,37 @@ class _Host:
             raise ValueError(text)
 
     def _missing(self) -> list[int]:
-        return [number for number in range(self._own.count) if number not in self._present]
+        return [number for number in range(self._report.count) if number not in self._present]
 
     def _check_time(self, end: float) -> None:
         if time.monotonic() > end:
             text = (
-                f"{_names(self._missing()).capitalize()} of {self._own.count} did not join the run at {self._address} "
-                f"within {self._timeout:g} s. Start every process with the same coordinator_address and "
-                "num_processes and with its own process_id. To wait longer, increase initialization_timeout."
+                f"{_names(self._missing()).capitalize()} of {self._report.count} did not join the run at "
+                f"{self._address} within {self._timeout:g} s. Start every process with the same coordinator_address "
+                "and num_processes and with its own process_id. To wait longer, increase initialization_timeout."
             )
             self._reply(refused=text)
             raise TimeoutError(text)
 
     def _read(self, connection: socket.socket) -> bool:
         """Read what arrived; returns False if the connection is of no more use."""
-        before, report = self._connections[connection]
+        buffer, report = self._connections[connection]
         try:
             data = connection.recv(_LINE)
         except OSError:
             return False
-        if not data or report is not None or len(before) + len(data) > _LINE:
+        if not data or report is not None or len(buffer) + len(data) > _LINE:
             return False
-        line, newline, _ = (before + data).partition(b"\n")
+        line, newline, _ = (buffer + data).partition(b"\n")
         if newline:
             try:
                 values = json.loads(line)
                 report = Report(int(values["number"]), int(values["count"]), str(values["host"]), int(values["pid"]))
             except (ValueError, KeyError, TypeError):
                 return False  # not a process of this program
-        if report == self._own:  # the connection of `_mirror`
+        if report == self._report:  # the connection of `_mirror`
             return False
-        self._connections[connection] = before + data, report
+        self._connections[connection] = buffer + data, report
         if report is not None:
             self._check(report)
             self._present[report.number] = report
@@ -245,18 +245,18 @@ class _Host:
         return True
 
     def _check(self, report: Report) -> None:
-        own, there = self._own, self._present.get(report.number)
-        if report.count != own.count:
+        ours, other = self._report, self._present.get(report.number)
+        if report.count != ours.count:
             text = (
                 f"The processes of this run have different num_processes: {report.count} on "
-                f"{report.where()}, but {own.count} on {own.where()}. Start all processes with the same number."
+                f"{report.where()}, but {ours.count} on {ours.where()}. Start all processes with the same number."
             )
-        elif not 0 <= report.number < own.count:
-            text = _impossible(report)
-        elif there is not None:
+        elif not 0 <= report.number < ours.count:
+            text = _invalid_number(report)
+        elif other is not None:
             text = (
-                f"Two processes of this run have process_id={report.number}: pid {there.pid} on {there.host}, and pid "
-                f"{report.pid} on {report.host}. Give each process its own process_id from 0 to {own.count - 1}."
+                f"Two processes of this run have process_id={report.number}: pid {other.pid} on {other.host}, and pid "
+                f"{report.pid} on {report.host}. Give each process its own process_id from 0 to {ours.count - 1}."
             )
         else:
             return
@@ -266,7 +266,7 @@ class _Host:
     def _reply(self, **values: Any) -> None:
         for connection in self._connections:
             with contextlib.suppress(OSError):  # closed; the next read notices
-                connection.sendall(_line(values))
+                connection.sendall(_encode(values))
 
     def _forget(self, connection: socket.socket) -> None:
         _, report = self._connections.pop(connection)
@@ -281,8 +281,8 @@ class _Host:
 class _Guest:
     """A process that reports at the address."""
 
-    def __init__(self, own: Report, address: str, host: str, port: int, timeout: float):
-        self._own, self._address, self._place, self._timeout = own, address, (host, port), timeout
+    def __init__(self, report: Report, address: str, host: str, port: int, timeout: float):
+        self._report, self._address, self._place, self._timeout = report, address, (host, port), timeout
         self._end = time.monotonic() + timeout
         self._patience = _Patience()
         self._state = "nothing answers there"
@@ -291,7 +291,7 @@ class _Guest:
         while True:
             try:
                 with socket.create_connection(self._place, timeout=5) as connection:
-                    connection.sendall(_line(vars(self._own)))
+                    connection.sendall(_encode(vars(self._report)))
                     if self._go_ahead(connection):
                         return
             except OSError as error:
@@ -305,7 +305,7 @@ class _Guest:
         If the first process is waiting, too, this one waits _LAST_WORD seconds longer, to be told who is missing.
         """
         connection.settimeout(0.5)
-        rest, end = b"", self._end
+        buffer, end = b"", self._end
         while True:
             try:
                 data = connection.recv(_LINE)
@@ -317,7 +317,7 @@ class _Guest:
             if not data:
                 self._state = _OTHER
                 return False
-            *lines, rest = (rest + data).split(b"\n")
+            *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 reply = _reply(line)
                 if reply.get("go"):
@@ -326,20 +326,20 @@ class _Guest:
                     raise ValueError(reply["refused"])
                 self._state = f"process 0 is there, and waits for {_names(reply['missing'])}" if reply else _OTHER
                 end = self._end + _LAST_WORD if reply else end
-            if len(rest) > _LINE:
+            if len(buffer) > _LINE:
                 self._state = _OTHER
                 return False
 
     def _tell(self) -> None:
         self._patience.tell(
-            f"process {self._own.number} of {self._own.count} waits for the run at {self._address}: {self._state}"
+            f"process {self._report.number} of {self._report.count} waits for the run at {self._address}: {self._state}"
         )
 
     def _check_time(self) -> None:
         self._tell()
         if time.monotonic() > self._end:
             raise TimeoutError(
-                f"Process {self._own.number} of {self._own.count} could not join the run at {self._address} within "
-                f"{self._timeout:g} s: {self._state}. Start process 0 on that host, with the same coordinator_address; "
-                "to wait longer, increase initialization_timeout."
+                f"Process {self._report.number} of {self._report.count} could not join the run at {self._address} "
+                f"within {self._timeout:g} s: {self._state}. Start process 0 on that host, with the same "
+                "coordinator_address; to wait longer, increase initialization_timeout."
             )

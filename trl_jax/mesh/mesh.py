@@ -42,18 +42,19 @@ class ShardedParams:
         """Wrap a function so that its first `parameters` arguments, dicts of sharded parameters, arrive gathered."""
 
         def run(*arguments):
-            whole = [
-                {path: self._whole(path, array) for path, array in params.items()} for params in arguments[:parameters]
+            gathered = [
+                {path: self._gather_array(path, array) for path, array in params.items()}
+                for params in arguments[:parameters]
             ]
-            with layers_gathered_by(self._whole_layer):
-                return function(*whole, *arguments[parameters:])
+            with layers_gathered_by(self._gather_stacked_layer):
+                return function(*gathered, *arguments[parameters:])
 
         return run
 
-    def _whole(self, path: str, array: jax.Array) -> jax.Array:
+    def _gather_array(self, path: str, array: jax.Array) -> jax.Array:
         return array if path in self._stacked else _gather_layer_array(array, self.own[path], self.tensor[path])
 
-    def _whole_layer(self, path: str, array: jax.Array) -> jax.Array:
+    def _gather_stacked_layer(self, path: str, array: jax.Array) -> jax.Array:
         """Gather one layer of the stacked parameter at `path` of the model being traced: its own parameter, or one that
         it shares with the model being trained."""
         for stack in (model_prefix() + path, path):
@@ -76,12 +77,12 @@ def each_part(tensor: PartitionSpec, collective: Callable) -> Callable:
     return jax.shard_map(collective, in_specs=tensor, out_specs=tensor, axis_names={"tensor"}, check_vma=False)
 
 
-def _gather_layer_array(array: jax.Array, own: PartitionSpec, tensor: PartitionSpec) -> jax.Array:
-    at = [(place, axis) for place, axis in enumerate(own) if axis is not None]
-    if not at:
+def _gather_layer_array(array: jax.Array, spec: PartitionSpec, tensor: PartitionSpec) -> jax.Array:
+    sharded = [(dimension, axis) for dimension, axis in enumerate(spec) if axis is not None]
+    if not sharded:
         return array
-    [(place, axis)] = at
-    return each_part(tensor, lambda part: jax.lax.all_gather(part, axis, axis=place, tiled=True))(array)
+    [(dimension, axis)] = sharded
+    return each_part(tensor, lambda part: jax.lax.all_gather(part, axis, axis=dimension, tiled=True))(array)
 
 
 # Sharding rules: mesh axes, and the logical parameter axes that they shard
@@ -161,22 +162,22 @@ class ShardingPlan:
         vector = len([axis for axis in axes if axis != "layers"]) < 2 and "flat" not in axes
         if vector or "norm" in axes or self._small(axes, shape):
             return PartitionSpec()
-        places: list[str | None] = [None] * len(shape)
-        for place, axis in enumerate(axes):
-            over = fsdp if axis == "embed" else RULES[axis]
-            if over not in places and self._divides(over, shape[place]):
-                places[place] = over
-        free = [place for place, axis in enumerate(axes) if places[place] is None and axis != "layers"]
-        even = [place for place in free if self._divides(fsdp, shape[place])]
-        if fsdp not in places and even:
-            places[max(even, key=lambda place: shape[place])] = fsdp
-        return PartitionSpec(*places)
+        assigned: list[str | None] = [None] * len(shape)
+        for dimension, axis in enumerate(axes):
+            mesh_axis = fsdp if axis == "embed" else RULES[axis]
+            if mesh_axis not in assigned and self._divides(mesh_axis, shape[dimension]):
+                assigned[dimension] = mesh_axis
+        free = [dimension for dimension, axis in enumerate(axes) if assigned[dimension] is None and axis != "layers"]
+        even = [dimension for dimension in free if self._divides(fsdp, shape[dimension])]
+        if fsdp not in assigned and even:
+            assigned[max(even, key=lambda dimension: shape[dimension])] = fsdp
+        return PartitionSpec(*assigned)
 
     def _small(self, axes: Sequence[str], shape: Sequence[int]) -> bool:
         return prod(size for size, axis in zip(shape, axes, strict=True) if axis != "layers") < self.whole_below
 
-    def _divides(self, over: str | None, size: int) -> bool:
-        return over is not None and self.size(over) > 1 and size % self.size(over) == 0
+    def _divides(self, mesh_axis: str | None, size: int) -> bool:
+        return mesh_axis is not None and self.size(mesh_axis) > 1 and size % self.size(mesh_axis) == 0
 
     def params(self, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """The sharding of each parameter; `shapes` is a flat dict, by path, of anything with a shape."""
@@ -184,15 +185,15 @@ class ShardingPlan:
 
     def gradients(self, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """The sharding of each gradient and each optimizer moment."""
-        over = self.moments_over or "fsdp"
-        return {path: NamedSharding(self.mesh, self.spec(path, leaf.shape, over)) for path, leaf in shapes.items()}
+        fsdp_axis = self.moments_over or "fsdp"
+        return {path: NamedSharding(self.mesh, self.spec(path, leaf.shape, fsdp_axis)) for path, leaf in shapes.items()}
 
     def state(self, state: Any, shapes: Mapping[str, Any]) -> Any:
         """The sharding of each optimizer state array: like the parameter of the same path and shape, else whole."""
         like = self.gradients(shapes)
 
-        def sharding(where: tuple, leaf: Any) -> NamedSharding:
-            names = [key.key for key in where if isinstance(key, jax.tree_util.DictKey)]
+        def sharding(path: tuple, leaf: Any) -> NamedSharding:
+            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
             params = [name for name in names if name in like and shapes[name].shape == leaf.shape]
             return like[params[-1]] if params else self.whole
 
@@ -204,8 +205,8 @@ class ShardingPlan:
 
     def placed(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Parameters, moved to their shardings."""
-        places = self.params(params)
-        return {path: placed(array, places[path]) for path, array in params.items()}
+        shardings = self.params(params)
+        return {path: placed(array, shardings[path]) for path, array in params.items()}
 
     def placed_state(self, state: Any, params: Mapping[str, Any]) -> Any:
         """An optimizer state, moved to its sharding."""
@@ -326,12 +327,12 @@ def fetched(array: jax.Array) -> np.ndarray:
     """The whole array, on every host. If hosts hold different shards, all of them must call this."""
     if not spans_hosts(array):
         return np.asarray(array)
-    return np.asarray(_gathered(array, NamedSharding(array.sharding.mesh, PartitionSpec())))
+    return np.asarray(_replicate(array, NamedSharding(array.sharding.mesh, PartitionSpec())))
 
 
 @partial(jax.jit, static_argnums=1)
-def _gathered(array: jax.Array, place: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(array, place)
+def _replicate(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def pieces(array: Any, max_bytes: int) -> Iterator[np.ndarray]:
@@ -353,9 +354,9 @@ def pieces(array: Any, max_bytes: int) -> Iterator[np.ndarray]:
 
 def platform() -> str:
     """The platform to compile for, "cpu", "gpu" or "tpu". A mesh decides, even one of devices that are not present."""
-    of_mesh, default = jax.sharding.get_abstract_mesh().abstract_device, jax.config.jax_default_device
-    if of_mesh is not None:
-        return of_mesh.platform
+    mesh_device, default = jax.sharding.get_abstract_mesh().abstract_device, jax.config.jax_default_device
+    if mesh_device is not None:
+        return mesh_device.platform
     return jax.default_backend() if default is None else default.platform
 
 
@@ -371,8 +372,8 @@ def on_each_device(call: Callable, in_specs: Any, out_specs: Any) -> Callable:
 def as_summed(value: jax.Array) -> jax.Array:
     """Cast a value to the dtype in which devices sum it. On a CPU, 16-bit values are summed in float32: XLA would do
     that itself, but crashes if the sum is in a shard_map (jaxlib 0.10 to 0.12)."""
-    halves = value.dtype in (jnp.bfloat16, jnp.float16) and platform() == "cpu"
-    return value.astype(jnp.float32) if halves else value
+    is_half = value.dtype in (jnp.bfloat16, jnp.float16) and platform() == "cpu"
+    return value.astype(jnp.float32) if is_half else value
 
 
 def psum(value: jax.Array, axis: str) -> jax.Array:

@@ -118,7 +118,7 @@ def join(address: str | None, count: int | None, number: int | None, timeout: in
                 f"coordinator_address={address!r} also needs num_processes, the number of processes of the run, and "
                 "process_id, the number of this process from 0."
             )
-        count, number = _whole("JAX_NUM_PROCESSES", count), _whole("JAX_PROCESS_ID", number)
+        count, number = _to_int("JAX_NUM_PROCESSES", count), _to_int("JAX_PROCESS_ID", number)
         call_roll(address, count, number, timeout)
         _connect(timeout, address, count, number)
     elif any(int(os.environ.get(name, "1")) > 1 for name in _SCHEDULERS) or _tpu_pod():
@@ -130,15 +130,15 @@ def join(address: str | None, count: int | None, number: int | None, timeout: in
         )
 
 
-def _whole(variable: str, value: int | str) -> int:
+def _to_int(variable: str, value: int | str) -> int:
     if isinstance(value, str) and not value.strip().removeprefix("-").isdecimal():
         raise ValueError(f"{variable} must be a whole number, got {value!r}.")
     return int(value)
 
 
-def _connect(timeout: int, *place: Any) -> None:
+def _connect(timeout: int, *address: Any) -> None:
     with _watch().joining(timeout):
-        jax.distributed.initialize(*place, initialization_timeout=timeout, heartbeat_timeout_seconds=HEARTBEAT)
+        jax.distributed.initialize(*address, initialization_timeout=timeout, heartbeat_timeout_seconds=HEARTBEAT)
     signals.default_in_children(signal.SIGTERM)  # JAX's handler forwards it to other processes, but ends no child
 
 
@@ -210,56 +210,58 @@ def from_all(data: bytes) -> list[bytes]:
     """The `data` of every process, in order, in all processes."""
     lengths = multihost_utils.process_allgather(np.asarray(len(data), np.int64)).reshape(-1).tolist()
     padded = np.frombuffer(data.ljust(max(lengths), b"\0"), np.uint8)
-    found = multihost_utils.process_allgather(padded)
-    return [row[:length].tobytes() for row, length in zip(found, lengths, strict=True)]
+    rows = multihost_utils.process_allgather(padded)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def of_each_process(do: Callable[[], Any]) -> list[Any]:
+def of_each_process(function: Callable[[], Any]) -> list[Any]:
     """Call `do` in every process and return all results in order. Results are pickled.
 
     Raises:
         Exception: what `do` raised in this process.
         RuntimeError: `do` raised in another process, which is named.
     """
-    mine, error = None, None
+    result, error = None, None
     try:
-        mine = do()
+        result = function()
     except Exception as raised:  # re-raised below, once the other processes know
         error = raised
-    found = [pickle.loads(one) for one in from_all(pickle.dumps((mine, error and f"{type(error).__name__}: {error}")))]
+    payload = pickle.dumps((result, error and f"{type(error).__name__}: {error}"))
+    results = list(map(pickle.loads, from_all(payload)))
     if error is not None:
         raise error
-    for number, (_, text) in enumerate(found):
+    for number, (_, text) in enumerate(results):
         if text is not None:
             raise RuntimeError(f"Process {number} of this run raised {text} See its own log for the traceback.")
-    return [value for value, _ in found]
+    return [value for value, _ in results]
 
 
 @together("comparing arguments and data")
-def check_alike(facts: dict[str, int]) -> None:
+def check_alike(digests: dict[str, int]) -> None:
     """Check that all processes have the same values.
 
     Args:
-        facts: description of a value -> its 32-bit digest.
+        digests: description of a value -> its 32-bit digest.
 
     Raises:
         ValueError: in every process, naming the processes that differ.
     """
     if not several():
         return
-    gathered = multihost_utils.process_allgather(np.asarray(list(facts.values()), np.uint32))
-    names = multihost_utils.process_allgather(_encoded(socket.gethostname()))
-    for name, values in zip(facts, gathered.T, strict=True):
-        others = [number for number, value in enumerate(values.tolist()) if value != values[0]]
-        if others:
-            shown = ", ".join(f"{number} (on {bytes(names[number]).rstrip(bytes(1)).decode()})" for number in others)
+    gathered = multihost_utils.process_allgather(np.asarray(list(digests.values()), np.uint32))
+    names = multihost_utils.process_allgather(_encode_host(socket.gethostname()))
+    for name, values in zip(digests, gathered.T, strict=True):
+        differing = [number for number, value in enumerate(values.tolist()) if value != values[0]]
+        if differing:
+            hosts = {number: bytes(names[number]).rstrip(bytes(1)).decode() for number in differing}
+            listed = ", ".join(f"{number} (on {host})" for number, host in hosts.items())
             raise ValueError(
-                f"The processes of this run have different {name}: {shown} from process 0. Start the same script with "
+                f"The processes of this run have different {name}: {listed} from process 0. Start the same script with "
                 "the same arguments, data and package versions on each host."
             )
 
 
-def _encoded(text: str) -> np.ndarray:
+def _encode_host(text: str) -> np.ndarray:
     return np.frombuffer(text.encode()[:64].ljust(64, bytes(1)), np.uint8)
 
 
@@ -289,13 +291,8 @@ class Accelerator(ProcessState):
         super().__init__(args)
         self.mixed_precision = "bf16" if args.compute_dtype == "bfloat16" else "no"
         self._end, self._prepared = end, WeakSet()
-        self.state = SimpleNamespace(
-            deepspeed_plugin=None,
-            fsdp_plugin=None,
-            num_processes=self.num_processes,
-            process_index=self.process_index,
-            is_main_process=self.is_main_process,
-        )
+        process = {name: vars(self)[name] for name in ("num_processes", "process_index", "is_main_process")}
+        self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None, **process)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -336,7 +333,7 @@ class Accelerator(ProcessState):
         """
         del options
         torch = sys.modules.get("torch")
-        if torch is None or not all(isinstance(one, torch.utils.data.DataLoader) for one in objects):
+        if torch is None or not all(isinstance(item, torch.utils.data.DataLoader) for item in objects):
             raise AttributeError(
                 "trainer.accelerator has no prepare, except for data loaders: arrays are where JAX puts them."
             )
@@ -356,5 +353,5 @@ class Accelerator(ProcessState):
         self._end()
 
     def __getattr__(self, name: str) -> NoReturn:
-        instead = f": {_INSTEAD[name]}." if name in _INSTEAD else ": trl_jax does not use accelerate."
-        raise AttributeError(f"trainer.accelerator has no {name}{instead}")
+        advice = f": {_INSTEAD[name]}." if name in _INSTEAD else ": trl_jax does not use accelerate."
+        raise AttributeError(f"trainer.accelerator has no {name}{advice}")

@@ -61,7 +61,7 @@ class Watch:
         self._thread: threading.Thread | None = None  # started with the first block: until then, scripts may fork
         self._count, self._over = 0, threading.Event()
         self._position = _Position(0, "its start", time.monotonic())
-        self._published, self._told = (0, 0.0), 0
+        self._published, self._warned = (0, 0.0), 0
         self._lifelines: _Lifelines | None = None
         self._devices_started = False
 
@@ -126,7 +126,7 @@ class Watch:
             self.start()
             self._client = self._state.client
             self._lifelines = _Lifelines(self._state, self._client)
-            self._thread = threading.Thread(target=self._look, name="trl_jax-processes", daemon=True)
+            self._thread = threading.Thread(target=self._watch_others, name="trl_jax-processes", daemon=True)
             self._thread.start()
         self._count += 1
         number, self.raising = self._count, False
@@ -147,19 +147,19 @@ class Watch:
             self.blocks.remove(number)
             self.reached(f"what follows {name}")
 
-    def announce(self, what: str, error: BaseException) -> None:
+    def announce(self, event: str, error: BaseException) -> None:
         client = None if self._state is None else self._client or self._state.client
         if client is not None and self.lost is None:
-            self._publish(client, what, type(error).__name__)
+            self._publish(client, event, type(error).__name__)
 
-    def _publish(self, client: Any, what: str, text: str) -> None:
+    def _publish(self, client: Any, event: str, text: str) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the first process, which hosts the service, is gone
-            client.key_value_set(f"trl_jax/{what}/{self.number}", text, allow_overwrite=True)
+            client.key_value_set(f"trl_jax/{event}/{self.number}", text, allow_overwrite=True)
 
-    def _published_by_others(self, what: str) -> dict[int, str]:
+    def _published_by_others(self, event: str) -> dict[int, str]:
         """Number of another process -> what it published."""
-        found = self._client.key_value_dir_get(f"trl_jax/{what}/")
-        values = {int(key.rpartition("/")[2]): text for key, text in found}
+        entries = self._client.key_value_dir_get(f"trl_jax/{event}/")
+        values = {int(key.rpartition("/")[2]): text for key, text in entries}
         return {number: text for number, text in values.items() if number != self.number}
 
     def _explanation(self, error: BaseException, name: str) -> str | None:
@@ -170,42 +170,42 @@ class Watch:
         while self.lost is None and time.monotonic() < end:
             time.sleep(0.05)
         if self.lost is not None:
-            return self._loss()
+            return self._loss_message()
         others = "though all of them are alive" if self._lifelines.hold(self.count) else "or one of them has died"
         return (
             f"The connection between the processes of this run failed in {name}, {others} (this is process "
             f"{self.number} of {self.count}). Look at their logs and at the network between their hosts. {_RESUME}"
         )
 
-    def _loss(self) -> str:
+    def _loss_message(self) -> str:
         return (
             f"Process {self.lost} of {self.count} has died or cannot be reached (see its own log), so this process, "
             f"number {self.number}, cannot continue. {_RESUME}"
         )
 
-    def _look(self) -> None:
-        found, since = None, 0.0
+    def _watch_others(self) -> None:
+        failure, since = None, 0.0
         while not self._over.is_set():
             lost = self._lifelines.wait(1)
             self.lost = lost if self.lost is None else self.lost
             try:
-                now = self._failed()
+                latest = self._find_failure()
                 if self.lost is None:
                     self._tell_position()
             except jax.errors.JaxRuntimeError:  # the first process is gone, and the lifelines notice it
                 continue
-            if now != found:
-                found, since = now, time.monotonic()
-            if found is not None and time.monotonic() >= since + GRACE:
-                self._exit(found[1])
+            if latest != failure:
+                failure, since = latest, time.monotonic()
+            if failure is not None and time.monotonic() >= since + GRACE:
+                self._exit(failure[1])
 
-    def _failed(self) -> tuple[int, str] | None:
+    def _find_failure(self) -> tuple[int, str] | None:
         """The block in which this process waits for a failed one, and a sentence about the failure."""
         for number in [] if self.raising else tuple(self.blocks):
             if self.lost is not None:
-                return number, self._loss()
-            for what in (f"left/{number}", "ended"):
-                for process, name in self._published_by_others(what).items():
+                return number, self._loss_message()
+            for event in (f"left/{number}", "ended"):
+                for process, name in self._published_by_others(event).items():
                     return number, (
                         f"Process {process} of {self.count} ended with {name} (see its own log), so this process, "
                         f"number {self.number}, exits too. {_RESUME}"
@@ -214,26 +214,26 @@ class Watch:
 
     def _tell_position(self) -> None:
         """Publish this process's position; if it has waited long, say which processes have not arrived."""
-        own, now = self._position, time.monotonic()
-        published, when = self._published
-        if own.number != published and now >= when + _PUBLISH:
-            self._published, self._told = (own.number, now), 0
-            self._publish(self._client, "at", f"{own.number} {own.name}")
-        if self.blocks and now >= own.since + WAIT * (self._told + 1):
-            self._told = int((now - own.since) // WAIT)
-            behind = self._behind(own.number)
-            if behind:
+        position, now = self._position, time.monotonic()
+        published_number, published_at = self._published
+        if position.number != published_number and now >= published_at + _PUBLISH:
+            self._published, self._warned = (position.number, now), 0
+            self._publish(self._client, "at", f"{position.number} {position.name}")
+        if self.blocks and now >= position.since + WAIT * (self._warned + 1):
+            self._warned = int((now - position.since) // WAIT)
+            lagging = self._lagging(position.number)
+            if lagging:
                 say(
-                    f"process {self.number} of {self.count} has waited {now - own.since:.0f} s in {own.name} for "
-                    f"{'; '.join(behind)}."
+                    f"process {self.number} of {self.count} has waited {now - position.since:.0f} s in {position.name} "
+                    f"for {'; '.join(lagging)}."
                 )
 
-    def _behind(self, position: int) -> list[str]:
-        places = {number: text.partition(" ") for number, text in self._published_by_others("at").items()}
+    def _lagging(self, position: int) -> list[str]:
+        positions = {number: text.partition(" ") for number, text in self._published_by_others("at").items()}
         return [
-            f"process {number}, which is in {places[number][2]}" if number in places else f"process {number}"
+            f"process {number}, which is in {positions[number][2]}" if number in positions else f"process {number}"
             for number in range(self.count)
-            if number != self.number and (number not in places or int(places[number][0]) < position)
+            if number != self.number and (number not in positions or int(positions[number][0]) < position)
         ]
 
     def _exit(self, text: str) -> None:
@@ -241,9 +241,9 @@ class Watch:
         _flush()
         if self.lost is None:
             # Processes wait for each other here. If this one just exited, JAX would abort the others.
-            last = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-            last.start()
-            last.join(LAST)
+            shutdown = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+            shutdown.start()
+            shutdown.join(LAST)
         os._exit(1)  # the main thread is stuck in a collective
 
     def _stop(self) -> None:
@@ -267,7 +267,7 @@ class Watch:
             time.sleep(0.05)
         if self.lost is None and self.number != 0 and not _answers(self._state.coordinator_address):
             self.lost = 0
-        return None if self.lost is None else self._loss()
+        return None if self.lost is None else self._loss_message()
 
 
 class _Position:
@@ -341,9 +341,9 @@ class _Lifelines:
                 self._client.key_value_set("trl_jax/lifelines/0", f"{port} {self._secret}", allow_overwrite=True)
                 self._connected = True
                 return
-            found = self._client.key_value_dir_get("trl_jax/lifelines/")
-            if found:
-                port, self._secret = found[0][1].split(" ")
+            entries = self._client.key_value_dir_get("trl_jax/lifelines/")
+            if entries:
+                port, self._secret = entries[0][1].split(" ")
                 self._attempts += 1
                 host = self._address.rpartition(":")[0].strip("[]")
                 connection = socket.create_connection((host, int(port)), timeout=5)
@@ -364,12 +364,12 @@ class _Lifelines:
 
     def _read(self, connection: socket.socket) -> int | None:
         """Read what arrived. Returns the number of a process that died, or None."""
-        before, number = self._peers[connection]
+        buffer, number = self._peers[connection]
         try:
             data = connection.recv(256)
         except OSError:
             data = b""
-        *lines, rest = (before + data).split(b"\n")
+        *lines, rest = (buffer + data).split(b"\n")
         lost = None
         for line in lines:
             word, *values = line.decode(errors="replace").split(" ")
@@ -399,8 +399,8 @@ class _Lifelines:
             self._close_sockets()
 
     def _close_sockets(self) -> None:
-        for one in [*self._peers, *([] if self._listener is None else [self._listener])]:
-            one.close()
+        for connection in [*self._peers, *([] if self._listener is None else [self._listener])]:
+            connection.close()
 
 
 def _answers(address: str) -> bool:
@@ -414,8 +414,8 @@ def _answers(address: str) -> bool:
 _abort: list[Any] = []  # the handler, which C code calls: it must not be garbage-collected
 
 
-def _explain_abort(why: Callable[[], str | None]) -> None:
-    """If C++ code aborts this process and `why` knows the reason, print it and exit with code 1.
+def _explain_abort(explain: Callable[[], str | None]) -> None:
+    """If C++ code aborts this process and `explain` knows the reason, print it and exit with code 1.
 
     Python's own signal handlers would run too late: its C handler only sets a flag, and then the process is aborted.
     """
@@ -425,14 +425,14 @@ def _explain_abort(why: Callable[[], str | None]) -> None:
     library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
 
     def handle(number: int) -> None:
-        text = why() if os.getpid() == pid else None
+        text = explain() if os.getpid() == pid else None
         if text is not None:
             say(text)
             _flush()
             os._exit(1)
-        library.signal(signal.SIGABRT, before)
+        library.signal(signal.SIGABRT, previous)
         os.kill(os.getpid(), signal.SIGABRT)
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
     _abort.append(handler)
-    before = library.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+    previous = library.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
