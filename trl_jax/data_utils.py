@@ -79,9 +79,9 @@ def apply_chat_template(
         return {"text": render(example["messages"])}
     if "prompt" not in names_found:
         return {name: render(example[name]) for name in answers}
-    whole = {name: render(example["prompt"] + example[name]) for name in answers}
-    prompt = os.path.commonprefix([render(example["prompt"], **opening(example["prompt"])), *whole.values()])
-    return {"prompt": prompt, **{name: text[len(prompt) :] for name, text in whole.items()}, **label}
+    full_texts = {name: render(example["prompt"] + example[name]) for name in answers}
+    prompt = os.path.commonprefix([render(example["prompt"], **opening(example["prompt"])), *full_texts.values()])
+    return {"prompt": prompt, **{name: text[len(prompt) :] for name, text in full_texts.items()}, **label}
 
 
 def maybe_apply_chat_template(

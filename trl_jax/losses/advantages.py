@@ -60,8 +60,8 @@ def group_advantages(
     Raises:
         ValueError: unknown aggregation or scale_rewards.
     """
-    xp, rewards, weights = _arrays(rewards, weights)
-    total = _weighted(xp, rewards, weights)
+    xp, rewards, weights = _as_arrays(rewards, weights)
+    total = _weighted_sum(xp, rewards, weights)
     if aggregation == "sum_then_normalize":
         advantages, std = _sum_then_normalize(xp, total, num_generations, scale_rewards)
     elif aggregation == "normalize_then_sum":
@@ -116,8 +116,8 @@ def rloo_advantages(
         kl: `[X]`, old - reference log-probability, summed over a completion's tokens.
         normalize: subtract the mean of all advantages and divide by their standard deviation.
     """
-    xp, rewards, weights = _arrays(rewards, weights)
-    total = rewarded = _weighted(xp, rewards, weights)
+    xp, rewards, weights = _as_arrays(rewards, weights)
+    total = rewarded = _weighted_sum(xp, rewards, weights)
     if reward_clip_range is not None:
         rewarded = xp.clip(rewarded, *map(xp.float32, reward_clip_range))
     if kl is not None and beta:
@@ -153,14 +153,14 @@ def _sum_then_normalize(xp: Any, total: Any, num_generations: int, scale_rewards
 def _normalize_then_sum(xp: Any, rewards: Any, weights: Any, num_generations: int) -> tuple[Any, Any]:
     group = rewards.reshape(-1, num_generations, rewards.shape[1])
     normalized = (group - _nanmean(xp, group)) / (_nanstd(xp, group) + xp.float32(_EPSILON))
-    none = xp.all(xp.isnan(rewards), axis=1)
-    total = xp.where(none, xp.float32(xp.nan), _sum(xp, normalized.reshape(rewards.shape), weights))
+    unrewarded = xp.all(xp.isnan(rewards), axis=1)
+    total = xp.where(unrewarded, xp.float32(xp.nan), _sum(xp, normalized.reshape(rewards.shape), weights))
     std = _nanstd(xp, total, None)
     advantages = (total - _nanmean(xp, total, None)) / (std + xp.float32(_EPSILON))
     return advantages, xp.broadcast_to(std, total.shape)
 
 
-def _arrays(rewards: Any, weights: Any) -> tuple[Any, Any, Any]:
+def _as_arrays(rewards: Any, weights: Any) -> tuple[Any, Any, Any]:
     """The array module (NumPy or JAX), rewards as `[X, F]` and weights as `[F]`."""
     xp = jnp if isinstance(rewards, jax.Array) else np
     rewards = xp.asarray(rewards, xp.float32)
@@ -168,9 +168,9 @@ def _arrays(rewards: Any, weights: Any) -> tuple[Any, Any, Any]:
     return xp, rewards, xp.ones(rewards.shape[1], xp.float32) if weights is None else xp.asarray(weights, xp.float32)
 
 
-def _weighted(xp: Any, rewards: Any, weights: Any) -> Any:
-    none = xp.all(xp.isnan(rewards), axis=1)
-    return xp.where(none, xp.float32(xp.nan), _sum(xp, rewards, weights))
+def _weighted_sum(xp: Any, rewards: Any, weights: Any) -> Any:
+    unrewarded = xp.all(xp.isnan(rewards), axis=1)
+    return xp.where(unrewarded, xp.float32(xp.nan), _sum(xp, rewards, weights))
 
 
 def _sum(xp: Any, rewards: Any, weights: Any) -> Any:

@@ -165,8 +165,8 @@ def _bco_pair(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
 
 
 def _sppo_hard(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
-    (chosen, rejected), aim = pairs.ratios, 0.5 / loss.beta
-    return jnp.square(chosen - aim) + jnp.square(rejected + aim)
+    (chosen, rejected), target = pairs.ratios, 0.5 / loss.beta
+    return jnp.square(chosen - target) + jnp.square(rejected + target)
 
 
 def _apo_zero(loss: PreferenceLoss, pairs: PairLogps) -> jax.Array:
@@ -197,12 +197,12 @@ def _aot_unpaired(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> ja
 def _sorted_loss(loss: PreferenceLoss, first: jax.Array, second: jax.Array, real: jax.Array) -> jax.Array:
     """Smoothed sigmoid loss of the difference between two sorted samples. Padding sorts last and is excluded."""
     first, second = (jnp.sort(jnp.where(real, values, jnp.inf)) for values in (first, second))
-    filled = jnp.arange(len(real)) >= jnp.sum(real)
-    delta_score = loss.beta * jnp.where(filled, 0, jnp.where(filled, 0, first) - jnp.where(filled, 0, second))
-    kept, flipped = jax.nn.log_sigmoid(delta_score), jax.nn.log_sigmoid(-delta_score)
-    losses = -kept * (1 - loss.label_smoothing) - flipped * loss.label_smoothing
+    padded = jnp.arange(len(real)) >= jnp.sum(real)
+    delta_score = loss.beta * jnp.where(padded, 0, jnp.where(padded, 0, first) - jnp.where(padded, 0, second))
+    unflipped, flipped = jax.nn.log_sigmoid(delta_score), jax.nn.log_sigmoid(-delta_score)
+    losses = -unflipped * (1 - loss.label_smoothing) - flipped * loss.label_smoothing
     # A loss over sorted samples has no per-pair value, so every pair gets the mean over the real pairs.
-    return jnp.sum(jnp.where(filled, 0, losses)) / jnp.maximum(1, jnp.sum(real)) * jnp.ones(len(real))
+    return jnp.sum(jnp.where(padded, 0, losses)) / jnp.maximum(1, jnp.sum(real)) * jnp.ones(len(real))
 
 
 def _sft(loss: PreferenceLoss, pairs: PairLogps, real: jax.Array) -> jax.Array:

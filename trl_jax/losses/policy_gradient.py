@@ -256,8 +256,8 @@ def _token_factors(
     groups, factor = policies.groups, 1.0
     if settings.off_policy_mask_threshold is not None:
         threshold = settings.off_policy_mask_threshold
-        kept = off_policy_mask(policies.logps, sampled, policies.advantages, threshold, groups)
-        factor *= groups.spread(kept.astype(jnp.float32))
+        keep = off_policy_mask(policies.logps, sampled, policies.advantages, threshold, groups)
+        factor *= groups.spread(keep.astype(jnp.float32))
     if correction is not None and settings.loss_type != "vespo":
         factor *= groups.spread(correction) if settings.corrects_sequences else correction
     return factor
@@ -530,8 +530,8 @@ def token_weights(
         return completion_weight / settings.max_completion_length
     if settings.loss_type == "bnpo":
         tokens, weights = (xp.sum(xp.where(micro_batch, values, 0), axis=1) for values in (lengths, completion_weight))
-        of_micro_batch = weights / xp.maximum(tokens, 1)
-        return xp.sum(xp.where(micro_batch, of_micro_batch[:, None], 0), axis=0).astype(xp.float32)
+        per_micro_batch = weights / xp.maximum(tokens, 1)
+        return xp.sum(xp.where(micro_batch, per_micro_batch[:, None], 0), axis=0).astype(xp.float32)
     return completion_weight / xp.maximum(xp.asarray(lengths, xp.float32), 1)
 
 
@@ -560,9 +560,9 @@ def entropy_mask(
     """
     values = jax.lax.stop_gradient(entropies).reshape(-1).astype(jnp.float32)
     valid = mask.reshape(-1) != 0
-    of_group = jnp.where(valid, 0 if group is None else group.reshape(-1), groups)
-    quantile = _quantiles(of_all_shards(values), of_all_shards(of_group), 1 - top_entropy_quantile, groups)
-    return (valid & (values >= jnp.append(quantile, jnp.inf)[of_group])).reshape(entropies.shape)
+    group_index = jnp.where(valid, 0 if group is None else group.reshape(-1), groups)
+    quantile = _quantiles(of_all_shards(values), of_all_shards(group_index), 1 - top_entropy_quantile, groups)
+    return (valid & (values >= jnp.append(quantile, jnp.inf)[group_index])).reshape(entropies.shape)
 
 
 def _quantiles(values: jax.Array, group: jax.Array, quantile: float, groups: int) -> jax.Array:
@@ -610,15 +610,15 @@ class TokenGroups(NamedTuple):
     @property
     def equal_weight(self) -> jax.Array:
         """Weight of each completion in a mean over micro-batches of means over their completions, `[X]`."""
-        of_micro_batch = 1 / jnp.maximum(jnp.sum(self.micro_batch, axis=1), 1) / len(self.micro_batch)
-        return jnp.sum(jnp.where(self.micro_batch, of_micro_batch[:, None], 0), axis=0)
+        per_micro_batch = 1 / jnp.maximum(jnp.sum(self.micro_batch, axis=1), 1) / len(self.micro_batch)
+        return jnp.sum(jnp.where(self.micro_batch, per_micro_batch[:, None], 0), axis=0)
 
     @property
     def group(self) -> jax.Array:
         """The micro-batch of each token, int32 `[N]`; M for masked tokens."""
-        within = jnp.any(self.micro_batch, axis=0)
-        of_text = jnp.where(within, jnp.argmax(self.micro_batch, axis=0), len(self.micro_batch))
-        return jnp.where(self.mask, self.spread(of_text), len(self.micro_batch))
+        is_real = jnp.any(self.micro_batch, axis=0)
+        text_group = jnp.where(is_real, jnp.argmax(self.micro_batch, axis=0), len(self.micro_batch))
+        return jnp.where(self.mask, self.spread(text_group), len(self.micro_batch))
 
     def total(self, values: jax.Array) -> jax.Array:
         """Sum `[N]` values over each completion: `[X]`."""
@@ -635,8 +635,8 @@ class TokenGroups(NamedTuple):
     def difference(self, values: jax.Array, others: jax.Array) -> jax.Array:
         """`values - others`, `[N]`; 0 for masked tokens and if either value is NaN."""
         values, others = values.reshape(-1), others.reshape(-1)
-        known = self.mask & ~jnp.isnan(values) & ~jnp.isnan(others)
-        return jnp.where(known, values, 0) - jnp.where(known, others, 0)
+        valid = self.mask & ~jnp.isnan(values) & ~jnp.isnan(others)
+        return jnp.where(valid, values, 0) - jnp.where(valid, others, 0)
 
     def by_token(self, values: jax.Array) -> jax.Array:
         """Sum `[N]` values over the tokens of each micro-batch: `[M]`."""
@@ -659,5 +659,5 @@ def token_groups(
     if text is None:
         text = jnp.repeat(jnp.arange(completions), logps.size // max(completions, 1))
     valid = text < completions if mask is None else (text < completions) & (mask.reshape(-1) != 0)
-    whole = jnp.ones((1, completions), bool)
-    return TokenGroups(text, valid, whole if micro_batch is None else micro_batch)
+    one_micro_batch = jnp.ones((1, completions), bool)
+    return TokenGroups(text, valid, one_micro_batch if micro_batch is None else micro_batch)

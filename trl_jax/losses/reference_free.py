@@ -18,12 +18,12 @@ def log_odds(mean_logps: jax.Array) -> jax.Array:
     """
     # Each form of log(1 - p) is used where it is accurate; the inner `where` keeps the other form's gradient finite.
     near_one = mean_logps > -math.log(2)
-    rest = jnp.where(
+    log_complement = jnp.where(
         near_one,
         jnp.log(-jnp.expm1(jnp.where(near_one, mean_logps, -1.0))),
         jnp.log1p(-jnp.exp(jnp.where(near_one, -1.0, mean_logps))),
     )
-    return mean_logps - rest
+    return mean_logps - log_complement
 
 
 def odds_ratio(chosen: jax.Array, rejected: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -77,8 +77,8 @@ class ContrastiveLoss:
         return LOSSES[self.name](self, chosen - rejected)
 
     def smoothed(self, delta: jax.Array) -> jax.Array:
-        kept, flipped = jax.nn.log_sigmoid(self.beta * delta), jax.nn.log_sigmoid(-self.beta * delta)
-        return -kept * (1 - self.label_smoothing) - flipped * self.label_smoothing
+        unflipped, flipped = jax.nn.log_sigmoid(self.beta * delta), jax.nn.log_sigmoid(-self.beta * delta)
+        return -unflipped * (1 - self.label_smoothing) - flipped * self.label_smoothing
 
 
 LOSSES: dict[str, Callable[[ContrastiveLoss, jax.Array], jax.Array]] = {

@@ -22,7 +22,7 @@ __all__ = [
 
 def contents(completions: Sequence[Any], function: str) -> list[str]:
     """The text of each completion, which is a list of one message. Raises TypeError, naming `function`, for strings."""
-    if any(isinstance(one, str) for one in completions):
+    if any(isinstance(completion, str) for completion in completions):
         raise TypeError(
             f"{function} needs conversational completions, but these are plain strings, because the prompts are. Make "
             "each prompt a list of messages, such as [{'role': 'user', 'content': prompt}]."
@@ -62,10 +62,10 @@ def accuracy_reward(
     Raises:
         ImportError: math_verify is not installed.
     """
-    grade = _grader("accuracy_reward")
+    grade = _make_grader("accuracy_reward")
     answers = contents(completions, "accuracy_reward")
     verdicts = [grade(answer, gold) for answer, gold in zip(answers, solution, strict=True)]
-    return _logged(verdicts, solution, log_extra)
+    return _log_verdicts(verdicts, solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -81,17 +81,17 @@ def reasoning_accuracy_reward(
         reasoning_delimiters: strings that end the reasoning; the first one in the list that a completion contains is
             used, at its last occurrence. None means ["</think>"].
     """
-    grade = _grader("reasoning_accuracy_reward")
+    grade = _make_grader("reasoning_accuracy_reward")
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     unfinished = _Verdict(0.0, "[incomplete reasoning]", "[incomplete reasoning]")
 
-    def graded(content: str, gold: str) -> _Verdict:
-        found = next((delimiter for delimiter in delimiters if delimiter in content), None)
-        return unfinished if found is None else grade(content.rpartition(found)[2], gold)
+    def grade_answer(content: str, gold: str) -> _Verdict:
+        delimiter = next((delimiter for delimiter in delimiters if delimiter in content), None)
+        return unfinished if delimiter is None else grade(content.rpartition(delimiter)[2], gold)
 
     answers = contents(completions, "reasoning_accuracy_reward")
-    verdicts = [graded(answer, gold) for answer, gold in zip(answers, solution, strict=True)]
-    return _logged(verdicts, solution, log_extra)
+    verdicts = [grade_answer(answer, gold) for answer, gold in zip(answers, solution, strict=True)]
+    return _log_verdicts(verdicts, solution, log_extra)
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class CosineScaledReward:
         self, completions: list[Messages], solution: list[str], completion_ids: list[list[int]], **kwargs: Any
     ) -> list[float | None]:
         accurate = accuracy_reward(completions, solution)
-        return [None if right is None else self._scaled(bool(right), len(ids))
+        return [None if right is None else self._scale(bool(right), len(ids))
                 for right, ids in zip(accurate, completion_ids, strict=True)]  # fmt: skip
 
-    def _scaled(self, right: bool, length: int) -> float:
+    def _scale(self, right: bool, length: int) -> float:
         long, short = (
             (self.min_value_correct, self.max_value_correct) if right else (self.max_value_wrong, self.min_value_wrong)
         )
@@ -143,7 +143,7 @@ def get_cosine_scaled_reward(
     return CosineScaledReward(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
 
 
-def _logged(
+def _log_verdicts(
     verdicts: Sequence[_Verdict], solution: Sequence[str], log_extra: Callable[[str, list], None] | None
 ) -> list[float | None]:
     if log_extra is not None:
@@ -153,7 +153,7 @@ def _logged(
     return [verdict.reward for verdict in verdicts]
 
 
-def _grader(function: str) -> Callable[[str, str], _Verdict]:
+def _make_grader(function: str) -> Callable[[str, str], _Verdict]:
     """A function (completion text, solution text) -> verdict. `function` names the reward function in errors."""
     try:
         from latex2sympy2_extended import NormalizationConfig
@@ -166,18 +166,18 @@ def _grader(function: str) -> Callable[[str, str], _Verdict]:
     if not timed:
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).setLevel(logging.ERROR)  # else each call warns that timeouts are disabled
-    to_parse, to_verify = (_SECONDS_TO_PARSE, _SECONDS_TO_VERIFY) if timed else (None, None)
+    parse_timeout, verify_timeout = (_SECONDS_TO_PARSE, _SECONDS_TO_VERIFY) if timed else (None, None)
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
 
     def grade(content: str, solution: str) -> _Verdict:
-        gold = parse(solution, parsing_timeout=to_parse)
+        gold = parse(solution, parsing_timeout=parse_timeout)
         if not gold:
             return _Verdict(None, "[unparseable]", "[skipped]")
-        how = {"extraction_config": [latex], "extraction_mode": "first_match", "parsing_timeout": to_parse}
-        answer = parse(content, **how)
-        reward = float(verify(gold, answer, timeout_seconds=to_verify))
+        options = {"extraction_config": [latex], "extraction_mode": "first_match", "parsing_timeout": parse_timeout}
+        answer = parse(content, **options)
+        reward = float(verify(gold, answer, timeout_seconds=verify_timeout))
         return _Verdict(reward, str(gold), str(answer) if answer else "[unparseable]")
 
     return grade

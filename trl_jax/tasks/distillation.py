@@ -44,8 +44,8 @@ class DistillationTask(RolloutTask):
     def token_stats(self, outputs: Distributions, batch: Batch) -> dict[str, jax.Array]:
         """Sums over the unmasked tokens of each completion, `[X]`: divergence, the student's entropy, and their
         number."""
-        found = divergences(*outputs, beta=self.beta, temperature=self.temperature)
-        values = found._asdict() | {"targets": jnp.ones(len(batch.text))}
+        token_values = divergences(*outputs, beta=self.beta, temperature=self.temperature)
+        values = token_values._asdict() | {"targets": jnp.ones(len(batch.text))}
         return {name: of_texts(value, batch.text, len(batch.weight)) for name, value in values.items()}
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -85,14 +85,14 @@ class ScriptedDistillationTask(DistillationTask):
     def token_stats(self, outputs: Distributions, batch: Batch) -> dict[str, Any]:
         return {"distributions": outputs}
 
-    def of_tokens(self, found: Distributions, beta: float) -> TokenDivergences:
+    def of_tokens(self, distributions: Distributions, beta: float) -> TokenDivergences:
         """Numbers of each read, `[N]`, for a given `beta`."""
-        compared = divergences(*found, beta=beta, temperature=self.temperature)
+        student = divergences(*distributions, beta=beta, temperature=self.temperature)
         logps = [
-            head.token_outputs(found.targets, self.temperature).logps
-            for head in (found.model, jax.lax.stop_gradient(found.reference))
+            head.token_outputs(distributions.targets, self.temperature).logps
+            for head in (distributions.model, jax.lax.stop_gradient(distributions.reference))
         ]
-        return TokenDivergences(compared.divergence, compared.entropy, *logps)
+        return TokenDivergences(student.divergence, student.entropy, *logps)
 
     def loss(self, outputs: dict[str, Any], batch: Batch | LossBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
         return super().loss(super().token_stats(outputs["distributions"], batch), batch)
@@ -132,8 +132,8 @@ class GkdTask(TokenTask):
 
     def token_stats(self, outputs: Distributions, batch: Batch) -> dict[str, jax.Array]:
         """The sum of the divergences over the targets of each text, `[X]`."""
-        found = divergences(*outputs, beta=self.beta).divergence
-        return {"divergence": of_texts(found, batch.text, len(batch.weight))}
+        token_divergences = divergences(*outputs, beta=self.beta).divergence
+        return {"divergence": of_texts(token_divergences, batch.text, len(batch.weight))}
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, Sums]:
         """The weighted sum of the divergences of tokens."""
@@ -166,15 +166,15 @@ def generalized_jsd_loss(
             themselves, `[positions, V]` with labels and `[rows, T, V]` without.
         num_items_in_batch: if given, divides the sum, whatever the reduction.
     """
-    own, other = (
+    student, teacher = (
         jax.nn.log_softmax(jnp.asarray(logits, jnp.float32) / temperature)
         for logits in (student_logits, teacher_logits)
     )
     if beta in (0, 1):
-        terms = _terms(other, own) if beta == 0 else _terms(own, other)
+        terms = _kl_terms(teacher, student) if beta == 0 else _kl_terms(student, teacher)
     else:
-        mixed = jnp.logaddexp(own + math.log1p(-beta), other + math.log(beta))
-        terms = beta * _terms(other, mixed) + (1 - beta) * _terms(own, mixed)
+        mixture = jnp.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+        terms = beta * _kl_terms(teacher, mixture) + (1 - beta) * _kl_terms(student, mixture)
     counts = None if labels is None else jnp.asarray(labels) != IGNORED
     if num_items_in_batch is None and reduction not in ("batchmean", "sum", "mean"):
         return terms if counts is None else terms[counts]
@@ -188,7 +188,7 @@ def generalized_jsd_loss(
     return total / jnp.maximum(1, len(terms) if counts is None else jnp.sum(counts))
 
 
-def _terms(first: jax.Array, second: jax.Array) -> jax.Array:
+def _kl_terms(first: jax.Array, second: jax.Array) -> jax.Array:
     """The terms of KL(first || second), from log-probabilities."""
     return jnp.exp(first) * (first - second)
 
@@ -216,7 +216,7 @@ def prepare_chatml(
         TypeError, ValueError: a row cannot be trained on, or has no prompt tokens left after truncation. A stream
             raises when it reaches the row.
     """
-    plain, first = tokenize.opened(dataset, name, ("messages",))
+    rows, first = tokenize.opened(dataset, name, ("messages",))
     where = checks.argument(name)
     if "messages" not in first and "input_ids" not in first:
         raise ValueError(
@@ -225,86 +225,86 @@ def prepare_chatml(
         )
     if max_length is None:
         max_length = min(tokenizer.model_max_length, _LONGEST)
-    facts = {"tokenizer": tokenizer, "max_length": max_length, "where": where}
-    options = tokenize.map_options(plain, num_proc, f"Tokenizing {where}")
-    return plain.map(_example_of, with_indices=True, fn_kwargs=facts, **options)
+    row_options = {"tokenizer": tokenizer, "max_length": max_length, "where": where}
+    options = tokenize.map_options(rows, num_proc, f"Tokenizing {where}")
+    return rows.map(_encode_row, with_indices=True, fn_kwargs=row_options, **options)
 
 
-def _example_of(row: dict[str, Any], index: int, tokenizer: Any, max_length: int, where: str) -> dict[str, list[int]]:
+def _encode_row(row: dict[str, Any], index: int, tokenizer: Any, max_length: int, where: str) -> dict[str, list[int]]:
     """`input_ids` and `labels` of one row; `where` names the dataset."""
-    place = f"Row {index} of {where}"
-    given = row.get("input_ids") is not None
-    ids, start = (_given if given else _rendered)(row, tokenizer, place)
-    if not given and len(ids) > max_length:
+    location = f"Row {index} of {where}"
+    is_tokenized = row.get("input_ids") is not None
+    ids, start = (_tokenized_ids if is_tokenized else _rendered_ids)(row, tokenizer, location)
+    if not is_tokenized and len(ids) > max_length:
         ids, start = ids[-max_length:], start - (len(ids) - max_length)
     if start <= 0:
         raise ValueError(
-            f"{place} has no prompt tokens left after truncation to max_length={max_length}. This happens when the "
+            f"{location} has no prompt tokens left after truncation to max_length={max_length}. This happens when the "
             "completion alone fills the whole window, so the prompt is entirely dropped, leaving nothing to generate "
             "from. Increase `max_length`."
         )
     return {"input_ids": ids, "labels": [IGNORED] * start + ids[start:]}
 
 
-def _rendered(row: dict[str, Any], tokenizer: Any, place: str) -> tuple[list[int], int]:
+def _rendered_ids(row: dict[str, Any], tokenizer: Any, location: str) -> tuple[list[int], int]:
     """The ids of a conversation, and the position at which its completion begins."""
     messages = row["messages"]
     if not chat.is_messages(messages):
-        raise cell_error(place, "messages", messages, "messages, each a dict with role and content")
-    chat.check_unicode(messages, "messages", place)
-    chat.check_template(tokenizer, {}, place)
-    text = chat.rendered(tokenizer, messages, place, tokenize=False)
-    prompt = _prompt(row, tokenizer, place)
+        raise cell_error(location, "messages", messages, "messages, each a dict with role and content")
+    chat.check_unicode(messages, "messages", location)
+    chat.check_template(tokenizer, {}, location)
+    text = chat.rendered(tokenizer, messages, location, tokenize=False)
+    prompt = _prompt(row, tokenizer, location)
     if not _is_byte_level(tokenizer):
         return _ids(tokenizer, text), len(_ids(tokenizer, prompt))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, length = encoded["input_ids"], len(prompt.encode())
-    for number, begins in enumerate(_first_bytes(text, encoded["offset_mapping"])):
-        if begins >= length:
-            return ids, number
+    for index, byte_offset in enumerate(_first_bytes(text, encoded["offset_mapping"])):
+        if byte_offset >= length:
+            return ids, index
     return ids, len(ids)
 
 
-def _given(row: dict[str, Any], tokenizer: Any, place: str) -> tuple[list[int], int]:
+def _tokenized_ids(row: dict[str, Any], tokenizer: Any, location: str) -> tuple[list[int], int]:
     """The ids of a tokenized row, and the position at which its completion begins."""
     ids, mask, labels = row["input_ids"], row.get("completion_mask"), row.get("labels")
     if not isinstance(ids, list) or not ids:
-        raise cell_error(place, "input_ids", ids, "a list of at least one token id")
+        raise cell_error(location, "input_ids", ids, "a list of at least one token id")
     if 0 in (row.get("attention_mask") or ()):
-        raise cell_error(place, "attention_mask", row["attention_mask"], "1 for every token: leave padding out")
+        raise cell_error(location, "attention_mask", row["attention_mask"], "1 for every token: leave padding out")
     if labels is not None:  # of a row that was prepared before
-        start = next((number for number, label in enumerate(labels) if label != IGNORED), len(ids))
+        start = next((index for index, label in enumerate(labels) if label != IGNORED), len(ids))
         if labels[start:] != ids[start:]:
-            raise cell_error(place, "labels", labels, f"{IGNORED} for the prompt, then the ids of the completion")
+            raise cell_error(location, "labels", labels, f"{IGNORED} for the prompt, then the ids of the completion")
         return ids, start
     if mask is not None:
         if len(mask) != len(ids):
-            raise cell_error(place, "completion_mask", mask, f"{len(ids):,} values, one per token of 'input_ids'")
+            raise cell_error(location, "completion_mask", mask, f"{len(ids):,} values, one per token of 'input_ids'")
         return ids, mask.index(1) if 1 in mask else len(ids)
-    prompt = _ids(tokenizer, _prompt(row, tokenizer, place))[: len(ids)]
+    prompt = _ids(tokenizer, _prompt(row, tokenizer, location))[: len(ids)]
     if prompt != ids[: len(prompt)]:
         raise ValueError(
-            f"{place}: 'input_ids' does not begin with the tokens of its prompt, so it is not known where the "
+            f"{location}: 'input_ids' does not begin with the tokens of its prompt, so it is not known where the "
             "completion begins. Add a column 'completion_mask', 1 for each token of the completion."
         )
     return ids, len(prompt)
 
 
-def _prompt(row: dict[str, Any], tokenizer: Any, place: str) -> str:
+def _prompt(row: dict[str, Any], tokenizer: Any, location: str) -> str:
     """The text of the prompt."""
     for column in _PROMPTS:
         if row.get(column) is not None:
             if not isinstance(row[column], str):
                 valid = "the text of the prompt. For a conversation, put all of it into 'messages' and leave this out"
-                raise cell_error(place, column, row[column], valid)
+                raise cell_error(location, column, row[column], valid)
             return row[column]
     messages = row.get("messages")
     if not messages:
-        raise ValueError(f"{place} has 'input_ids' and neither a completion_mask, a prompt nor messages. Add one.")
+        raise ValueError(f"{location} has 'input_ids' and neither a completion_mask, a prompt nor messages. Add one.")
     if len(messages) < 2:
-        raise cell_error(place, "messages", messages, "a prompt of at least one message, and the completion")
-    chat.check_template(tokenizer, {}, place)
-    return chat.rendered(tokenizer, messages[:-1], place, add_generation_prompt=True, tokenize=False)
+        raise cell_error(location, "messages", messages, "a prompt of at least one message, and the completion")
+    chat.check_template(tokenizer, {}, location)
+    return chat.rendered(tokenizer, messages[:-1], location, add_generation_prompt=True, tokenize=False)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -327,8 +327,8 @@ def _first_bytes(text: str, spans: list[tuple[int, int]]) -> list[int]:
     bytes_before = [0]
     for character in text:
         bytes_before.append(bytes_before[-1] + len(character.encode()))
-    found, end = [], 0
+    offsets, end = [], 0
     for first, last in spans:
-        found.append(end if first == last else bytes_before[first])
+        offsets.append(end if first == last else bytes_before[first])
         end = end if first == last else bytes_before[last]
-    return found
+    return offsets

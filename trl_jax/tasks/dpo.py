@@ -77,7 +77,7 @@ class DpoTask(PairTask):
         sums = {name: of_texts(value, batch.text, texts) for name, value in values.items()}
         logps = sums["logps_sum"]
         if self.ld_alpha is not None:
-            tail = of_texts(outputs.logps * _beyond_shorter(batch.text, targets), batch.text, texts)
+            tail = of_texts(outputs.logps * _is_beyond_shorter(batch.text, targets), batch.text, texts)
             logps = length_desensitised(logps - tail, tail, self.ld_alpha)
         return sums | {"logps": logps, "targets": targets}
 
@@ -163,7 +163,7 @@ def _pairs(chosen: dict[str, jax.Array], rejected: dict[str, jax.Array]) -> Pair
     )
 
 
-def _beyond_shorter(text: jax.Array, targets: jax.Array) -> jax.Array:
+def _is_beyond_shorter(text: jax.Array, targets: jax.Array) -> jax.Array:
     """Which reads `[N]` are of tokens beyond the length of the pair's shorter completion.
 
     Args:
@@ -227,7 +227,7 @@ class OnlineDpoTask(PairTask):
             losses = -jax.nn.log_sigmoid(beta * margin)
         else:
             losses = jnp.square(margin - 1 / (2 * beta))
-        found = {
+        metrics = {
             "objective/kl": kl,
             "objective/entropy": -(chosen.logps + rejected.logps) / 2,
             "objective/non_score_reward": -beta * kl,
@@ -242,15 +242,15 @@ class OnlineDpoTask(PairTask):
         }
         if self.scored:
             scores = (numbers["score_chosen"] + numbers["score_rejected"]) / 2
-            found["objective/rlhf_reward"] = scores - beta * kl
-            found["objective/scores_margin"] = numbers["score_chosen"] - numbers["score_rejected"]
-            found["objective/scores"] = scores
-        mean, sums = weighted_loss(losses, batch, found)
+            metrics["objective/rlhf_reward"] = scores - beta * kl
+            metrics["objective/scores_margin"] = numbers["score_chosen"] - numbers["score_rejected"]
+            metrics["objective/scores"] = scores
+        mean, sums = weighted_loss(losses, batch, metrics)
         total = jnp.max(numbers["micro_batches"]) * mean
         without_value = total - jax.lax.stop_gradient(total)
         return total / self.accumulation + (1 - 1 / self.accumulation) * without_value, sums
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
         """TRL's metrics: averaged within each micro-batch, then over micro-batches."""
-        found = mean_metrics(sums, split)
-        return {name: found[name] for name in _ONLINE_METRICS if name in found}
+        means = mean_metrics(sums, split)
+        return {name: means[name] for name in _ONLINE_METRICS if name in means}

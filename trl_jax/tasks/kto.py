@@ -105,10 +105,10 @@ class KtoTask(TokenTask):
         """Warn if neither weight compensates for unequal numbers of desirable and undesirable rows (KTO, eq. 8)."""
         desirable = max(sum(labels), 1)
         undesirable = max(len(labels) - desirable, 1)
-        weight, other = self.objective.desirable_weight, self.objective.undesirable_weight
-        most, least = (round(undesirable * other / desirable * share, 2) for share in (1.33, 1))
-        top, bottom = (round(desirable * weight / undesirable / share, 2) for share in (1, 1.33))
-        if desirable == undesirable or least <= weight <= most or bottom <= other <= top:
+        desirable_weight, undesirable_weight = self.objective.desirable_weight, self.objective.undesirable_weight
+        most, least = (round(undesirable * undesirable_weight / desirable * share, 2) for share in (1.33, 1))
+        top, bottom = (round(desirable * desirable_weight / undesirable / share, 2) for share in (1, 1.33))
+        if desirable == undesirable or least <= desirable_weight <= most or bottom <= undesirable_weight <= top:
             return
         logger.warning(
             "You have different amounts of desirable/positive and undesirable/negative examples but the weights on the "
@@ -134,21 +134,21 @@ class KtoTask(TokenTask):
         Args:
             outputs: of `token_stats`; `ref_logps` of the reference are in it or, if precomputed, in the batch.
         """
-        own, *others = self._texts(outputs)
+        matched, *mismatched = self._split_texts(outputs)
         if "ref_logps" not in outputs:
-            for text, column in zip((own, *others), _REFERENCE_COLUMNS, strict=False):
+            for text, column in zip((matched, *mismatched), _REFERENCE_COLUMNS, strict=False):
                 text["ref_logps"] = batch.extras.example[column]
-        ratio, desirable = own["logps"] - own["ref_logps"], batch.extras.example["label"] > 0
-        divergence = others[0]["logps"] - others[0]["ref_logps"] if others else jnp.zeros_like(ratio)
+        ratio, desirable = matched["logps"] - matched["ref_logps"], batch.extras.example["label"] > 0
+        divergence = mismatched[0]["logps"] - mismatched[0]["ref_logps"] if mismatched else jnp.zeros_like(ratio)
         kl = kl_estimate(divergence, batch.weight > 0)
         real = real_examples(batch.weight, batch.micro_batch)
-        values = own | {"rewards": self.objective.beta * ratio, "count": 1.0}
+        values = matched | {"rewards": self.objective.beta * ratio, "count": 1.0}
         sums = {"examples": summed(1.0, real), "kl": summed(divergence, real)}
-        for side, of_side in zip(_SIDES, (desirable, ~desirable), strict=True):
-            sums |= {f"{name}_{side}": summed(values[name], real & of_side) for name in _SIDE_SUMS}
+        for side, in_side in zip(_SIDES, (desirable, ~desirable), strict=True):
+            sums |= {f"{name}_{side}": summed(values[name], real & in_side) for name in _SIDE_SUMS}
         return self.objective(ratio, desirable, kl, batch.weight), sums
 
-    def _texts(self, outputs: dict[str, jax.Array]) -> list[dict[str, jax.Array]]:
+    def _split_texts(self, outputs: dict[str, jax.Array]) -> list[dict[str, jax.Array]]:
         """Split outputs `[X]` into `[E]` for each text of an example: its own and, with a KL term, the mismatched
         one."""
         texts = len(self.columns.texts)
@@ -160,26 +160,26 @@ class KtoTask(TokenTask):
         totals = joined(sums, dict.fromkeys(_ALL_SUMS, np.sum), count="examples")
         if split != "train":
             totals = {name: values.sum(keepdims=True) for name, values in totals.items()}
-        found = defaultdict(list)
+        metrics = defaultdict(list)
         for values in zip(*totals.values(), strict=True):
-            for name, value in _measured(dict(zip(totals, values, strict=True))):
-                found[name].append(value)
-            found |= {name: [value] for name, value in aux_loss(sums).items()}  # after the first's, as in TRL
-        return {name: float(np.mean(values)) for name, values in found.items()}
+            for name, value in _micro_batch_metrics(dict(zip(totals, values, strict=True))):
+                metrics[name].append(value)
+            metrics |= {name: [value] for name, value in aux_loss(sums).items()}  # after the first's, as in TRL
+        return {name: float(np.mean(values)) for name, values in metrics.items()}
 
 
-def _measured(sums: dict[str, float]) -> Iterator[tuple[str, float]]:
+def _micro_batch_metrics(sums: dict[str, float]) -> Iterator[tuple[str, float]]:
     """The metrics of a micro-batch, by name. Desirable and undesirable ones only if it has completions of that kind."""
-    kinds = [side for side in _SIDES if sums[f"count_{side}"]]
+    sides = [side for side in _SIDES if sums[f"count_{side}"]]
     entropy, tokens = (sum(sums[f"{name}_{side}"] for side in _SIDES) for name in ("entropy", "targets"))
     yield "kl", max(0.0, sums["kl"] / sums["examples"])
     yield "entropy", entropy / max(tokens, 1)
-    for side in kinds:
+    for side in sides:
         if sums[f"targets_{side}"]:
             yield f"logits/{side}", sums[f"logits_{side}"] / sums[f"targets_{side}"]
-    rewards = {side: sums[f"rewards_{side}"] / sums[f"count_{side}"] for side in kinds}
-    for side in kinds:
+    rewards = {side: sums[f"rewards_{side}"] / sums[f"count_{side}"] for side in sides}
+    for side in sides:
         yield f"rewards/{side}", rewards[side]
         yield f"logps/{side}", sums[f"logps_{side}"] / sums[f"count_{side}"]
-    if len(kinds) == 2:
+    if len(sides) == 2:
         yield "rewards/margins", rewards["chosen"] - rewards["rejected"]

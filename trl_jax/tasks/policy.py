@@ -150,13 +150,13 @@ class RolloutTask(TokenTask):
         del lengths, micro_batch, generated_tokens, part
         return completion_weight
 
-    def following(self, made: Callable[[], RolloutTask]) -> RolloutTask:
+    def following(self, make_task: Callable[[], RolloutTask]) -> RolloutTask:
         """This task, with the current values of the arguments that TRL reads in each step.
 
         Args:
-            made: makes the trainer's task from its current arguments.
+            make_task: makes the trainer's task from its current arguments.
         """
-        del made
+        del make_task
         return self
 
 
@@ -171,18 +171,18 @@ def ref_logps_of(batch: Batch, logps: jax.Array) -> jax.Array:
     return jnp.where(equal, jax.lax.stop_gradient(logps), batch.extras.read["ref_logps"])
 
 
-def check_changes(then: RolloutTask, now: RolloutTask) -> None:
+def check_changes(old: RolloutTask, new: RolloutTask) -> None:
     """Warn about arguments that were changed after the trainer was created: as in TRL, they have no effect.
 
     Raises:
         ValueError: the number of completions or micro-batches was changed, which cannot be ignored.
     """
-    if then.cycle != now.cycle:
+    if old.cycle != new.cycle:
         raise ValueError(
-            f"The sizes of a generation were changed after the trainer was made: {then.cycle} is {now.cycle} now. Make "
+            f"The sizes of a generation were changed after the trainer was made: {old.cycle} is {new.cycle} now. Make "
             "a trainer with these arguments."
         )
-    names = [field.name for field in fields(then) if vars(then)[field.name] != vars(now)[field.name]]
+    names = [field.name for field in fields(old) if vars(old)[field.name] != vars(new)[field.name]]
     if names:
         warnings.warn(
             f"Arguments that decide {', '.join(names)} were changed after the trainer was made. As in TRL, this has "
@@ -213,24 +213,24 @@ class PolicyTask(RolloutTask):
     divergence_in_reward: ClassVar[bool] = False  # whether the divergence from the reference is part of the reward
     metrics_by_group: ClassVar[bool] = False  # whether rewards are logged as in TRL's AsyncGRPO
 
-    def following(self, made: Callable[[], PolicyTask]) -> PolicyTask:
+    def following(self, make_task: Callable[[], PolicyTask]) -> PolicyTask:
         """As in `RolloutTask`, also with the values that a script set on the trainer.
 
         Raises:
             ValueError: beta was set to 0, or from 0 to another value.
         """
-        task = self._like(made())
+        task = self._updated(make_task())
         if bool(task.beta) != bool(self.beta):
-            instead = "a small value, such as 1e-9" if self.beta else "beta in the config"
+            advice = "a small value, such as 1e-9" if self.beta else "beta in the config"
             raise ValueError(
                 f"trainer.beta was set to {task.beta}, but the run began {'with' if self.beta else 'without'} a "
-                f"reference model, because beta was {self.beta}. Set {instead}."
+                f"reference model, because beta was {self.beta}. Set {advice}."
             )
         return task
 
-    def _like(self, now: PolicyTask) -> PolicyTask:
-        """This task with the values of `now` that may change."""
-        return replace(self, beta=now.beta)
+    def _updated(self, current: PolicyTask) -> PolicyTask:
+        """This task with the values of `current` that may change."""
+        return replace(self, beta=current.beta)
 
     @property
     def diverges_in_loss(self) -> bool:
@@ -238,8 +238,9 @@ class PolicyTask(RolloutTask):
 
     @property
     def logps(self) -> frozenset[str]:
-        kept = {"old_logps": self.keeps_old_logps, "sampling_logps": self.keeps_sampling_logps, "ref_logps": self.beta}
-        return frozenset(name for name, there in kept.items() if there)
+        old, sampling = self.keeps_old_logps, self.keeps_sampling_logps
+        needed = {"old_logps": old, "sampling_logps": sampling, "ref_logps": self.beta}
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
 
     @property
     def keeps_sampling_logps(self) -> bool:
@@ -311,8 +312,8 @@ class OnlineTask(PolicyTask):
 
     def numbers(self, row: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         logps = {"old_logps": row.old_logps, "ref_logps": row.ref_logps, "sampling_logps": row.sampling_logps}
-        of_tokens = {name: values[row.completion_mask] for name, values in logps.items() if values is not None}
-        return {"advantage": row.advantage}, of_tokens
+        token_values = {name: values[row.completion_mask] for name, values in logps.items() if values is not None}
+        return {"advantage": row.advantage}, token_values
 
     def advantages(self, rewards: np.ndarray, group: int, kl: np.ndarray | None) -> Advantages:
         """Rewards relative to the mean of the group, as in GRPO."""
@@ -384,22 +385,22 @@ class GrpoTask(OnlineTask):
         return group_advantages(rewards, group, weights=self.reward_weights, **options)
 
     def token_weights(
-        self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any
+        self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **generation: Any
     ) -> np.ndarray:
-        return token_weights(self.objective, lengths, completion_weight, micro_batch, **of_generation)
+        return token_weights(self.objective, lengths, completion_weight, micro_batch, **generation)
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The step's loss of the completions of a pass, and sums over micro-batches."""
-        numbers, of_reads = batch.extras.example, batch.extras.read
+        numbers, reads = batch.extras.example, batch.extras.read
         entropy_coef = jnp.max(numbers["entropy_coef"]) if self.entropy_bonus else None
         ref_logps = ref_logps_of(batch, outputs["logps"]) if self.diverges_in_loss else None
         return grpo_loss(
             outputs["logps"],
             numbers["advantage"],
-            old_logps=of_reads.get("old_logps"),
+            old_logps=reads.get("old_logps"),
             ref_logps=ref_logps,
             entropies=outputs["entropy"],
-            sampling_logps=of_reads.get("sampling_logps"),
+            sampling_logps=reads.get("sampling_logps"),
             text=batch.text,
             token_weight=numbers["token_weight"],
             completion_weight=batch.weight,
@@ -408,16 +409,16 @@ class GrpoTask(OnlineTask):
             settings=self.objective,
         )
 
-    def _like(self, now: GrpoTask) -> GrpoTask:
-        values = {name: vars(now.objective)[name] for name in (*_READ_IN_EACH_STEP, *_SET_ON_TRAINER)}
-        task = super()._like(now)
-        return replace(task, scale_rewards=now.scale_rewards, objective=replace(self.objective, **values))
+    def _updated(self, current: GrpoTask) -> GrpoTask:
+        values = {name: vars(current.objective)[name] for name in (*_READ_IN_EACH_STEP, *_SET_ON_TRAINER)}
+        task = super()._updated(current)
+        return replace(task, scale_rewards=current.scale_rewards, objective=replace(self.objective, **values))
 
     def metrics(self, sums: Sequence[dict[str, np.ndarray]], split: str) -> dict[str, float | None]:
         """TRL's metrics of the policy: means over micro-batches."""
-        found = means(grpo_metrics(self.objective, sums))
-        first = {name: found.pop(name) for name in ("policy_loss",) if name in found}
-        return first | aux_loss(sums) | found
+        metrics = means(grpo_metrics(self.objective, sums))
+        first = {name: metrics.pop(name) for name in ("policy_loss",) if name in metrics}
+        return first | aux_loss(sums) | metrics
 
 
 @dataclass(frozen=True)
@@ -439,18 +440,18 @@ class AsyncGrpoTask(GrpoTask):
         return population_advantages(rewards, group)
 
     def token_weights(
-        self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **of_generation: Any
+        self, lengths: np.ndarray, completion_weight: np.ndarray, micro_batch: np.ndarray, **generation: Any
     ) -> np.ndarray:
         """Equal weights, so that the loss of a micro-batch is the mean over its tokens on all devices."""
-        of_each = np.sum(completion_weight) / max(float(np.sum(lengths)), 1.0)
-        return np.full(len(lengths), of_each, np.float32)
+        weight = np.sum(completion_weight) / max(float(np.sum(lengths)), 1.0)
+        return np.full(len(lengths), weight, np.float32)
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The step's loss of the completions of a pass, and sums over micro-batches, including `ratio` and `kl` of the
         policy to the sampler. A token without a log-probability from the sampler has ratio 1."""
-        numbers, itself = batch.extras.example, jax.lax.stop_gradient(outputs["logps"])
+        numbers, logps = batch.extras.example, jax.lax.stop_gradient(outputs["logps"])
         sampling = batch.extras.read["sampling_logps"]
-        sampling = jnp.where(jnp.isnan(sampling), itself, sampling)
+        sampling = jnp.where(jnp.isnan(sampling), logps, sampling)
         micro_batch = micro_batches_of(batch)
         loss, sums = grpo_loss(
             outputs["logps"],
@@ -463,8 +464,8 @@ class AsyncGrpoTask(GrpoTask):
             micro_batch=micro_batch,
             settings=self.objective,
         )
-        groups = token_groups(itself, None, batch.text, micro_batch, len(batch.weight))
-        log_ratio = groups.difference(itself, sampling)
+        groups = token_groups(logps, None, batch.text, micro_batch, len(batch.weight))
+        log_ratio = groups.difference(logps, sampling)
         ratio = jnp.exp(log_ratio)
         return loss, sums | {"ratio": groups.by_token(ratio), "kl": groups.by_token(ratio - 1 - log_ratio)}
 
@@ -508,8 +509,8 @@ class RlooTask(PolicyTask):
         options = {"reward_clip_range": self.reward_clip_range, "normalize": self.normalize_advantages}
         return rloo_advantages(rewards, group, weights=self.reward_weights, kl=kl, beta=self.beta, **options)
 
-    def _like(self, now: RlooTask) -> RlooTask:
-        return replace(super()._like(now), epsilon=now.epsilon, epsilon_high=now.epsilon_high)
+    def _updated(self, current: RlooTask) -> RlooTask:
+        return replace(super()._updated(current), epsilon=current.epsilon, epsilon_high=current.epsilon_high)
 
     def loss(self, outputs: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The step's loss of the completions of a pass, and sums over micro-batches."""
@@ -545,7 +546,7 @@ def grpo_metrics(settings: PolicyLoss, sums: Sequence[HostSums]) -> dict[str, np
         sums: from `grpo_loss`, of steps (`[passes, micro-batches]` each) or of the batches of an evaluation.
     """
     totals = _totals(sums)
-    return dict(_grpo(settings, totals)) if totals else {}
+    return dict(_grpo_metrics(settings, totals)) if totals else {}
 
 
 def rloo_metrics(sums: Sequence[HostSums]) -> dict[str, np.ndarray]:
@@ -554,7 +555,7 @@ def rloo_metrics(sums: Sequence[HostSums]) -> dict[str, np.ndarray]:
     if not totals:
         return {}
     entropy = {"entropy": totals["entropy"] / np.maximum(totals["tokens"], 1)}
-    clipped = dict(_clipped(totals, totals["completions"]))
+    clipped = dict(_clip_metrics(totals, totals["completions"]))
     names = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
     return entropy | {f"clip_ratio/{name}": clipped[f"clip_ratio/{name}"] for name in names}
 
@@ -572,7 +573,7 @@ def _totals(sums: Sequence[HostSums]) -> HostSums:
     return totals if names and totals["completions"].size else {}
 
 
-def _grpo(settings: PolicyLoss, totals: HostSums) -> Iterator[tuple[str, np.ndarray]]:
+def _grpo_metrics(settings: PolicyLoss, totals: HostSums) -> Iterator[tuple[str, np.ndarray]]:
     tokens = np.maximum(totals["tokens"], 1)
     ratios = totals["completions"] if settings.of_sequences else tokens
     if "bonus_tokens" in totals:
@@ -582,14 +583,14 @@ def _grpo(settings: PolicyLoss, totals: HostSums) -> Iterator[tuple[str, np.ndar
         if name in totals:
             yield name, totals[name] / tokens
     if settings.loss_type in CLIPPED:
-        yield from _clipped(totals, ratios)
+        yield from _clip_metrics(totals, ratios)
     elif settings.loss_type == "cispo":
         yield "cispo_clip_ratio", totals["cispo_clipped"] / ratios
     elif settings.loss_type == "vespo":
         yield "vespo/phi_seq_mean", totals["phi"] / totals["completions"]
 
 
-def _clipped(totals: HostSums, ratios: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def _clip_metrics(totals: HostSums, ratios: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     yield "clip_ratio/low_mean", totals["clipped_low"] / ratios
     yield "clip_ratio/high_mean", totals["clipped_high"] / ratios
     yield "clip_ratio/region_mean", totals["clipped"] / ratios

@@ -93,20 +93,20 @@ class ReferenceFreeTask(TokenTask):
     def loss(self, outputs: dict[str, jax.Array], batch: Batch | LossBatch) -> tuple[jax.Array, Sums]:
         """The weighted sum of the losses of pairs, and sums over the micro-batches."""
         halves = {name: jnp.split(values, 2) for name, values in outputs.items()}
-        there, real = batch.weight > 0, real_examples(batch.weight, batch.micro_batch)
+        is_real, real = batch.weight > 0, real_examples(batch.weight, batch.micro_batch)
         logps = []
         for sums, tokens in zip(halves["logps"], halves["tokens"], strict=True):
             means = sums / jnp.maximum(tokens, 1) if self.of_mean_token else sums
-            logps.append(jnp.where(there, means, -1.0))  # padding: any value with finite log-odds
+            logps.append(jnp.where(is_real, means, -1.0))  # padding: any value with finite log-odds
         losses, rewards, further = self.compared_answers(*logps)
         nll, nll_tokens = halves["nll"][0], halves["nll_tokens"][0]
-        of_tokens = jnp.sum(jnp.where(there, nll, 0)) / jnp.maximum(1, jnp.sum(jnp.where(there, nll_tokens, 0)))
+        mean_nll = jnp.sum(jnp.where(is_real, nll, 0)) / jnp.maximum(1, jnp.sum(jnp.where(is_real, nll_tokens, 0)))
         numbers = {"wins": rewards[0] > rewards[1], "nll": nll, "nll_tokens": nll_tokens} | further
         for side, reward, logp, i in zip(_SIDES, rewards, logps, range(2), strict=True):
             numbers |= {f"reward_{side}": reward, f"logps_{side}": logp}
             numbers |= {f"logits_{side}": halves["logits"][i], f"tokens_{side}": halves["tokens"][i]}
         sums = {name: summed(values, real) for name, values in numbers.items()} | {"examples": summed(1.0, real)}
-        return jnp.sum(batch.weight * (losses + self.nll_weight * of_tokens)), sums
+        return jnp.sum(batch.weight * (losses + self.nll_weight * mean_nll)), sums
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
         """TRL's metrics: means over the micro-batches of their means; in an evaluation, means over the set.
@@ -182,9 +182,9 @@ class OrpoTask(ReferenceFreeTask):
         """Both texts of a row. Every token of the chosen text is a target; `in_answer` marks the completion tokens."""
         example = super().example(row)
         chosen, rejected = example.labels
-        every = example._replace(labels=(list(example.texts[0]), rejected))
-        in_answer = ([label != IGNORED for label in chosen[1:]], [1.0] * len(every.targets(1)[0]))
-        return every._replace(extras=every.extras._replace(read={"in_answer": in_answer}))
+        labeled = example._replace(labels=(list(example.texts[0]), rejected))
+        in_answer = ([label != IGNORED for label in chosen[1:]], [1.0] * len(labeled.targets(1)[0]))
+        return labeled._replace(extras=labeled.extras._replace(read={"in_answer": in_answer}))
 
     def compared_answers(
         self, chosen: jax.Array, rejected: jax.Array

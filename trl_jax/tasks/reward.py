@@ -60,13 +60,13 @@ class RewardTask(ScoreTask):
         pairs = totals["pairs"]
         if not pairs.size:
             return {}
-        over = (lambda total: np.mean(total / pairs)) if split == "train" else lambda total: total.sum() / pairs.sum()
+        mean = (lambda total: np.mean(total / pairs)) if split == "train" else lambda total: total.sum() / pairs.sum()
         return {
             "min_reward": float(np.mean(totals["reward_min"])),
-            "mean_reward": float(over(totals["reward_sum"] / 2)),
+            "mean_reward": float(mean(totals["reward_sum"] / 2)),
             "max_reward": float(np.mean(totals["reward_max"])),
-            "accuracy": float(over(totals["correct"])),
-            "margin": float(over(totals["margin_sum"])),
+            "accuracy": float(mean(totals["correct"])),
+            "margin": float(mean(totals["margin_sum"])),
         }
 
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:

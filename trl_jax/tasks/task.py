@@ -56,15 +56,15 @@ def metrics_by_micro_batch(objective: Any, sums: Mapping[str, np.ndarray], split
     """
     arrays = {name: np.atleast_2d(values) for name, values in sums.items()}
     width = max(values.shape[1] for values in arrays.values())
-    found: dict[str, list[float]] = {}
-    for number in range(width):
-        own = {
-            name: values[:, number : number + 1] if values.shape[1] == width else sums[name]
+    metrics: dict[str, list[float]] = {}
+    for index in range(width):
+        micro_batch_sums = {
+            name: values[:, index : index + 1] if values.shape[1] == width else sums[name]
             for name, values in arrays.items()
         }
-        for name, value in objective.metrics([own], split).items():
-            found.setdefault(name, []).append(np.nan if value is None else value)
-    return found
+        for name, value in objective.metrics([micro_batch_sums], split).items():
+            metrics.setdefault(name, []).append(np.nan if value is None else value)
+    return metrics
 
 
 def aux_loss(batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
