@@ -16,7 +16,7 @@ from trl_jax.config.arguments import defaults_of, validate
 from trl_jax.config.base import BaseConfig
 from trl_jax.config.devices import DETERMINISTIC_FLAG
 from trl_jax.config.optimizers import NEAREST, OPTIMIZERS, SCHEDULES
-from trl_jax.config.renamed import GONE, RENAMED, translated, way_out
+from trl_jax.config.renamed import GONE, RENAMED, translate_old_names, way_out
 from trl_jax.config.rules import as_choice, as_dict, as_pad_multiple, bool_fields, show
 from trl_jax.hub.config import checked_arguments
 from trl_jax.hub.peft_config import LoraConfig, PromptEncoderConfig, PromptTuningConfig
@@ -677,7 +677,7 @@ def test_a_deepspeed_file_that_agrees_is_read_and_the_rest_of_it_warned_of(tmp_p
 ])  # fmt: skip
 def test_old_names_are_translated(given, now, environment, notes):
     before = dict(given)
-    assert translated(given, TABLE) == (now, environment, notes) and given == before
+    assert translate_old_names(given, TABLE) == (now, environment, notes) and given == before
 
 
 @pytest.mark.parametrize("given, text", [
@@ -691,5 +691,5 @@ def test_old_names_are_translated(given, now, environment, notes):
 ])  # fmt: skip
 def test_old_names_that_cannot_be(given, text):
     with pytest.raises(TypeError) as error:
-        translated(given, TABLE)
+        translate_old_names(given, TABLE)
     assert str(error.value) == text

@@ -15,7 +15,7 @@ import pytest
 from transformers import TrainingArguments
 
 from trl_jax.config.base import BaseConfig
-from trl_jax.config.devices import asked
+from trl_jax.config.devices import requested_mesh
 from trl_jax.trainer.model_config import ModelConfig
 from trl_jax.trainer.reward_config import RewardConfig
 
@@ -175,8 +175,8 @@ def test_what_accelerates_launcher_was_told_divides_the_run(told, axis, monkeypa
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     args = RewardConfig("out")
-    assert asked(vars(args)).sizes == {axis: -1}
-    assert asked(vars(RewardConfig("out", mesh_shape="data:1"))).sizes == {"data": 1}
+    assert requested_mesh(vars(args)).sizes == {axis: -1}
+    assert requested_mesh(vars(RewardConfig("out", mesh_shape="data:1"))).sizes == {"data": 1}
     assert all(os.environ[name] == value for name, value in told.items())
 
 

@@ -9,13 +9,13 @@ import optax
 import pytest
 
 from compat_tests.training.test_torch_updates import DECAYED, STEPS, gradients, rate, start
-from trl_jax.config.optimizers import OPTIMIZERS, parsed
+from trl_jax.config.optimizers import OPTIMIZERS, parse_optim_args
 from trl_jax.training.optimizers import Hyperparameters, from_optax, make_optimizer
 from trl_jax.training.schedules import Greedy, Plateau
 
 
 def ours(name, optim_args=None, **given):
-    given = Hyperparameters(optim_args=parsed(name, optim_args), **given)
+    given = Hyperparameters(optim_args=parse_optim_args(name, optim_args), **given)
     tx = make_optimizer(name, given, decayed=DECAYED, max_grad_norm=None)
     params = {name: jnp.asarray(value) for name, value in start().items()}
     state = tx.init(params)
@@ -241,5 +241,5 @@ def test_a_schedule_that_follows_a_metric_goes_on_from_its_state(kind):
 )  # fmt: skip
 def test_optim_args_that_mean_nothing(name, text, error):
     with pytest.raises(ValueError) as caught:
-        parsed(name, text)
+        parse_optim_args(name, text)
     assert str(caught.value) == error

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from compat_tests.effort import thorough
-from trl_jax.config.optimizers import parsed
+from trl_jax.config.optimizers import parse_optim_args
 from trl_jax.training.optimizers import Hyperparameters, from_optax, make_optimizer
 from trl_jax.training.step import optimizer_of
 from trl_jax.training.update import make_step
@@ -32,7 +32,7 @@ def loss(params, batch, key):
 
 
 def optimizer(name="adamw_torch", optim_args="", max_grad_norm=None, **hyper):
-    hyper = Hyperparameters(optim_args=parsed(name, optim_args), **hyper)
+    hyper = Hyperparameters(optim_args=parse_optim_args(name, optim_args), **hyper)
     return make_optimizer(name, hyper, decayed={"w": True}, max_grad_norm=max_grad_norm)
 
 

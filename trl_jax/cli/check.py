@@ -65,7 +65,7 @@ from trl_jax.cli.trl_alias import ADVICE, spec_of, stands_in
 from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
 from trl_jax.core.trainers import TrainerNames
-from trl_jax.legacy.arguments import left_out, moved_arguments
+from trl_jax.legacy.arguments import is_ignored_argument, moved_arguments
 from trl_jax.trainer.overrides import NEAR, OF_TORCH, OLD_COMPUTE_LOSS, check_not_experimental
 
 # The command
@@ -336,7 +336,7 @@ class _Script:
                 yield Finding(
                     line, what, "changed", text if argument in of_config else f"An old name: {RENAMED[argument]}"
                 )
-            elif left_out(trainer, argument):
+            elif is_ignored_argument(trainer, argument):
                 yield Finding(line, what, "changed", f"It has no effect. An old name: {RENAMED[argument]}")
             elif argument in of_config or argument in moved_arguments(trainer):
                 way = f"Pass args={names.config}({current_name(argument) or argument}=...)."

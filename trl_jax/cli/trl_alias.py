@@ -31,7 +31,7 @@ from trl_jax.cli.transformers_patches import (
     load_without_videos,
     redirect_trainer_methods,
 )
-from trl_jax.config.renamed import translated
+from trl_jax.config.renamed import translate_old_names
 from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, WHERE
 
 logger = logging.getLogger(__name__)
@@ -316,7 +316,7 @@ def _accept_old_arguments(module: ModuleType) -> None:
 
     @functools.wraps(plain)
     def init(self, *args: Any, **kwargs: Any) -> None:
-        kwargs, environment, notes = translated(kwargs, known)
+        kwargs, environment, notes = translate_old_names(kwargs, known)
         _warn(environment, notes)
         plain(self, *args, **kwargs)
 

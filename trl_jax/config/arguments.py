@@ -86,14 +86,14 @@ def _field(default: Any, text: str, handling: Handling, metadata: Mapping[str, A
     return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
 
 
-def declared(kind: type) -> dict[str, Handling]:
+def declared(cls: type) -> dict[str, Handling]:
     """name -> handling, for the fields that `kind` or a base class declares with `arg`.
 
     A field that a user-defined subclass redeclares keeps its handling.
     """
     return {
         name: field.metadata["help"].handling
-        for base in reversed(kind.__mro__)
+        for base in reversed(cls.__mro__)
         if dataclasses.is_dataclass(base)
         for name, field in base.__dataclass_fields__.items()
         if isinstance(field.metadata.get("help"), Help)
@@ -107,9 +107,9 @@ def handled(names: str, how: How, why: str = "", **handling: Any) -> dict[str, H
 
 def defaults_of(fields: Iterable[dataclasses.Field]) -> dict[str, Any]:
     """name -> default, for every field that has one."""
-    made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
-    plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    return plain | made
+    from_factories = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    plain_defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return plain_defaults | from_factories
 
 
 def validate(
@@ -123,25 +123,25 @@ def validate(
             passed.
     """
     refusals, warnings = [], []
-    for name, line in table.items():
+    for name, handling in table.items():
         value = values[name]
         if isinstance(value, np.ndarray):  # comparing it would give an array
             refusals.append(array_error(name, value))
-        elif line.rule is not None and (problem := line.rule(name, value, values)):
+        elif handling.rule is not None and (problem := handling.rule(name, value, values)):
             refusals.append(problem)
-        elif differs_from_default(value, defaults[name], line):
-            if line.how == "refused":
-                refusals.append(f"{show(name, value)} is not {HERE}: {line.why}")
-            elif line.how == "warned":
-                warnings.append(f"{show(name, value)} has no effect in trl_jax: {line.why}")
-            elif line.how == "mapped" and line.why:
-                warnings.append(f"{show(name, value)}: {line.why}")
-            elif line.note is not None and (note := line.note(name, value, values)):
+        elif differs_from_default(value, defaults[name], handling):
+            if handling.how == "refused":
+                refusals.append(f"{show(name, value)} is not {HERE}: {handling.why}")
+            elif handling.how == "warned":
+                warnings.append(f"{show(name, value)} has no effect in trl_jax: {handling.why}")
+            elif handling.how == "mapped" and handling.why:
+                warnings.append(f"{show(name, value)}: {handling.why}")
+            elif handling.note is not None and (note := handling.note(name, value, values)):
                 warnings.append(note)
     return [scrubbed(line) for line in refusals], [scrubbed(line) for line in warnings]
 
 
-def differs_from_default(value: Any, default: Any, line: Handling) -> bool:
-    if line.is_off is not None and line.is_off(value):
+def differs_from_default(value: Any, default: Any, handling: Handling) -> bool:
+    if handling.is_off is not None and handling.is_off(value):
         return False
     return value != default

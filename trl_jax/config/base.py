@@ -92,12 +92,12 @@ class JaxArguments(TrainingArguments):
     """TrainingArguments whose construction does not use torch, with properties that describe JAX's devices."""
 
     def __post_init__(self):
-        aside = {name: getattr(self, name) for name in TORCH_ONLY}
-        for name, nothing in TORCH_ONLY.items():
-            setattr(self, name, nothing)
+        saved = {name: getattr(self, name) for name in TORCH_ONLY}
+        for name, unset in TORCH_ONLY.items():
+            setattr(self, name, unset)
         with hidden_launcher_switches():
             super().__post_init__()
-        for name, value in aside.items():
+        for name, value in saved.items():
             setattr(self, name, value)
 
     def _validate_args(self):
@@ -500,7 +500,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
             value = value.item()
         if isinstance(value, Enum) and not isinstance(value, str):
             value = value.value
-        if name in bool_fields(self._released_kind()) and not isinstance(value, bool):
+        if name in bool_fields(self._released_class()) and not isinstance(value, bool):
             with contextlib.suppress(ValueError):  # `check` rejects it, together with other wrong values
                 value = as_bool(name, value)
         super().__setattr__(name, value)
@@ -510,13 +510,13 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments as in transformers, with secrets hidden, also those in nested dicts."""
-        twin = copy.copy(self)  # transformers modifies dicts among the arguments
-        vars(twin).update({name: _unshared(value) for name, value in vars(self).items()})
-        plain = not is_dataclass(self.parallelism_config)  # transformers only accepts accelerate's class
-        twin.parallelism_config = None if plain else self.parallelism_config
-        values = super(BaseConfig, twin).to_dict()
-        if plain:
-            values["parallelism_config"] = _unshared(self.parallelism_config)
+        copied = copy.copy(self)  # transformers modifies dicts among the arguments
+        vars(copied).update({name: _copy_dicts(value) for name, value in vars(self).items()})
+        is_plain = not is_dataclass(self.parallelism_config)  # transformers only accepts accelerate's class
+        copied.parallelism_config = None if is_plain else self.parallelism_config
+        values = super(BaseConfig, copied).to_dict()
+        if is_plain:
+            values["parallelism_config"] = _copy_dicts(self.parallelism_config)
         return masked(values)
 
     def to_json_string(self) -> str:
@@ -539,7 +539,7 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
             ValueError: with one line for each value that the table refuses.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        defaults = defaults_of(fields(self)) | defaults_of(fields(self._released_kind()))
+        defaults = defaults_of(fields(self)) | defaults_of(fields(self._released_class()))
         bools = self._refused_bools()
         refusals, notes = validate(self.argument_table(), values | {name: defaults[name] for name in bools}, defaults)
         refusals = [*bools.values(), *refusals]
@@ -556,14 +556,14 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
         """name -> error, for each boolean field that `__setattr__` could not convert or that bypassed it."""
         return {
             name: scrubbed(bool_error(name, value, optional))
-            for name, optional in bool_fields(self._released_kind()).items()
+            for name, optional in bool_fields(self._released_class()).items()
             if not isinstance(value := vars(self)[name], bool | (NoneType if optional else bool))
         }
 
     @classmethod
-    def _released_kind(cls) -> type:
+    def _released_class(cls) -> type:
         """This class, or its nearest base class in trl_jax, with whose defaults values are compared."""
-        return next(kind for kind in cls.__mro__ if kind.__module__.startswith("trl_jax."))
+        return next(base for base in cls.__mro__ if base.__module__.startswith("trl_jax."))
 
     @staticmethod
     def _frames_to_caller() -> int:
@@ -621,10 +621,10 @@ class BaseConfig(JaxArguments, metaclass=OldNames):
 
 
 @cache
-def _argument_table(kind: type[BaseConfig]) -> dict[str, Handling]:
-    table = INHERITED | declared(TextArguments) | declared(kind)
-    names = {field.name for field in fields(kind)}
-    return {name: line for name, line in table.items() if name in names}
+def _argument_table(cls: type[BaseConfig]) -> dict[str, Handling]:
+    table = INHERITED | declared(TextArguments) | declared(cls)
+    names = {field.name for field in fields(cls)}
+    return {name: handling for name, handling in table.items() if name in names}
 
 
 def inherited(name: str, **changes: Any) -> Any:
@@ -632,11 +632,11 @@ def inherited(name: str, **changes: Any) -> Any:
     return redeclared(BaseConfig.__dataclass_fields__[name], BaseConfig.argument_table()[name], **changes)
 
 
-def _unshared(value: Any) -> Any:
+def _copy_dicts(value: Any) -> Any:
     """A deep copy of dicts, in which a quantization_config becomes a dict."""
     if not isinstance(value, dict):
         return value
-    entries = {key: _unshared(entry) for key, entry in value.items()}
+    entries = {key: _copy_dicts(entry) for key, entry in value.items()}
     config = entries.get("quantization_config")
     if config is not None and not isinstance(config, dict):
         entries["quantization_config"] = config.to_dict()

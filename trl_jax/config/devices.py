@@ -63,7 +63,7 @@ class Parallel:
     batch: int | None = None
 
 
-def asked(values: Mapping[str, Any]) -> Parallel:
+def requested_mesh(values: Mapping[str, Any]) -> Parallel:
     """The mesh of mesh_shape, parallelism_config, fsdp or deepspeed, in this order; else data parallelism.
 
     Raises:
@@ -71,9 +71,9 @@ def asked(values: Mapping[str, Any]) -> Parallel:
     """
     base = parse_fsdp(values["fsdp"], values["fsdp_config"]) or parse_deepspeed(values["deepspeed"])
     base = base or Parallel("", {"data": LEFT})
-    for found in (parse_mesh_shape(values["mesh_shape"]), parse_parallelism_config(values["parallelism_config"])):
-        if found is not None:
-            return Parallel(found.argument, found.sizes, base.moments, base.whole_below, base.batch)
+    for mesh in (parse_mesh_shape(values["mesh_shape"]), parse_parallelism_config(values["parallelism_config"])):
+        if mesh is not None:
+            return Parallel(mesh.argument, mesh.sizes, base.moments, base.whole_below, base.batch)
     return base
 
 
@@ -123,24 +123,25 @@ def parse_fsdp(value: Any, config: Any) -> Parallel | None:
         return None
     if problem := fsdp_words("fsdp", value, {}):
         raise ValueError(problem)
-    known = as_dict_or_file("fsdp_config", config)
-    known = {key.removeprefix("fsdp_"): found for key, found in known.items()}
-    _check_fsdp_config(known)
-    named = [word for word in as_words(value) if word in _FSDP]
-    if "offload" in as_words(value) or known.get("cpu_offload"):
+    options = as_dict_or_file("fsdp_config", config)
+    options = {key.removeprefix("fsdp_"): option for key, option in options.items()}
+    _check_fsdp_config(options)
+    strategies = [word for word in as_words(value) if word in _FSDP]
+    if "offload" in as_words(value) or options.get("cpu_offload"):
         raise ValueError(f"fsdp=offload is not {HERE}. Leave it out: fsdp already shards the memory over the devices.")
-    if len(named) > 1:
-        raise ValueError(f"fsdp must name one strategy, got {' and '.join(named)}.")
-    word = named[0] if named else "full_shard"
-    if word == "full_shard" and str(known.get("reshard_after_forward", True)).lower() in ("false", "shard_grad_op"):
-        word = "shard_grad_op"
-    sizes, moments = _FSDP[word]
-    return Parallel("fsdp", sizes, moments, known.get("min_num_params") or None)
+    if len(strategies) > 1:
+        raise ValueError(f"fsdp must name one strategy, got {' and '.join(strategies)}.")
+    strategy = strategies[0] if strategies else "full_shard"
+    reshards = str(options.get("reshard_after_forward", True)).lower()
+    if strategy == "full_shard" and reshards in ("false", "shard_grad_op"):
+        strategy = "shard_grad_op"
+    sizes, moments = _FSDP[strategy]
+    return Parallel("fsdp", sizes, moments, options.get("min_num_params") or None)
 
 
 def _check_fsdp_config(config: Mapping[str, Any]) -> None:
-    known = {"min_num_params", "reshard_after_forward", "activation_checkpointing", "cpu_offload", *_FSDP_INERT}
-    unknown = sorted(set(config) - known)
+    valid = {"min_num_params", "reshard_after_forward", "activation_checkpointing", "cpu_offload", *_FSDP_INERT}
+    unknown = sorted(set(config) - valid)
     if unknown:
         raise ValueError(f"fsdp_config has the key {unknown[0]!r}, which is not {HERE}. Leave it out.")
 
@@ -211,15 +212,15 @@ def mesh_axis_sizes(parallel: Parallel, devices: int, hosts: int = 1) -> dict[st
         ValueError: the sizes do not divide the devices.
     """
     sizes = {axis: hosts if size == _HOSTS else size for axis, size in parallel.sizes.items()}
-    named = prod(size for size in sizes.values() if size != LEFT)
-    left = LEFT in sizes.values()
-    if devices % named or (not left and named != devices and (named > devices or hosts > 1)):
-        asked_for = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != LEFT)
+    product = prod(size for size in sizes.values() if size != LEFT)
+    has_remaining = LEFT in sizes.values()
+    if devices % product or (not has_remaining and product != devices and (product > devices or hosts > 1)):
+        requested = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != LEFT)
         raise ValueError(
-            f"{parallel.argument} asks for {asked_for} = {named} devices, but there are {devices}. Make the product "
+            f"{parallel.argument} asks for {requested} = {product} devices, but there are {devices}. Make the product "
             f"{devices}, or use 'data:-1' in mesh_shape for the remaining devices."
         )
-    return {axis: devices // named if size == LEFT else size for axis, size in sizes.items()}
+    return {axis: devices // product if size == LEFT else size for axis, size in sizes.items()}
 
 
 def mesh_sizes(args: Any) -> dict[str, int]:
@@ -228,15 +229,15 @@ def mesh_sizes(args: Any) -> dict[str, int]:
     Raises:
         ValueError: the sizes do not fit the number of devices, or the batch size of a DeepSpeed file.
     """
-    wanted = asked({f.name: getattr(args, f.name) for f in fields(args)})
+    parallel = requested_mesh({f.name: getattr(args, f.name) for f in fields(args)})
     devices = args.jax_devices()
-    sizes = mesh_axis_sizes(wanted, len(devices), len({device.process_index for device in devices}))
+    sizes = mesh_axis_sizes(parallel, len(devices), len({device.process_index for device in devices}))
     shards = sizes.get("data", 1) * sizes.get("fsdp", 1)
     examples = shards * args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if wanted.batch not in (None, examples):
+    if parallel.batch not in (None, examples):
         raise ValueError(
-            f"deepspeed sets train_batch_size to {wanted.batch}, but {shards} devices x per_device_train_batch_size x "
-            f'gradient_accumulation_steps = {examples}. Write "auto" in the file.'
+            f"deepspeed sets train_batch_size to {parallel.batch}, but {shards} devices x per_device_train_batch_size "
+            f'x gradient_accumulation_steps = {examples}. Write "auto" in the file.'
         )
     return sizes
 
@@ -297,12 +298,12 @@ def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         config = as_dict_or_file(name, value)
     except ValueError as error:
         return str(error)
-    for key, found in config.items():
+    for key, setting in config.items():
         if key not in ACCELERATOR:
             return f"The keys of {name} must be among {', '.join(ACCELERATOR)}, got {key!r}."
-        default, instead = ACCELERATOR[key]
-        if instead and found != default:
-            return f"{name} sets {key}={found!r}, which is not {HERE}: {instead}"
+        default, advice = ACCELERATOR[key]
+        if advice and setting != default:
+            return f"{name} sets {key}={setting!r}, which is not {HERE}: {advice}"
     return None
 
 
@@ -340,17 +341,17 @@ _ADAM = ("Adam", "AdamW")
 def conflicts(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
     """A line for each setting in the file that differs from the arguments; "auto" means the argument's value."""
     differences = []
-    for place, argument in _SAME.items():
-        wanted = _at(config, place)
-        if wanted not in (None, "auto") and wanted != values[argument]:
+    for path, argument in _SAME.items():
+        setting = _lookup(config, path)
+        if setting not in (None, "auto") and setting != values[argument]:
             differences.append(
-                f"deepspeed sets {place} to {wanted!r}, but {argument} is {values[argument]!r}. Make them equal, or "
+                f"deepspeed sets {path} to {setting!r}, but {argument} is {values[argument]!r}. Make them equal, or "
                 f'write "auto" in the file.'
             )
-    return differences + _others(config, values)
+    return differences + _other_conflicts(config, values)
 
 
-def _others(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+def _other_conflicts(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
     differences = []
     total = config.get("train_batch_size", "auto")
     product = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
@@ -359,25 +360,25 @@ def _others(config: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
             f"deepspeed sets train_batch_size to {total!r}, but it is devices x per_device_train_batch_size x "
             f'gradient_accumulation_steps, a multiple of {product}. Write "auto" in the file.'
         )
-    if _at(config, "fp16.enabled") is True:
+    if _lookup(config, "fp16.enabled") is True:
         differences.append("deepspeed sets fp16, but trl_jax has no loss scaling. Set bf16 in the file instead.")
-    if _at(config, "optimizer.type") not in (None, "auto", *_ADAM):
+    if _lookup(config, "optimizer.type") not in (None, "auto", *_ADAM):
         differences.append(
-            f"deepspeed sets the optimizer {_at(config, 'optimizer.type')!r}. Leave it out and set optim instead."
+            f"deepspeed sets the optimizer {_lookup(config, 'optimizer.type')!r}. Leave it out and set optim instead."
         )
-    if "scheduler" in config and _at(config, "scheduler.type") not in ("auto", "WarmupDecayLR"):
+    if "scheduler" in config and _lookup(config, "scheduler.type") not in ("auto", "WarmupDecayLR"):
         differences.append(
-            f"deepspeed sets the scheduler {_at(config, 'scheduler.type')!r}. Leave it out and set "
+            f"deepspeed sets the scheduler {_lookup(config, 'scheduler.type')!r}. Leave it out and set "
             "lr_scheduler_type instead."
         )
     return differences
 
 
-def _at(config: Mapping[str, Any], place: str) -> Any:
-    for name in place.split("."):
-        if not isinstance(config, Mapping) or name not in config:
+def _lookup(config: Mapping[str, Any], path: str) -> Any:
+    for key in path.split("."):
+        if not isinstance(config, Mapping) or key not in config:
             return None
-        config = config[name]
+        config = config[key]
     return config
 
 
@@ -397,7 +398,7 @@ def launcher_sharding(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if _is_on("ACCELERATE_USE_DEEPSPEED"):
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        return {"deepspeed": _stages() if file.lower() in ("none", "") else file}
+        return {"deepspeed": _env_deepspeed_config() if file.lower() in ("none", "") else file}
     if _is_on("ACCELERATE_USE_FSDP"):
         strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "none").lower()
         if strategy == "none":  # FSDP2
@@ -423,21 +424,21 @@ def launcher_dtype() -> str:
 @contextlib.contextmanager
 def hidden_launcher_switches() -> Iterator[None]:
     """Hide the launcher's settings within the block: transformers would import DeepSpeed because of them."""
-    told = {name: os.environ.pop(name) for name in _LAUNCHER_SWITCHES if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in _LAUNCHER_SWITCHES if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(told)
+        os.environ.update(hidden)
 
 
 @contextlib.contextmanager
 def without_launcher() -> Iterator[None]:
     """Hide the launcher within the block. With it, creating a config would end all processes but one."""
-    set_aside = {name: os.environ.pop(name) for name in (*_RANKS, *_LAUNCHER_SWITCHES) if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in (*_RANKS, *_LAUNCHER_SWITCHES) if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(set_aside)
+        os.environ.update(hidden)
 
 
 def end_other_processes() -> int | None:
@@ -474,14 +475,14 @@ def processes_warning(processes: int, devices: int, rows: int) -> str:
     if processes == devices:
         return text
     total = processes * rows
-    way = f"per_device_train_batch_size={total // devices}" if total % devices == 0 else "another batch size"
+    suggestion = f"per_device_train_batch_size={total // devices}" if total % devices == 0 else "another batch size"
     return (
         f"{text} JAX has {devices} device{'s' if devices > 1 else ''}, so a step has {devices} x {rows} rows instead "
-        f"of {processes} x {rows}. Set {way} for the same batch."
+        f"of {processes} x {rows}. Set {suggestion} for the same batch."
     )
 
 
-def _stages() -> dict[str, Any]:
+def _env_deepspeed_config() -> dict[str, Any]:
     """The DeepSpeed config that `accelerate config` wrote into the environment."""
     zero: dict[str, Any] = {"stage": int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))}
     for key in ("optimizer", "param"):

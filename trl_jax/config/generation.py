@@ -50,21 +50,21 @@ _ORDER_OF_PROMPTS = "shuffle_dataset and seed determine the order of prompts."
 def generation_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if problem := rules.a_dict(name, value, values):
         return problem
-    asked, keys = as_dict(name, value), SERVER_KEYS if uses_server(values) else GENERATION_KEYS
-    strings = asked.get("stop_strings")
-    if strings is not None and not _is_texts(strings):
+    kwargs, keys = as_dict(name, value), SERVER_KEYS if uses_server(values) else GENERATION_KEYS
+    strings = kwargs.get("stop_strings")
+    if strings is not None and not _are_texts(strings):
         return f"{name} has stop_strings={strings!r}. It must be a string or a list of strings, none of them empty."
-    if strings is not None and "stop" in asked:
+    if strings is not None and "stop" in kwargs:
         return f"{name} has both stop_strings and stop, which mean the same to a server. Leave one of them out."
-    unknown = [key for key in asked if key not in keys and asked[key] != _IDLE.get(key, _NOTHING)]
+    unknown = [key for key in kwargs if key not in keys and kwargs[key] != _IDLE.get(key, _NOTHING)]
     if not unknown:
         return None
-    known = "" if uses_server(values) else " ".join(_INSTEAD[key] for key in unknown if key in _INSTEAD)
+    advice = "" if uses_server(values) else " ".join(_INSTEAD[key] for key in unknown if key in _INSTEAD)
     supported = f"supported: {', '.join(sorted(keys))}."
-    return f"{name} has the keys {unknown}, which are not {rules.HERE}{f'. {known}' if known else f'; {supported}'}"
+    return f"{name} has the keys {unknown}, which are not {rules.HERE}{f'. {advice}' if advice else f'; {supported}'}"
 
 
-def _is_texts(value: Any) -> bool:
+def _are_texts(value: Any) -> bool:
     texts = [value] if isinstance(value, str) else value
     return isinstance(texts, list | tuple) and all(isinstance(text, str) and text for text in texts) and bool(texts)
 
@@ -92,7 +92,7 @@ def _regex(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     )
 
 
-def _at_once(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
+def _device_completions_rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
     if value is not None and uses_server(values):
         return (
             f"{name}={value!r} has no effect with vllm_mode='server', where the server schedules completions (vLLM's "
@@ -121,14 +121,14 @@ def reward_weights(name: str, value: Any, values: Mapping[str, Any]) -> str | No
     return must_be(name, "a list of numbers, one for each reward function", value)
 
 
-def _whole_texts(trainer: str, rule: rules.Rule, read: Callable[[Any], Any]) -> rules.Rule:
+def _no_sequence_axis(trainer: str, rule: rules.Rule, read: Callable[[Any], Any]) -> rules.Rule:
     """`rule`, extended to reject a mesh that splits texts over devices, with TRL's message for `trainer`."""
 
     def refusal(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if problem := rule(name, value, values):
             return problem
-        found = read(value)
-        if found is None or found.sizes.get("sequence", 1) == 1:
+        parallel = read(value)
+        if parallel is None or parallel.sizes.get("sequence", 1) == 1:
             return None
         algorithm = trainer.removesuffix("Trainer")
         return (
@@ -142,12 +142,13 @@ def _whole_texts(trainer: str, rule: rules.Rule, read: Callable[[Any], Any]) -> 
 
 def parallelism_config(trainer: str) -> Any:
     return inherited(
-        "parallelism_config", rule=_whole_texts(trainer, devices.parallelism_config, devices.parse_parallelism_config)
+        "parallelism_config",
+        rule=_no_sequence_axis(trainer, devices.parallelism_config, devices.parse_parallelism_config),
     )
 
 
 def mesh_shape(trainer: str) -> Any:
-    return inherited("mesh_shape", rule=_whole_texts(trainer, devices.mesh_shape, devices.parse_mesh_shape))
+    return inherited("mesh_shape", rule=_no_sequence_axis(trainer, devices.mesh_shape, devices.parse_mesh_shape))
 
 
 def auto_find_batch_size(algorithm: str) -> Any:
@@ -281,7 +282,7 @@ class OnlineArguments(LanguageModelArguments):
         None,
         help="Maximum number of completions that a device generates at once. The others start when earlier ones end: "
         "the tokens are the same, and the cache is smaller. If unset, as many as fit into the device's memory.",
-        rule=_at_once,
+        rule=_device_completions_rule,
         kw_only=True,
     )
     vllm_group_port: int = arg(51216, help="A vLLM option, without effect.", how="silent", why=_NATIVE_GENERATOR)

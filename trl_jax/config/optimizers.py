@@ -56,26 +56,26 @@ def scheduler_kwargs(name: str, value: Any, values: Mapping[str, Any]) -> str | 
         return problem
     if one_of(*SCHEDULES)("", schedule, values):
         return None  # `scheduler` rejects it
-    kwargs, known = as_dict(name, value), SCHEDULES[schedule].split()
-    if unknown := [key for key in kwargs if key not in known]:
-        takes = ", ".join(known) or "no keys"
+    kwargs, keys = as_dict(name, value), SCHEDULES[schedule].split()
+    if unknown := [key for key in kwargs if key not in keys]:
+        takes = ", ".join(keys) or "no keys"
         return f"{name} has the keys {unknown}, but lr_scheduler_type={schedule!r} takes {takes}. Leave them out."
     if schedule == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
         return f"lr_scheduler_type={schedule!r} requires {name}={{'num_decay_steps': STEPS}}."
-    if "min_lr_rate" in known and (kwargs.get("min_lr") is None) == (kwargs.get("min_lr_rate") is None):
+    if "min_lr_rate" in keys and (kwargs.get("min_lr") is None) == (kwargs.get("min_lr_rate") is None):
         return f"lr_scheduler_type={schedule!r} requires either min_lr or min_lr_rate in {name}, got {kwargs}."
-    for key, found in kwargs.items():
-        number = isinstance(found, Real) and abs(found) <= MOST_FLOAT32
-        if not number and key not in _WORDS and not (found is None and key in _OPTIONAL):
-            return must_be(f"{key} of {name}", f"a number{' or None' if key in _OPTIONAL else ''}", found)
+    for key, setting in kwargs.items():
+        number = isinstance(setting, Real) and abs(setting) <= MOST_FLOAT32
+        if not number and key not in _WORDS and not (setting is None and key in _OPTIONAL):
+            return must_be(f"{key} of {name}", f"a number{' or None' if key in _OPTIONAL else ''}", setting)
     if (
-        "min_lr" in known
+        "min_lr" in keys
         and kwargs.get("min_lr") is not None
         and schedule not in ADAPTIVE
         and not values["learning_rate"]
     ):
         return f"min_lr of {name} is divided by learning_rate, which is 0. Leave it out, or use min_lr_rate."
-    return _known_words(name, kwargs)
+    return _check_words(name, kwargs)
 
 
 _OPTIONAL = ("min_lr", "min_lr_rate", "num_stable_steps", "timescale", "warmup_lr_rate")
@@ -85,7 +85,7 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _known_words(name: str, kwargs: Mapping[str, Any]) -> str | None:
+def _check_words(name: str, kwargs: Mapping[str, Any]) -> str | None:
     for key, words in _WORDS.items():
         if key in kwargs and kwargs[key] not in words:
             return f"{key} of {name} must be one of {', '.join(words)}, got {kwargs[key]!r}."
@@ -111,7 +111,7 @@ def optimizer_args(name: str, value: Any, values: Mapping[str, Any]) -> str | No
     if one_of(*OPTIMIZERS)("", optim, values):
         return None  # `optimizer` rejects it
     try:
-        parsed(optim, value)
+        parse_optim_args(optim, value)
     except ValueError as error:
         return str(error)
     return None
@@ -162,32 +162,32 @@ class Optimizer:
     takes: dict[str, type] = field(default_factory=dict)
 
 
-def _named(kind: str, names: str, note: str = "", takes: dict[str, type] | None = None, **fixed: str):
+def _optimizers(kind: str, names: str, note: str = "", takes: dict[str, type] | None = None, **fixed: str):
     takes = _TAKES[kind] if takes is None else takes
     return {name: Optimizer(kind, note, fixed, takes) for name in names.split()}
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    **_named("adamw", "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused"),
-    **_named("adamw", "adamw_anyprecision", takes={
+    **_optimizers("adamw", "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused"),
+    **_optimizers("adamw", "adamw_anyprecision", takes={
         "momentum_dtype": str, "variance_dtype": str, "use_kahan_summation": bool, "compensation_buffer_dtype": str}),
-    **_named("adamw", "paged_adamw_32bit", _UNPAGED),
-    **_named("adamw", "adamw_8bit adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit adamw_torch_4bit", _HALF,
+    **_optimizers("adamw", "paged_adamw_32bit", _UNPAGED),
+    **_optimizers("adamw", "adamw_8bit adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit adamw_torch_4bit", _HALF,
              momentum_dtype="bfloat16"),
-    **_named("adafactor", "adafactor"),
-    **_named("sgd", "sgd"),
-    **_named("adagrad", "adagrad"),
-    **_named("rmsprop", "rmsprop rmsprop_bnb rmsprop_bnb_32bit"),
-    **_named("rmsprop", "rmsprop_bnb_8bit", _FULL.format(bytes=4)),
-    **_named("lion", "lion_32bit"),
-    **_named("lion", "paged_lion_32bit", _UNPAGED),
-    **_named("lion", "lion_8bit paged_lion_8bit", _FULL.format(bytes=4)),
-    **_named("ademamix", "ademamix"),
-    **_named("ademamix", "paged_ademamix_32bit", _UNPAGED),
-    **_named("ademamix", "ademamix_8bit paged_ademamix_8bit", _FULL.format(bytes=12)),
-    **_named("schedule_free_adamw", "schedule_free_adamw"),
-    **_named("schedule_free_radam", "schedule_free_radam"),
-    **_named("schedule_free_sgd", "schedule_free_sgd"),
+    **_optimizers("adafactor", "adafactor"),
+    **_optimizers("sgd", "sgd"),
+    **_optimizers("adagrad", "adagrad"),
+    **_optimizers("rmsprop", "rmsprop rmsprop_bnb rmsprop_bnb_32bit"),
+    **_optimizers("rmsprop", "rmsprop_bnb_8bit", _FULL.format(bytes=4)),
+    **_optimizers("lion", "lion_32bit"),
+    **_optimizers("lion", "paged_lion_32bit", _UNPAGED),
+    **_optimizers("lion", "lion_8bit paged_lion_8bit", _FULL.format(bytes=4)),
+    **_optimizers("ademamix", "ademamix"),
+    **_optimizers("ademamix", "paged_ademamix_32bit", _UNPAGED),
+    **_optimizers("ademamix", "ademamix_8bit paged_ademamix_8bit", _FULL.format(bytes=12)),
+    **_optimizers("schedule_free_adamw", "schedule_free_adamw"),
+    **_optimizers("schedule_free_radam", "schedule_free_radam"),
+    **_optimizers("schedule_free_sgd", "schedule_free_sgd"),
 }  # fmt: skip
 
 # Optimizers that are not supported -> the closest supported one
@@ -199,7 +199,7 @@ NEAREST: dict[str, str] = {
 }
 
 
-def parsed(name: str, text: str | None) -> dict[str, float | int | bool | str]:
+def parse_optim_args(name: str, text: str | None) -> dict[str, float | int | bool | str]:
     """Parse `optim_args`, as in "momentum=0.9,nesterov=true", for the optimizer `name`.
 
     Raises:
@@ -211,21 +211,21 @@ def parsed(name: str, text: str | None) -> dict[str, float | int | bool | str]:
             continue
         key, equals, value = part.partition("=")
         if key not in takes:
-            raise ValueError(_unknown(name, key, takes))
+            raise ValueError(_unknown_key_error(name, key, takes))
         if not equals:
             raise ValueError(f"optim_args must be KEY=VALUE pairs, got {text!r}: {key} has no value.")
-        args[key] = _value(key, value, takes[key])
+        args[key] = _parse_value(key, value, takes[key])
     if args.get("nesterov") and (not args.get("momentum") or args.get("dampening")):
         raise ValueError(f"optim_args={text!r}: nesterov requires a momentum and no dampening.")
     return args
 
 
-def _unknown(name: str, key: str, takes: dict[str, type]) -> str:
+def _unknown_key_error(name: str, key: str, takes: dict[str, type]) -> str:
     way_out = INSTEAD.get(key, "leave it out")
     return f"optim_args has the key {key!r}, but optim={name!r} takes {', '.join(takes) or 'no keys'}; {way_out}."
 
 
-def _value(key: str, text: str, kind: type) -> float | int | bool | str:
+def _parse_value(key: str, text: str, kind: type) -> float | int | bool | str:
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     try:
         value = words[text.lower()] if kind is bool else kind(text)

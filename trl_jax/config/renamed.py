@@ -32,7 +32,7 @@ class OldNames(type):
             accepted = inspect.signature(cls.__init__).parameters
             # The __init__ of a user-defined subclass may take **kwargs and pass them on.
             open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-            kwargs, environment, notes = translated(kwargs, accepted)
+            kwargs, environment, notes = translate_old_names(kwargs, accepted)
             for name in kwargs.keys() - accepted.keys() if not open_ended else ():
                 raise TypeError(f"{cls.__name__} has no argument {name!r}: {way_out(name, accepted)}")
             for name, value in (*zip([*accepted][1:], args, strict=False), *kwargs.items()):
@@ -138,11 +138,11 @@ _IGNORED = {*GONE.split(), *GONE_FROM_TRL.split(), *IDLE_OF_GENERATION, "dispatc
 TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
 
 
-def way_out(name: str, known: Iterable[str]) -> str:
+def way_out(name: str, names: Iterable[str]) -> str:
     """A sentence about what to use instead of the unknown name."""
     if name in RENAMED:
         return RENAMED[name]
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean {close[0]}?" if close else "no argument has a similar name."
 
 
@@ -151,12 +151,12 @@ def current_name(name: str) -> str | None:
     return None if name == "warmup_ratio" else _SAME.get(name)  # warmup_steps may be a number of steps
 
 
-def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+def translate_old_names(kwargs: Mapping, names: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Translate old names and values of keyword arguments.
 
     Args:
-        given: name -> value, as passed by the user.
-        known: current names.
+        kwargs: name -> value, as passed by the user.
+        names: current names.
 
     Returns:
         The arguments by current names, environment variables to set, and a warning for each old name and value.
@@ -164,50 +164,50 @@ def translated(given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str
     Raises:
         TypeError: an argument is given by its old and its new name, or has no direct replacement.
     """
-    known, now, environment, notes = set(known), dict(given), {}, []
-    for name in [name for name in given if name in RENAMED and name not in known]:
-        new = _modern(name, now.pop(name), given)
+    names, result, environment, notes = set(names), dict(kwargs), {}, []
+    for name in [name for name in kwargs if name in RENAMED and name not in names]:
+        new = _translate_one(name, result.pop(name), kwargs)
         if new is None:
             continue
         if name in NO_REPLACEMENT:
-            notes.append(f"{name}={given[name]} has no effect: TRL no longer has it. Leave it out.")
+            notes.append(f"{name}={kwargs[name]} has no effect: TRL no longer has it. Leave it out.")
             continue
         if name in _IGNORED:
             notes.append(f"{name} no longer has an effect; {RENAMED[name]}")
             continue
         notes.append(f"{name} is an old name: {RENAMED[name]}")
         environment |= {key: value for key, value in new.items() if key == TENSORBOARD}
-        now |= {key: value for key, value in new.items() if key != TENSORBOARD}
+        result |= {key: value for key, value in new.items() if key != TENSORBOARD}
     for name, values in OLD_VALUES.items():
-        if isinstance(old := now.get(name), str) and old in values:
-            now[name] = values[old]
-            notes.append(f"{name}={old!r} is an old value: use {name}={now[name]!r}.")
-    return now, environment, notes
+        if isinstance(old := result.get(name), str) and old in values:
+            result[name] = values[old]
+            notes.append(f"{name}={old!r} is an old value: use {name}={result[name]!r}.")
+    return result, environment, notes
 
 
-def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _translate_one(name: str, value: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """The argument by its current name; None if it has no effect."""
     if name == "save_safetensors" and value is False:
         raise TypeError("save_safetensors=False: weights are always saved as safetensors. Leave it out.")
-    if name == "warmup_ratio" and "warmup_steps" in given:  # steps took precedence, unless 0
-        return None if float(given["warmup_steps"] or 0) else {"warmup_steps": value}
+    if name == "warmup_ratio" and "warmup_steps" in kwargs:  # steps took precedence, unless 0
+        return None if float(kwargs["warmup_steps"] or 0) else {"warmup_steps": value}
     if name in _SAME:
         new = _SAME[name]
-        if new in given:
+        if new in kwargs:
             raise TypeError(
-                f"{shown(name, value)} and {shown(new, given[new])} are the same argument. Leave {name} out."
+                f"{shown(name, value)} and {shown(new, kwargs[new])} are the same argument. Leave {name} out."
             )
         return {new: value}
     if name == "logging_dir":
         return {} if value is None else {TENSORBOARD: str(value)}
     if name in ("num_mini_batches", "stop_token", "stop_token_id"):
-        return _of_old_generation(name, value, given)
+        return _translate_old_rloo(name, value, kwargs)
     if name == "group_by_length":
         return {"train_sampling_strategy": "group_by_length"} if value else {}
     if name in NO_REPLACEMENT and value not in (None, False, {}):
         raise TypeError(f"{name}={value!r}: {RENAMED[name]}")
     if name == "push_to_hub_organization":
-        model = given.get("hub_model_id") or given.get("push_to_hub_model_id")
+        model = kwargs.get("hub_model_id") or kwargs.get("push_to_hub_model_id")
         if value is None:
             return {}
         if model is None:
@@ -216,16 +216,16 @@ def _modern(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
     return {}
 
 
-def _of_old_generation(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_old_rloo(name: str, value: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Translate arguments of TRL's RLOOConfig up to 0.21 about mini-batches and stop tokens."""
     if name == "stop_token" and value not in (None, "eos"):
         raise TypeError(f"stop_token must be 'eos', got {value!r}. For other tokens, {RENAMED['stop_token_id']}")
     if value is None or name == "stop_token":
         return {}
     if name == "num_mini_batches":
-        parts = int(value) * int(given.get("gradient_accumulation_steps", 1))
-        return {} if int(value) == 1 else {"steps_per_generation": parts}
-    if "generation_kwargs" in given:
+        steps = int(value) * int(kwargs.get("gradient_accumulation_steps", 1))
+        return {} if int(value) == 1 else {"steps_per_generation": steps}
+    if "generation_kwargs" in kwargs:
         raise TypeError(f"stop_token_id={value!r} cannot be combined with generation_kwargs: {RENAMED[name]}")
     return {"generation_kwargs": {"eos_token_id": int(value)}}
 

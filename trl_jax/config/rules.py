@@ -141,11 +141,11 @@ def template_arguments(name: str, value: Any, values: Mapping[str, Any]) -> str 
     """A dict without the arguments of apply_chat_template that the trainer passes itself."""
     if fault := a_dict(name, value, values):
         return fault
-    own = ("conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict")
-    if found := [key for key in as_dict(name, value) if key in own]:
+    reserved = ("conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict")
+    if taken := [key for key in as_dict(name, value) if key in reserved]:
         return (
-            f"{name} has {found[0]!r}, which the trainer passes itself: apply_chat_template would get multiple values "
-            f"for keyword argument {found[0]!r}. Leave it out, and use chat_template_path= for the template and tools= "
+            f"{name} has {taken[0]!r}, which the trainer passes itself: apply_chat_template would get multiple values "
+            f"for keyword argument {taken[0]!r}. Leave it out, and use chat_template_path= for the template and tools= "
             "for the tools."
         )
     return None
@@ -171,8 +171,8 @@ def metric_inputs(name: str, value: Any, values: Mapping[str, Any]) -> str | Non
 
 
 def tokens_seen(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    known = ("all", "non_padding", "no", True, False)
-    return None if value in known else must_be(name, "'all', 'non_padding' or 'no'", value)
+    valid = ("all", "non_padding", "no", True, False)
+    return None if value in valid else must_be(name, "'all', 'non_padding' or 'no'", value)
 
 
 def pad_multiple(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
@@ -248,10 +248,10 @@ def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
     Raises:
         ValueError: any other value.
     """
-    named = {"auto": "auto", "none": None, "null": None}
+    words = {"auto": "auto", "none": None, "null": None}
     multiple = value
     if isinstance(value, str):
-        multiple = int(value) if value.isdecimal() else named.get(value.lower(), value)
+        multiple = int(value) if value.isdecimal() else words.get(value.lower(), value)
     if multiple is None or multiple == "auto" or is_whole(multiple, 1):
         return multiple
     raise ValueError(must_be(name, '"auto", a whole number of at least 1, or None', value))
@@ -259,8 +259,8 @@ def as_pad_multiple(name: str, value: int | str | None) -> int | str | None:
 
 def as_choice(value: str | bool | None) -> str | bool | None:
     """`resume_from_checkpoint` in the form that train() accepts: command lines pass True and False as strings."""
-    named = {"true": True, "false": None, "none": None, "": None}
-    return named.get(value.lower(), value) if isinstance(value, str) else value or None
+    words = {"true": True, "false": None, "none": None, "": None}
+    return words.get(value.lower(), value) if isinstance(value, str) else value or None
 
 
 _BOOLS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
@@ -291,11 +291,11 @@ def bool_error(name: str, value: Any, optional: bool) -> str:
 
 
 @cache
-def bool_fields(kind: type) -> dict[str, bool]:
+def bool_fields(cls: type) -> dict[str, bool]:
     """The boolean fields of a dataclass -> whether each may be None."""
-    hints = get_type_hints(kind)
-    kinds = {f.name: set(get_args(hints[f.name])) or {hints[f.name]} for f in dataclasses.fields(kind)}
-    return {name: NoneType in found for name, found in kinds.items() if found - {NoneType} == {bool}}
+    hints = get_type_hints(cls)
+    types = {f.name: set(get_args(hints[f.name])) or {hints[f.name]} for f in dataclasses.fields(cls)}
+    return {name: NoneType in options for name, options in types.items() if options - {NoneType} == {bool}}
 
 
 def read_bools(config: Any) -> None:

@@ -133,12 +133,12 @@ def shared(name: str, **changes: Any) -> Any:
 # Warnings about deprecated values
 
 
-def warn_about_prompt_length(most: int | None, stacklevel: int) -> None:
+def warn_about_prompt_length(max_prompt_length: int | None, stacklevel: int) -> None:
     """Warn that `max_prompt_length` is deprecated; `stacklevel` as in `warn_about_keep_end`."""
-    if most is not None:
+    if max_prompt_length is not None:
         text = (
-            f"max_prompt_length={most} is deprecated, and TRL no longer has it: longer prompts lose their beginning. "
-            "Use max_length, which limits prompt and completion together."
+            f"max_prompt_length={max_prompt_length} is deprecated, and TRL no longer has it: longer prompts lose their "
+            "beginning. Use max_length, which limits prompt and completion together."
         )
         warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
 

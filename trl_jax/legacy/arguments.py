@@ -12,49 +12,49 @@ from typing import Any, Protocol
 from transformers import TrainingArguments
 
 from trl_jax.config.base import BaseConfig
-from trl_jax.config.renamed import GONE_FROM_TRL, NO_REPLACEMENT, RENAMED, translated, way_out
+from trl_jax.config.renamed import GONE_FROM_TRL, NO_REPLACEMENT, RENAMED, translate_old_names, way_out
 
 # Flags
 
 
-def modern_flags(flags: list[str], known: Iterable[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """Translate old names of flags, such as `--warmup_ratio 0.1`, as `translated` does for keyword arguments.
+def modern_flags(flags: list[str], names: Iterable[str]) -> tuple[list[str], dict[str, str], list[str]]:
+    """Translate old names of flags, such as `--warmup_ratio 0.1`, as `translate_old_names` does for keyword arguments.
 
     Args:
         flags: the command line.
-        known: the current names, with underscores.
+        names: the current names, with underscores.
 
     Returns:
-        The flags, translated ones last; environment variables to set; and a warning for each old name.
+        The flags, translate_old_names ones last; environment variables to set; and a warning for each old name.
 
     Raises:
-        TypeError: as `translated`.
+        TypeError: as `translate_old_names`.
     """
-    known, kept, old = set(known), [], {}
-    given: dict[str, Any] = {}
-    for name, words in _split(flags):
-        name, words = _without_negation(name, words, known)
-        if name in RENAMED and name not in known:
-            old[name] = words
+    names, current, old = set(names), [], {}
+    values: dict[str, Any] = {}
+    for name, words in _split_flags(flags):
+        name, words = _rewrite_negation(name, words, names)
+        if name in RENAMED and name not in names:
+            old[name] = _parse_value(words)
         else:
-            kept += words
-            given |= {} if name is None else {name: _value(words)}
-    if not is_of_training(known):
+            current += words
+            values |= {} if name is None else {name: _parse_value(words)}
+    if not has_training_arguments(names):
         return flags, {}, []
     if not old:
-        return kept, {}, []
-    now, environment, notes = translated(given | {name: _value(words) for name, words in old.items()}, known)
-    changed = {name: value for name, value in now.items() if name not in given or value != given[name]}
-    new = [text for name, value in changed.items() for text in (f"--{name}", _text(value))]
-    return kept + new, environment, notes
+        return current, {}, []
+    renamed, environment, notes = translate_old_names(values | old, names)
+    changed = {name: value for name, value in renamed.items() if name not in values or value != values[name]}
+    added = [text for name, value in changed.items() for text in (f"--{name}", _to_text(value))]
+    return current + added, environment, notes
 
 
-def is_of_training(known: Iterable[str]) -> bool:
+def has_training_arguments(names: Iterable[str]) -> bool:
     """Whether a parser with these names has training arguments."""
-    return "output_dir" in known
+    return "output_dir" in names
 
 
-def _split(flags: list[str]) -> list[tuple[str | None, list[str]]]:
+def _split_flags(flags: list[str]) -> list[tuple[str | None, list[str]]]:
     """Split into (name, flag and its values). The name is None for values before the first flag."""
     parts: list[tuple[str | None, list[str]]] = []
     for word in flags:
@@ -67,18 +67,18 @@ def _split(flags: list[str]) -> list[tuple[str | None, list[str]]]:
     return parts
 
 
-def _without_negation(name: str | None, words: list[str], known: set[str]) -> tuple[str | None, list[str]]:
+def _rewrite_negation(name: str | None, words: list[str], names: set[str]) -> tuple[str | None, list[str]]:
     """Turn `--no_x` into `--x false`. A parser has `--no_x` only if x defaults to True, and some defaults changed."""
-    if name is None or name in known or not name.startswith("no_") or name[3:] not in known or len(words) > 1:
+    if name is None or name in names or not name.startswith("no_") or name[3:] not in names or len(words) > 1:
         return name, words
     return (name, words) if "=" in words[0] else (name[3:], [f"--{name[3:]}", "false"])
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
-def _value(words: list[str]) -> Any:
+def _parse_value(words: list[str]) -> Any:
     """Parse the value of a flag: a boolean, None, or text. A flag without a value means True."""
     _, equals, first = words[0].partition("=")
     values = ([first] if equals else []) + words[1:]
@@ -155,10 +155,10 @@ def modern_keywords(
         kwargs["processing_class"] = kwargs.pop("tokenizer")
         tell("tokenizer is an old name: use processing_class.", above=1)
     for name in (kwargs.keys() & _GONE) - moved - accepted.keys():
-        for note in translated({name: kwargs.pop(name)}, ())[2]:
+        for note in translate_old_names({name: kwargs.pop(name)}, ())[2]:
             tell(note, above=1)
-    if given := {name: kwargs.pop(name) for name in sorted(moved) if name in kwargs}:
-        args, kwargs = _with_moved(trainer.config_class, given, args, kwargs, list(accepted).index("args") - 1)
+    if old_values := {name: kwargs.pop(name) for name in sorted(moved) if name in kwargs}:
+        args, kwargs = _set_in_config(trainer.config_class, old_values, args, kwargs, list(accepted).index("args") - 1)
     for name in kwargs.keys() - accepted.keys():
         raise TypeError(f"{trainer.__name__} has no argument {name!r}: {way_out(name, accepted)}")
     return args, kwargs
@@ -169,50 +169,50 @@ def moved_arguments(trainer: type) -> frozenset[str]:
     return trainer.__init__.moved
 
 
-def left_out(trainer: type, name: str) -> bool:
+def is_ignored_argument(trainer: type, name: str) -> bool:
     """Whether a trainer's constructor ignores an argument of earlier releases, with a warning."""
     return name in _GONE - moved_arguments(trainer)
 
 
-def _with_moved(
-    kind: type[BaseConfig], given: dict[str, Any], args: tuple, kwargs: dict[str, Any], at: int
+def _set_in_config(
+    cls: type[BaseConfig], old_values: dict[str, Any], args: tuple, kwargs: dict[str, Any], index: int
 ) -> tuple[tuple, dict[str, Any]]:
-    """The trainer's arguments, with the values set on a copy of its config. at: position of the config in `args`."""
-    names = [f.name for f in fields(kind)]
-    now, _, _ = translated(given, names)
-    config = args[at] if len(args) > at else kwargs.get("args")
-    written = ", ".join(f"{name}={value!r}" for name, value in now.items())
+    """The trainer's arguments, with the values set on a copy of its config. index: position of the config in `args`."""
+    names = [f.name for f in fields(cls)]
+    values, _, _ = translate_old_names(old_values, names)
+    config = args[index] if len(args) > index else kwargs.get("args")
+    written = ", ".join(f"{name}={value!r}" for name, value in values.items())
     if config is None:
-        raise TypeError(f"{written} is an argument of {kind.__name__} now: pass args={kind.__name__}({written}).")
-    changed = copy.copy(config if isinstance(config, kind) else from_training_arguments(config, kind))
-    for name, value in now.items():
+        raise TypeError(f"{written} is an argument of {cls.__name__} now: pass args={cls.__name__}({written}).")
+    changed = copy.copy(config if isinstance(config, cls) else from_training_arguments(config, cls))
+    for name, value in values.items():
         setattr(changed, name, value)
-    for old in given:
-        new = translated({old: given[old]}, names)[0]
-        tell(f"{old} is an argument of {kind.__name__} now: use {kind.__name__}({', '.join(new)}=...).", above=2)
-    if len(args) > at:
-        return (*args[:at], changed, *args[at + 1 :]), kwargs
+    for old in old_values:
+        new = translate_old_names({old: old_values[old]}, names)[0]
+        tell(f"{old} is an argument of {cls.__name__} now: use {cls.__name__}({', '.join(new)}=...).", above=2)
+    if len(args) > index:
+        return (*args[:index], changed, *args[index + 1 :]), kwargs
     return args, kwargs | {"args": changed}
 
 
-def from_training_arguments(args: TrainingArguments, kind: type[BaseConfig]) -> BaseConfig:
-    """Convert TrainingArguments, which scripts for early TRL pass, to `kind`.
+def from_training_arguments(args: TrainingArguments, cls: type[BaseConfig]) -> BaseConfig:
+    """Convert TrainingArguments, which scripts for early TRL pass, to `cls`.
 
     Raises:
         TypeError: args is something else.
     """
     if isinstance(args, type) and issubclass(args, TrainingArguments):
-        raise TypeError(f"args is the class {args.__name__} itself: pass args={kind.__name__}(...).")
+        raise TypeError(f"args is the class {args.__name__} itself: pass args={cls.__name__}(...).")
     if not isinstance(args, TrainingArguments) or isinstance(args, BaseConfig):
-        raise TypeError(f"args must be a {kind.__name__}, got a {type(args).__module__}.{type(args).__qualname__}.")
+        raise TypeError(f"args must be a {cls.__name__}, got a {type(args).__module__}.{type(args).__qualname__}.")
     warnings.warn(
-        f"args is a TrainingArguments: its values are used, with {kind.__name__}'s defaults for the rest. Pass a "
-        f"{kind.__name__}.",
+        f"args is a TrainingArguments: its values are used, with {cls.__name__}'s defaults for the rest. Pass a "
+        f"{cls.__name__}.",
         FutureWarning,
         stacklevel=5,
     )
-    known = {f.name for f in fields(kind) if f.init}
-    return kind(**{f.name: getattr(args, f.name) for f in fields(args) if f.name in known and f.init})
+    names = {f.name for f in fields(cls) if f.init}
+    return cls(**{f.name: getattr(args, f.name) for f in fields(args) if f.name in names and f.init})
 
 
 def tell(text: str, above: int = 0) -> None:

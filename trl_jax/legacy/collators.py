@@ -79,34 +79,34 @@ class ConstantLengthDataset:
     ) -> IterableDataset:
         if dataset_text_field is None and formatting_func is None:
             raise ValueError("ConstantLengthDataset needs dataset_text_field=, such as 'text', or formatting_func=.")
-        text_of = formatting_func or (lambda row: row[dataset_text_field])
-        end = eos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        most = int(seq_length * chars_per_token * num_of_sequences)
+        get_text = formatting_func or (lambda row: row[dataset_text_field])
+        eos = eos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        max_chars = int(seq_length * chars_per_token * num_of_sequences)
         options = {"add_special_tokens": add_special_tokens, "truncation": False}
 
         def rows() -> Iterator[dict[str, list[int]]]:
-            for texts in _read(dataset, text_of, most, infinite):
+            for texts in _read_texts(dataset, get_text, max_chars, infinite):
                 ids: list[int] = []
-                for own in tokenizer(texts, **options)["input_ids"]:
-                    ids += [*own, end] if append_concat_token else own
-                found = [ids[at : at + seq_length] for at in range(0, len(ids) - seq_length + 1, seq_length)]
+                for text_ids in tokenizer(texts, **options)["input_ids"]:
+                    ids += [*text_ids, eos] if append_concat_token else text_ids
+                chunks = [ids[start : start + seq_length] for start in range(0, len(ids) - seq_length + 1, seq_length)]
                 if shuffle:
-                    random.shuffle(found)
-                yield from ({"input_ids": row, "labels": row} for row in found)
+                    random.shuffle(chunks)
+                yield from ({"input_ids": row, "labels": row} for row in chunks)
 
         return IterableDataset.from_generator(rows)
 
 
-def _read(dataset: Iterable, text_of: Callable, most: int, infinite: bool) -> Iterator[list[str]]:
-    """Lists of texts with at least `most` characters in total; the last list may have fewer."""
+def _read_texts(dataset: Iterable, get_text: Callable, max_chars: int, infinite: bool) -> Iterator[list[str]]:
+    """Lists of texts with at least `max_chars` characters in total; the last list may have fewer."""
     texts: list[str] = []
     size, empty = 0, True
     while True:
         for row in dataset:
-            text, empty = text_of(row), False
+            text, empty = get_text(row), False
             texts.append(text)
             size += len(text)
-            if text and size >= most:
+            if text and size >= max_chars:
                 yield texts
                 texts, size = [], 0
         if not infinite or empty:
@@ -147,9 +147,9 @@ class DataCollatorForCompletionOnlyLM:
         return_tensors: str | None = None,
     ):
         refused = {"mlm": mlm, "padding_free": padding_free, "ignore_index": ignore_index != IGNORED}
-        if asked := [name for name, given in refused.items() if given]:
+        if passed := [name for name, is_set in refused.items() if is_set]:
             raise ValueError(
-                f"DataCollatorForCompletionOnlyLM({asked[0]}=...) is not in this release of trl_jax. Remove it; to "
+                f"DataCollatorForCompletionOnlyLM({passed[0]}=...) is not in this release of trl_jax. Remove it; to "
                 "train without padding, use SFTConfig(padding_free=True) with 'prompt' and 'completion' columns."
             )
         if tokenizer is None:
@@ -157,9 +157,10 @@ class DataCollatorForCompletionOnlyLM:
         self.response_template, self.instruction_template = response_template, instruction_template
         self.tokenizer, self.pad_to_multiple_of = tokenizer, pad_to_multiple_of
         response = _ids("response_template", response_template, tokenizer)
-        asked = instruction_template
-        question = None if asked is None else _ids("instruction_template", asked, tokenizer)
-        self.marks = AnswerMarks(response, question, tokenizer.pad_token_id)
+        instruction = None
+        if instruction_template is not None:
+            instruction = _ids("instruction_template", instruction_template, tokenizer)
+        self.marks = AnswerMarks(response, instruction, tokenizer.pad_token_id)
         self._inner = DataCollatorForLanguageModeling(
             tokenizer.pad_token_id, pad_to_multiple_of=pad_to_multiple_of, return_tensors=return_tensors
         )
@@ -207,8 +208,8 @@ class RewardDataCollatorWithPadding:
         for side in ("chosen", "rejected"):
             rows = [row[f"input_ids_{side}"] for row in examples]
             batch[f"input_ids_{side}"] = padded(rows, self.tokenizer.pad_token_id, self.pad_to_multiple_of)
-            given = [row.get(f"attention_mask_{side}") for row in examples]
-            masks = [np.ones(len(ids)) if own is None else own for own, ids in zip(given, rows, strict=True)]
+            masks = [row.get(f"attention_mask_{side}") for row in examples]
+            masks = [np.ones(len(ids)) if mask is None else mask for mask, ids in zip(masks, rows, strict=True)]
             batch[f"attention_mask_{side}"] = padded(masks, 0, self.pad_to_multiple_of)
         if "margin" in examples[0]:
             batch["margin"] = np.asarray([row["margin"] for row in examples], np.float32)
@@ -231,11 +232,11 @@ def conversations_formatting_function(
     """
 
     def format_dataset(examples: dict[str, Any]) -> str | list[str]:
-        found = examples[messages_field]
+        column = examples[messages_field]
         options = {"tokenize": False, "tools": tools}
-        if found and isinstance(found[0], list):
-            return [apply_chat_template(tokenizer, messages, **options) for messages in found]
-        return apply_chat_template(tokenizer, found, **options)
+        if column and isinstance(column[0], list):
+            return [apply_chat_template(tokenizer, messages, **options) for messages in column]
+        return apply_chat_template(tokenizer, column, **options)
 
     return format_dataset
 
@@ -244,13 +245,13 @@ def instructions_formatting_function(tokenizer: Any) -> Formatting:
     """Make a function that formats `prompt` and `completion` of a row, or of all rows of a batch, as a user and an
     assistant message, with the chat template."""
 
-    def written(prompt: str, completion: str) -> str:
+    def render(prompt: str, completion: str) -> str:
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         return apply_chat_template(tokenizer, messages, tokenize=False)
 
     def format_dataset(examples: dict[str, Any]) -> str | list[str]:
-        both = examples["prompt"], examples["completion"]
-        return list(map(written, *both)) if isinstance(both[0], list) else written(*both)
+        columns = examples["prompt"], examples["completion"]
+        return list(map(render, *columns)) if isinstance(columns[0], list) else render(*columns)
 
     return format_dataset
 

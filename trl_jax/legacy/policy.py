@@ -26,7 +26,7 @@ _DEFAULTS = (
 )
 
 
-def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str, Any]:
+def modern_policy(trainer: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Translate the old arguments, with one FutureWarning for all. A reference model is stored on the trainer.
 
     Raises:
@@ -38,54 +38,54 @@ def modern_policy(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str,
             f"The first argument is a {type(args[0]).__name__}, as RLOOTrainer took it up to TRL 0.21. Pass it as "
             "args=, and the others by name: model=, reward_funcs=, train_dataset=, processing_class=."
         )
-    old = [name for name in given if name in OLD_RLOO_ARGUMENTS]
+    old = [name for name in kwargs if name in OLD_RLOO_ARGUMENTS]
     if not old:
-        return given
-    kept = _renamed(given)
-    collator, reference = kept.pop("data_collator", None), kept.pop("ref_policy", None)
+        return kwargs
+    renamed = _rename(kwargs)
+    collator, reference = renamed.pop("data_collator", None), renamed.pop("ref_policy", None)
     if type(collator).__name__ != "DataCollatorWithPadding":
         check_collator(collator, ())
     by_name = isinstance(reference, str | os.PathLike)  # a checkpoint, which is loaded separately
-    if reference is not None and not by_name and reference is kept.get("model"):
+    if reference is not None and not by_name and reference is renamed.get("model"):
         raise ValueError(
             "`policy` and `ref_policy` cannot be the same object. Remove ref_policy: the reference is then the model "
             "before training."
         )
     if reference is not None:
         trainer._ref_model = reference
-    if "reward_model" in given:
-        tokenizer = kept.get("processing_class", kept.get("tokenizer"))
-        kept["reward_funcs"] = _reward_source(trainer, given["reward_model"], tokenizer)
+    if "reward_model" in kwargs:
+        tokenizer = renamed.get("processing_class", renamed.get("tokenizer"))
+        renamed["reward_funcs"] = _reward_source(trainer, kwargs["reward_model"], tokenizer)
     tell(
         f"RLOOTrainer({', '.join(f'{name}=' for name in old)}) is the constructor of TRL up to 0.21. Use args=, model= "
         f"and reward_funcs=; the reference is the model before training. {_DEFAULTS}",
         above=2,
     )
-    return kept
+    return renamed
 
 
-def _renamed(given: dict[str, Any]) -> dict[str, Any]:
+def _rename(kwargs: dict[str, Any]) -> dict[str, Any]:
     for old, new in RENAMED_IN_RLOO.items():
-        if old in given and new in given:
+        if old in kwargs and new in kwargs:
             raise TypeError(f"{old} and {new} are the same argument. Remove {old}.")
-    return {RENAMED_IN_RLOO.get(name, name): value for name, value in given.items()}
+    return {RENAMED_IN_RLOO.get(name, name): value for name, value in kwargs.items()}
 
 
-def _reward_source(trainer: Any, given: Any, tokenizer: Any) -> Any:
+def _reward_source(trainer: Any, reward: Any, tokenizer: Any) -> Any:
     """Wrap `reward_model` to score as in TRL 0.21: a model reads the policy's tokens, a function gets whole texts.
 
     A function with the current signature is returned unchanged.
     """
-    if not is_model(given):
-        if not callable(given) or takes_completions(given):
-            return given
-        return TextScores(given, functools.partial(_ids, trainer), functools.partial(_decoded, trainer))
-    beyond = not is_torch_model(given) or _rows(given) <= (getattr(tokenizer, "pad_token_id", None) or 0)
-    model = reward_model(given, None if beyond else tokenizer)
+    if not is_model(reward):
+        if not callable(reward) or takes_completions(reward):
+            return reward
+        return TextScores(reward, functools.partial(_ids, trainer), functools.partial(_decode, trainer))
+    no_pad_row = not is_torch_model(reward) or _vocab_size(reward) <= (getattr(tokenizer, "pad_token_id", None) or 0)
+    model = reward_model(reward, None if no_pad_row else tokenizer)
     return TokenScores(model, functools.partial(_ids, trainer))
 
 
-def _rows(model: Any) -> int:
+def _vocab_size(model: Any) -> int:
     return model.get_input_embeddings().num_embeddings
 
 
@@ -95,7 +95,7 @@ def _ids(trainer: Any, prompts: list) -> list[list[int]]:
     return prompt_ids(prompts, trainer.processing_class, **options)
 
 
-def _decoded(trainer: Any, ids: list[list[int]]) -> list[str]:
+def _decode(trainer: Any, ids: list[list[int]]) -> list[str]:
     return trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
 
 
@@ -117,7 +117,7 @@ class TokenScores:
         return self.model.name
 
     def __call__(self, prompts: list, completion_ids: Sequence[list[int]], **columns: Any) -> list[float]:
-        return self.model.scores(_whole(self.prompt_ids(prompts), completion_ids)).tolist()
+        return self.model.scores(_concatenate(self.prompt_ids(prompts), completion_ids)).tolist()
 
 
 @dataclass
@@ -136,7 +136,7 @@ class TextScores:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, prompts: list, completion_ids: Sequence[list[int]], **columns: Any) -> Any:
-        return self.function(self.decode(_whole(self.prompt_ids(prompts), completion_ids)))
+        return self.function(self.decode(_concatenate(self.prompt_ids(prompts), completion_ids)))
 
 
 @dataclass
@@ -152,14 +152,14 @@ class MissingEos:
 
     def __call__(self, completion_ids: Sequence[list[int]], **columns: Any) -> list[float]:
         eos = self.eos()
-        return np.where([eos in own for own in completion_ids], 0.0, -self.penalty).tolist()
+        return np.where([eos in ids for ids in completion_ids], 0.0, -self.penalty).tolist()
 
 
 def takes_completions(function: Callable[..., Any]) -> bool:
     """Whether a function has the current signature, with keyword arguments."""
     parameters = inspect.signature(function).parameters
-    return "completions" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return "completions" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _whole(prompt_ids: list[list[int]], completion_ids: Sequence[list[int]]) -> list[list[int]]:
-    return [[*before, *own] for before, own in zip(prompt_ids, completion_ids, strict=True)]
+def _concatenate(prompt_ids: list[list[int]], completion_ids: Sequence[list[int]]) -> list[list[int]]:
+    return [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]

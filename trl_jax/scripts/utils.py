@@ -16,10 +16,10 @@ from typing import Any, NoReturn, get_args, get_origin
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from trl_jax.config.renamed import OldNames, translated, way_out
+from trl_jax.config.renamed import OldNames, translate_old_names, way_out
 from trl_jax.config.rules import read_bools
 from trl_jax.core.secrets import cleaned, learn, learn_flags, masked, scrubbed, shown
-from trl_jax.legacy.arguments import is_of_training, modern_flags
+from trl_jax.legacy.arguments import has_training_arguments, modern_flags
 from trl_jax.scripts.data import DatasetConfig, DatasetMixtureConfig, get_dataset
 
 __all__ = [
@@ -169,10 +169,10 @@ class TrlParser(HfArgumentParser):
     def _modern(self, flags: list[str], config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
         """Translate old names of flags and YAML keys, with a warning for each."""
         names = self._names()
-        if not is_of_training(names):
+        if not has_training_arguments(names):
             return flags, config
         flags, environment, notes = modern_flags(flags, names)
-        config, more, others = translated(config, names)
+        config, more, others = translate_old_names(config, names)
         os.environ.update(environment | more)
         for note in notes + others:
             warnings.warn(note, FutureWarning, stacklevel=3)

@@ -5,7 +5,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_jax.config.renamed import translated
+from trl_jax.config.renamed import translate_old_names
 from trl_jax.config.rules import read_bools
 
 
@@ -16,7 +16,7 @@ def _taking_torch_dtype(kind: type) -> type:
     @functools.wraps(plain)
     def init(self, *args: Any, **given: Any) -> None:
         if "torch_dtype" in given:
-            given, _, notes = translated(given, kind.__dataclass_fields__)
+            given, _, notes = translate_old_names(given, kind.__dataclass_fields__)
             warnings.warn(notes[0], FutureWarning, stacklevel=2)
         plain(self, *args, **given)
 

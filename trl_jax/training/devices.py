@@ -28,8 +28,7 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec
 
-from trl_jax.config.devices import asked as asked_devices
-from trl_jax.config.devices import mesh_sizes
+from trl_jax.config.devices import mesh_sizes, requested_mesh
 from trl_jax.mesh.mesh import BATCH, SEQUENCE, ShardedParams, ShardingPlan, each_part, make_mesh, only
 from trl_jax.mesh.processes import several
 
@@ -93,7 +92,7 @@ def sharding_plan_of(args: DeviceArguments) -> ShardingPlan | None:
     count = prod(sizes.values())
     if count == 1:
         return None
-    asked = asked_devices({f.name: getattr(args, f.name) for f in fields(args)})
+    asked = requested_mesh({f.name: getattr(args, f.name) for f in fields(args)})
     options = {} if asked.whole_below is None else {"whole_below": asked.whole_below}
     mesh = make_mesh(sizes, run_devices(args)[:count])
     return ShardingPlan(mesh, "data" if asked.moments else None, **options)

@@ -10,7 +10,7 @@ from typing import Any
 import optax
 
 from trl_jax.config.base import BaseConfig
-from trl_jax.config.optimizers import OPTIMIZERS, parsed
+from trl_jax.config.optimizers import OPTIMIZERS, parse_optim_args
 from trl_jax.config.rules import as_dict, plain
 from trl_jax.core.torch_random import TorchParamLayout
 from trl_jax.hub.torch_state import check_unused, is_torch_optimizer, param_groups, rates_of
@@ -175,7 +175,7 @@ def choose(args: BaseConfig, optimizers: Any, cls_and_kwargs: Any, torch_model: 
     if cls_and_kwargs is not None:
         return _of_class(args, *cls_and_kwargs)
     if tx is None:
-        options = parsed(plain(args.optim), args.optim_args)
+        options = parse_optim_args(plain(args.optim), args.optim_args)
         return OptimizerChoice(args.learning_rate, plain(args.optim), _hyperparameters(args, options))
     if torch_model is not None and is_torch_optimizer(tx):
         return of_torch(tx, schedule, torch_model)
