@@ -14,7 +14,7 @@ from trl_jax.cli.main import main
 from trl_jax.core.trainers import TRAINERS
 from trl_jax.plan import plan as plans
 from trl_jax.plan.chips import CHIPS
-from trl_jax.scripts.plan import NO_PART, without_part
+from trl_jax.scripts.plan import IGNORED_ARGUMENTS, ignored_arguments
 from trl_jax.trainer.reward_config import RewardConfig
 
 
@@ -106,9 +106,9 @@ def test_every_argument_has_a_part_in_a_plan_or_is_told_to_have_none(checkpoint,
     """
     tables = [names.load_config().argument_table() for names in TRAINERS.values()]
     known = {name for table in tables for name, line in table.items() if line.how in ("native", "mapped")}
-    assert known == NO_PART | set(honored.split()) and not NO_PART & set(honored.split())
+    assert known == IGNORED_ARGUMENTS | set(honored.split()) and not IGNORED_ARGUMENTS & set(honored.split())
     quiet = RewardConfig(str(tmp_path), eval_strategy="steps", max_length=64)
-    assert without_part(quiet) == ["output_dir"]
+    assert ignored_arguments(quiet) == ["output_dir"]
 
 
 def test_what_a_plan_does_not_look_at_is_named(checkpoint, capsys):

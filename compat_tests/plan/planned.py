@@ -66,7 +66,7 @@ def alike(
     checkpoint = find_checkpoint(str(out), head=trace.task_of(kind, args).head, dtype="auto")
     run = Run(checkpoint, adapter=adapter, quantization=quantization, trainer=kind)
     place = topology(f"cpu:{devices}")
-    traced, found = _traced(run, trace.planned(args, place, str(out))), plan(run, args, place)
+    traced, found = _traced(run, trace.planned_config(args, place, str(out))), plan(run, args, place)
     assert _letters(traced) == _letters(step)
     assert found.compiled.arguments == _memory(step).argument_size_in_bytes
     assert found.memory.parameters == _held((real.model.params, real.parts.setup.frozen))
@@ -109,10 +109,10 @@ def _real(
 def _traced(run: Run, args: trace.PlannedConfig) -> Any:
     model = outlined(run.checkpoint, args, run.adapter, run.quantization)
     trainer = trace.trainer_of(run.trainer, model, args, run.rows)
-    tx, found = trainer.parts.training.build_optimizer(), trace.batches(trainer)
+    tx, found = trainer.parts.training.build_optimizer(), trace.survey_steps(trainer)
     texts = len(trainer.make_task().columns.texts)
     assert found.tokens == texts * LENGTH * PAIRS * args.gradient_accumulation_steps * trainer.parts.setup.shards
-    return trace.traced(trainer, tx, trace.step_arguments(trainer, tx, found.largest), remat=True)
+    return trace.trace_step(trainer, tx, trace.step_arguments(trainer, tx, found.largest), remat=True)
 
 
 def _memory(traced: Any) -> Any:

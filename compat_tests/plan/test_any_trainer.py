@@ -24,7 +24,7 @@ from trl_jax.plan import trace
 from trl_jax.plan.chips import topology
 from trl_jax.plan.plan import Run, plan
 from trl_jax.scripts import train
-from trl_jax.scripts.plan import text, without_part
+from trl_jax.scripts.plan import ignored_arguments, text
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.trainer.reward_trainer import RewardTrainer
 
@@ -120,7 +120,7 @@ def test_a_loss_of_a_scripts_own_is_planned(run, tmp_path):
 
 def test_made_up_rows_have_what_a_task_must_have_and_predict_all_they_can():
     columns = Columns(("a_ids", "b_ids"), ("must", "may"), ("a_labels", "b_labels"), "documents", optional=("may",))
-    [row] = trace.longest(columns, 3, 1)
+    [row] = trace.longest_rows(columns, 3, 1)
     assert row == {"a_ids": [1] * 3, "b_ids": [2] * 3, "a_labels": [1] * 3, "b_labels": [2] * 3, "must": 0.0}
     assert columns.example(row).num_targets == 4
 
@@ -189,7 +189,7 @@ def test_a_trainer_that_there_is_not(checkpoint, capsys, tmp_path):
 
 
 def test_arguments_that_a_config_lacks_are_not_missed(tmp_path):
-    assert without_part(PointwiseConfig(str(tmp_path), save_steps=7)) == ["output_dir", "save_steps"]
+    assert ignored_arguments(PointwiseConfig(str(tmp_path), save_steps=7)) == ["output_dir", "save_steps"]
 
 
 def test_the_shared_script_trains_it(in_table, checkpoint, ratings, tmp_path, capsys):

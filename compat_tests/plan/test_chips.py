@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_jax.plan.chips import CHIPS, known, topology
+from trl_jax.plan.chips import CHIPS, known_chips, topology
 
 
 @pytest.mark.parametrize(
@@ -29,5 +29,5 @@ def test_a_shape_with_another_number_of_axes_gets_an_example(name, example):
 
 def test_every_chip_is_listed_with_its_figures_and_has_a_source():
     for kind, chip in CHIPS.items():
-        assert f"{kind}:A" in known() and f"{chip.flops / 1e12:.0f} bfloat16 TFLOP/s" in known()
+        assert f"{kind}:A" in known_chips() and f"{chip.flops / 1e12:.0f} bfloat16 TFLOP/s" in known_chips()
         assert chip.source.startswith("https://")

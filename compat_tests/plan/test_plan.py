@@ -14,7 +14,7 @@ from compat_tests.plan.planned import LORA, NESTED, SIDES, alike, with_figures
 from trl_jax.hub.auto import find_checkpoint
 from trl_jax.plan import trace
 from trl_jax.plan.chips import CHIPS, Topology, topology
-from trl_jax.plan.compile import devices, of_refusal
+from trl_jax.plan.compile import devices, parse_memory_error
 from trl_jax.plan.plan import Run, plan, suggestions_for
 from trl_jax.scripts.plan import suggestions_text, text
 from trl_jax.trainer.reward_config import RewardConfig
@@ -201,8 +201,8 @@ def test_an_exported_program_has_no_outline(bare, tmp_path):
     ],
 )
 def test_a_refusal_of_the_compiler_says_what_was_wanted(error, found):
-    assert of_refusal(error) == tuple(int(gib * 2**30) for gib in found)
-    assert of_refusal("INTERNAL: Mosaic failed") is None
+    assert parse_memory_error(error) == tuple(int(gib * 2**30) for gib in found)
+    assert parse_memory_error("INTERNAL: Mosaic failed") is None
 
 
 def test_fewer_devices_than_are_simulated_are_refused():

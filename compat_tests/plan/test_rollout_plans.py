@@ -30,9 +30,9 @@ from trl_jax.nn.cache import Cache
 from trl_jax.plan import trace
 from trl_jax.plan.chips import CHIPS, topology
 from trl_jax.plan.compile import compiled
-from trl_jax.plan.generation import Size, begun
+from trl_jax.plan.generation import Size, start_first_epoch
 from trl_jax.plan.plan import Run, batch_sizes, generations, max_lengths, plan, suggestions_for
-from trl_jax.scripts.plan import text, without_part
+from trl_jax.scripts.plan import ignored_arguments, text
 from trl_jax.trainer.dpo_config import DPOConfig
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
@@ -82,7 +82,7 @@ def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monk
     calls = {name: Calls(vars(generator)[name]) for name in ("prefill", "next_tokens")}
     for name, call in calls.items():
         monkeypatch.setattr(generator, name, call)
-    source, parts = begun(real.parts.rollout_steps), real.parts
+    source, parts = start_first_epoch(real.parts.rollout_steps), real.parts
     batch = parts.train_step.placed(next(iter(source))).arrays
     assert {len(row.completion) for row in source.generation.rows} == {40}
     tx = parts.training.build_optimizer()
@@ -167,7 +167,7 @@ def test_a_plan_contacts_no_server(bare, tmp_path, kind, own):
     found = plan(bare, args, topology("h100:1"), compiles=False)
     assert found.generation is None and [phase.name for phase in found.phases] == ["a step"]
     assert "servers generate the completions (vllm_mode='server')" in text(found)
-    assert not {"use_vllm", "vllm_mode"} & {*without_part(args)} and "vllm_server_port" in without_part(args)
+    assert not {"use_vllm", "vllm_mode"} & {*ignored_arguments(args)} and "vllm_server_port" in ignored_arguments(args)
     alone = plan(
         bare, config(tmp_path, kind, max_completion_length=24 if own else 40), topology("h100:1"), compiles=False
     )
@@ -270,7 +270,7 @@ def test_made_up_rows_of_trainers_that_write(checkpoint, monkeypatch, tmp_path, 
 
 def test_a_generation_beside_other_rows(bare, tmp_path):
     args = DPOConfig(str(tmp_path), max_length=64, bf16=True, report_to="none", use_cpu=True)
-    found = plan(replace(bare, generation=Size.parsed("64x100+33")), args, topology("cpu:1"))
+    found = plan(replace(bare, generation=Size.parse("64x100+33")), args, topology("cpu:1"))
     own = found.generation
     assert own.size == Size(64, 64, 128, 64) and found.unread == 0
     assert own.beside == found.memory.moments + 4 * found.parameters
@@ -281,7 +281,7 @@ def test_a_generation_beside_other_rows(bare, tmp_path):
 @pytest.mark.parametrize("given", ["", "64", "64x0+5", "64*100+5", "-1x2+3"])
 def test_a_generation_in_other_words_is_refused(given):
     with pytest.raises(ValueError, match="expected PROMPTSxTOKENS"):
-        Size.parsed(given)
+        Size.parse(given)
 
 
 def test_the_command_plans_it(checkpoint, monkeypatch, tmp_path, capsys):
@@ -311,10 +311,10 @@ def test_the_largest_step_has_the_images_of_its_rows(kind, tmp_path):
     args = getattr(trl_jax, f"{kind}Config")(
         str(tmp_path / "out"), per_device_train_batch_size=4, bf16=False, report_to="none", use_cpu=True, **sizes
     )
-    planned = trace.planned(args, topology("cpu:1"), str(tmp_path / "out"))
+    planned = trace.planned_config(args, topology("cpu:1"), str(tmp_path / "out"))
     model = outlined(with_images(find_checkpoint(str(folder), head="lm", dtype="float32")), planned, None, None)
     trainer = trace.trainer_of(getattr(trl_jax, f"{kind}Trainer"), model, planned, trace.Rows(rows))
-    largest, tokens = trace.batches(trainer).largest, (SIZE // PATCH) ** 2
+    largest, tokens = trace.survey_steps(trainer).largest, (SIZE // PATCH) ** 2
     assert largest.images.patches.shape[-2] >= 2 * tokens
     assert (largest.images.at >= 0).sum() % tokens == 0 and (largest.images.at >= 0).sum() >= 2 * tokens
     if kind == "GRPO":

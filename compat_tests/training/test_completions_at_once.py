@@ -12,7 +12,7 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
 from trl_jax.generation import generator
-from trl_jax.plan.generation import begun
+from trl_jax.plan.generation import start_first_epoch
 from trl_jax.training import policy_writer
 
 ENDS = {"eos_token_id": list(range(0, 500, 7))}
@@ -47,7 +47,7 @@ def queues(monkeypatch):
 
 
 def completions(trainer):
-    source = begun(trainer.parts.rollout_steps)
+    source = start_first_epoch(trainer.parts.rollout_steps)
     next(iter(source))
     return [row.completion.tolist() for row in source.generation.rows], source.streams[0].words(3).tolist()
 

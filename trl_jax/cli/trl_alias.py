@@ -329,17 +329,17 @@ def _accept_old_flags(module: ModuleType) -> None:
 
     @functools.wraps(plain_init)
     def init(self, dataclass_types: Any = None, **options: Any) -> None:
-        from trl_jax.scripts.utils import without_doubles  # imports the module that is patched here
+        from trl_jax.scripts.utils import drop_duplicate_fields  # imports the module that is patched here
 
         kinds = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types or ()
-        plain_init(self, without_doubles(kinds), **options)
+        plain_init(self, drop_duplicate_fields(kinds), **options)
 
     @functools.wraps(plain)
     def parse(self, args: list[str] | None = None, *others: Any, **options: Any) -> tuple:
         from trl_jax.legacy.arguments import modern_flags
-        from trl_jax.scripts.utils import take_bare  # both import the module that is patched here
+        from trl_jax.scripts.utils import allow_bare_booleans  # both import the module that is patched here
 
-        take_bare(self._actions)
+        allow_bare_booleans(self._actions)
         names = {action.dest for action in self._actions}
         flags, environment, notes = modern_flags(list(sys.argv[1:] if args is None else args), names)
         _warn(environment, notes)

@@ -71,16 +71,16 @@ def topology(name: str) -> Topology:
     kind, sizes = match.groups() if match else (None, "")
     shape = tuple(map(int, sizes.split("x"))) if sizes else ()
     if kind not in (*CHIPS, SIMULATED) or 0 in shape:
-        raise ValueError(f"--topology {name} is unknown. {known()}")
+        raise ValueError(f"--topology {name} is unknown. {known_chips()}")
     chip = CHIPS.get(kind)
-    wanted = chip.axes if chip else 1
-    if len(shape) != wanted:
-        example = f"{kind}:{'x'.join('2' * wanted)}"
-        raise ValueError(f"--topology {name}: expected a shape such as {example}. {known()}")
+    dimensions = chip.axes if chip else 1
+    if len(shape) != dimensions:
+        example = f"{kind}:{'x'.join('2' * dimensions)}"
+        raise ValueError(f"--topology {name}: expected a shape such as {example}. {known_chips()}")
     return Topology(name, kind, shape, chip)
 
 
-def known() -> str:
+def known_chips() -> str:
     """A sentence listing the known chips with their memory and FLOPs."""
     kinds = [
         f"{kind}:{'x'.join('ABC'[: chip.axes])} ({chip.memory / _GIB:.0f} GiB and {chip.flops / 1e12:.0f} bfloat16 "

@@ -97,14 +97,14 @@ def devices(topology: Topology) -> list[jax.Device | DeviceStub]:
         ValueError: the compiler does not know the topology, or JAX has already started with fewer devices.
     """
     if topology.platform == "cpu":
-        found = jax.devices("cpu")
-        if len(found) < topology.devices:
+        cpus = jax.devices("cpu")
+        if len(cpus) < topology.devices:
             raise ValueError(
-                f"{topology.name}: JAX has already started with {len(found)} CPU device(s). Call "
+                f"{topology.name}: JAX has already started with {len(cpus)} CPU device(s). Call "
                 f"trl_jax.plan.compile.prepare first, or set "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}."
             )
-        return found[: topology.devices]
+        return cpus[: topology.devices]
     if no_compiler(topology) is not None:
         return [DeviceStub(number, topology.platform, topology.kind) for number in range(topology.devices)]
     if topology.platform == "gpu":
@@ -113,29 +113,29 @@ def devices(topology: Topology) -> list[jax.Device | DeviceStub]:
         os.environ.setdefault(name, value)
     chips_per_host = [min(2, size) for size in (*topology.shape, 1, 1)[:2]] + [1]  # at most 2x2
     try:
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             platform="tpu", topology_name=topology.name, chips_per_host_bounds=chips_per_host
         )
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"--topology {topology.name}: the TPU compiler does not know this shape: {error}") from error
-    return found.devices
+    return description.devices
 
 
-def of_refusal(error: str) -> tuple[int, int] | None:
+def parse_memory_error(error: str) -> tuple[int, int] | None:
     """Parse the bytes required and available from the compiler's error; None for any other error."""
     for pattern in _TOO_LARGE:
         if match := re.search(pattern, error):
-            used, room = (int(float(match[at]) * _UNITS[match[at + 1]]) for at in (1, 3))
+            used, room = (int(float(match[group]) * _UNITS[match[group + 1]]) for group in (1, 3))
             return used, room
     return None
 
 
 def compiled(traced: jax.stages.Traced, topology: Topology) -> Compiled:
     """Compile a traced program for the topology, and return only the figures."""
-    return compiled_program(traced, topology)[0]
+    return compile_program(traced, topology)[0]
 
 
-def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Compiled, jax.stages.Compiled | None]:
+def compile_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Compiled, jax.stages.Compiled | None]:
     """Compile a traced program for the topology. The program is None if it does not fit into memory.
 
     Raises:
@@ -146,24 +146,24 @@ def compiled_program(traced: jax.stages.Traced, topology: Topology) -> tuple[Com
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        found = of_refusal(str(error))
-        if found is None:
+        required_and_available = parse_memory_error(str(error))
+        if required_and_available is None:
             raise
-        return Compiled(time.monotonic() - start, found[0], False, found[1]), None
+        return Compiled(time.monotonic() - start, required_and_available[0], False, required_and_available[1]), None
     seconds, memory = time.monotonic() - start, program.memory_analysis()
     arguments, allocated = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     # The CPU compiler reports no peak, and a TPU's peak includes what is offloaded to the host.
-    summed = topology.platform == "cpu" or memory.host_temp_size_in_bytes > 0
+    sum_buffers = topology.platform == "cpu" or memory.host_temp_size_in_bytes > 0
     # Results that do not reuse the memory of a donated argument
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = arguments + allocated + results if summed else memory.peak_memory_in_bytes
+    peak = arguments + allocated + results if sum_buffers else memory.peak_memory_in_bytes
     fits, cost = None if topology.chip is None else True, hlo.cost(program.as_text())
     room = gpu_room(topology) if on_gpu else None  # XLA compiles for GPUs even if the program does not fit
     fits = fits if room is None else peak <= room
     return Compiled(seconds, peak, fits, room, arguments, allocated, cost), program
 
 
-def on_device(leaves: Any) -> int:
+def device_bytes(leaves: Any) -> int:
     """Bytes per device of shapes with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves)
@@ -189,7 +189,7 @@ def bound(chip: Chip, compiled: Compiled, outputs: int) -> Bound:
     temporaries both; and that collectives use all links at once, in one direction.
     """
     moved = compiled.arguments + outputs + 2 * compiled.temporary
-    sent = sum(one.sent for one in compiled.cost.collectives)
+    sent = sum(collective.sent for collective in compiled.cost.collectives)
     return Bound(compiled.cost.flops / chip.flops, moved / chip.bandwidth, sent / (chip.links / 2))
 
 
@@ -200,7 +200,7 @@ _GPUS_PER_HOST = 8  # at most
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
-class _Facts(NamedTuple):
+class _GpuSpec(NamedTuple):
     """Facts of SXM modules, from NVIDIA's datasheets and the compute capability table of the CUDA programming guide.
 
     capability: major and minor.
@@ -219,10 +219,10 @@ class _Facts(NamedTuple):
     clock: float
 
 
-_FACTS = {
-    "a100": _Facts("NVIDIA A100-SXM4-80GB", (8, 0), 108, 164 * 1024, 163 * 1024, 40 * 2**20, 1.41),
-    "h100": _Facts("NVIDIA H100 80GB HBM3", (9, 0), 132, 228 * 1024, 227 * 1024, 50 * 2**20, 1.98),
-    "h200": _Facts("NVIDIA H200", (9, 0), 132, 228 * 1024, 227 * 1024, 50 * 2**20, 1.98),
+_GPU_SPECS = {
+    "a100": _GpuSpec("NVIDIA A100-SXM4-80GB", (8, 0), 108, 164 * 1024, 163 * 1024, 40 * 2**20, 1.41),
+    "h100": _GpuSpec("NVIDIA H100 80GB HBM3", (9, 0), 132, 228 * 1024, 227 * 1024, 50 * 2**20, 1.98),
+    "h200": _GpuSpec("NVIDIA H200", (9, 0), 132, 228 * 1024, 227 * 1024, 50 * 2**20, 1.98),
 }
 
 
@@ -243,13 +243,13 @@ def _is_installed(module: str) -> bool:
 
 def gpu_devices(topology: Topology) -> list[jax.Device]:
     """Devices to compile for, at most eight per host. Also selects the attention kernels of these GPUs."""
-    facts, count = _FACTS[topology.kind], topology.devices
-    each = max(number for number in range(1, _GPUS_PER_HOST + 1) if count % number == 0)
-    told = {"topology": f"1x{count // each}x{each}", "target_config": gpu_description(topology)}
-    found = topologies.get_topology_desc(platform="cuda", topology_name="", **told).devices
-    major, minor = facts.capability
+    gpu, count = _GPU_SPECS[topology.kind], topology.devices
+    per_host = max(number for number in range(1, _GPUS_PER_HOST + 1) if count % number == 0)
+    options = {"topology": f"1x{count // per_host}x{per_host}", "target_config": gpu_description(topology)}
+    gpus = topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
+    major, minor = gpu.capability
     cudnn.compile_for(float(f"{major}.{minor}"))
-    return found
+    return gpus
 
 
 def gpu_room(topology: Topology) -> int:
@@ -259,22 +259,22 @@ def gpu_room(topology: Topology) -> int:
 
 def gpu_description(topology: Topology) -> str:
     """The text of XLA's GpuTargetConfigProto."""
-    facts, chip = _FACTS[topology.kind], topology.chip
-    major, minor = facts.capability
+    gpu, chip = _GPU_SPECS[topology.kind], topology.chip
+    major, minor = gpu.capability
     return f"""
 gpu_device_info {{
-  name: "{facts.name}" device_vendor: "NVIDIA Corporation" device_address_bits: 64
+  name: "{gpu.name}" device_vendor: "NVIDIA Corporation" device_address_bits: 64
   cuda_compute_capability {{ major: {major} minor: {minor} }}
-  core_count: {facts.cores} fpus_per_core: {128 if major == 9 else 64} clock_rate_ghz: {facts.clock}
+  core_count: {gpu.cores} fpus_per_core: {128 if major == 9 else 64} clock_rate_ghz: {gpu.clock}
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_core: {facts.shared} shared_memory_per_block_optin: {facts.block}
-  l2_cache_size: {facts.cache} memory_bandwidth: {int(chip.bandwidth)} device_memory_size: {int(chip.memory)}
+  shared_memory_per_block: 49152 shared_memory_per_core: {gpu.shared} shared_memory_per_block_optin: {gpu.block}
+  l2_cache_size: {gpu.cache} memory_bandwidth: {int(chip.bandwidth)} device_memory_size: {int(chip.memory)}
   driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{facts.name}"
+device_description_str: "{gpu.name}"
 """

@@ -38,7 +38,7 @@ from trl_jax.generation.weights import (
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.cache import Cache
 from trl_jax.plan.chips import Topology
-from trl_jax.plan.compile import Compiled, compiled_program, on_device
+from trl_jax.plan.compile import Compiled, compile_program, device_bytes
 from trl_jax.rollout.rollout import EncodedTexts, Ids, Logps, Writer, Written, all_written
 from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
@@ -60,13 +60,13 @@ class LongestWriter:
         longest: length of the longest prompt so far, in tokens.
     """
 
-    def __init__(self, writer: Writer, encoded: Callable[[list], EncodedTexts], tokens: int):
+    def __init__(self, writer: Writer, encode: Callable[[list], EncodedTexts], tokens: int):
         """
         Args:
             writer: the policy, whose prompts these are.
-            encoded: returns the token ids of prompts, and their images if the run has any.
+            encode: returns the token ids of prompts, and their images if the run has any.
         """
-        self._writer, self._encoded, self._tokens, self.longest = writer, encoded, tokens, 0
+        self._writer, self._encoded, self._tokens, self.longest = writer, encode, tokens, 0
 
     def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
         return self._writer.prompts(rows)
@@ -84,7 +84,7 @@ class LongestWriter:
         return prompts
 
 
-def further_arguments(task: Task, args: BaseConfig, teacher: PreTrainedModel | None) -> dict[str, Any]:
+def extra_arguments(task: Task, args: BaseConfig, teacher: PreTrainedModel | None) -> dict[str, Any]:
     """The trainer's teacher, or reward functions that return 0, one per reward weight."""
     if teacher is not None or "teacher_model_name_or_path" in vars(args):
         return {"teacher_model": teacher}
@@ -99,7 +99,7 @@ def further_arguments(task: Task, args: BaseConfig, teacher: PreTrainedModel | N
 
 
 def longest_prompts(args: BaseConfig, count: int) -> Dataset:
-    """Make `count` synthetic prompts. `with_longest_completions` expands each to `args.max_prompt_length` tokens.
+    """Make `count` synthetic prompts. `use_longest_completions` expands each to `args.max_prompt_length` tokens.
 
     Raises:
         ValueError: max_prompt_length is None.
@@ -112,11 +112,11 @@ def longest_prompts(args: BaseConfig, count: int) -> Dataset:
     return Dataset.from_dict({"prompt": list(map(str, range(count)))})
 
 
-def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestWriter:
+def use_longest_completions(trainer: BaseTrainer, *, synthetic: bool) -> LongestWriter:
     """Make a trainer's rollout use synthetic completions instead of the policy's.
 
     Args:
-        made_up: whether the prompts are from `longest_prompts`.
+        synthetic: whether the prompts are from `longest_prompts`.
 
     Returns:
         The rollout's new writer.
@@ -124,8 +124,8 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
     run = trainer.parts.setup
     source, args = trainer.parts.rollout_steps, run.args
     policy = source.rollout.writer
-    encoded = partial(_longest_ids, args.max_prompt_length) if made_up else policy.encoded
-    writer = LongestWriter(policy, encoded, most_new_tokens(args))
+    encode = partial(_longest_ids, args.max_prompt_length) if synthetic else policy.encoded
+    writer = LongestWriter(policy, encode, most_new_tokens(args))
     judge = None if source.rollout.judge is None else replace(source.rollout.judge, logps=_no_logps)
     source.rollout = replace(source.rollout, writer=writer, judge=judge, table=None)
     return writer
@@ -133,12 +133,12 @@ def with_longest_completions(trainer: BaseTrainer, *, made_up: bool) -> LongestW
 
 def most_new_tokens(args: BaseConfig) -> int | None:
     """Maximum length of a completion, in tokens; None if the trainer samples none."""
-    most = vars(args).get("max_completion_length") or vars(args).get("max_new_tokens")
-    further = vars(args).get("generation_kwargs") or {}
-    return further.get("max_new_tokens") or further.get("max_tokens") or most  # the latter with servers
+    default = vars(args).get("max_completion_length") or vars(args).get("max_new_tokens")
+    options = vars(args).get("generation_kwargs") or {}
+    return options.get("max_new_tokens") or options.get("max_tokens") or default  # the latter with servers
 
 
-def by_servers(trainer: BaseTrainer) -> bool:
+def uses_servers(trainer: BaseTrainer) -> bool:
     """Whether servers generate the run's completions."""
     return isinstance(trainer, RolloutTrainer) and trainer._uses_server
 
@@ -200,9 +200,9 @@ def longest_steps(trainer: BaseTrainer) -> LongestSteps | None:
     args, tokens = trainer.args, most_new_tokens(trainer.args)
     if isinstance(trainer, OnlineDPOTrainer):
         steps = trainer.batches(trainer.train_dataset, training=True).steps
-        found = LongestSteps(steps, steps.loader.step_layout.layout, tokens, trainer.num_generations, [trainer.model])
-        steps.pairs = replace(steps.pairs, complete=found.complete, ends=frozenset())  # TOKEN may be an EOS id
-        return found
+        longest = LongestSteps(steps, steps.loader.step_layout.layout, tokens, trainer.num_generations, [trainer.model])
+        steps.pairs = replace(steps.pairs, complete=longest.complete, ends=frozenset())  # TOKEN may be an EOS id
+        return longest
     if not isinstance(trainer, GKDTrainer):
         return None
     models = [trainer.model] * (args.lmbda > 0) + [trainer.teacher_model] * (args.seq_kd and args.lmbda < 1)
@@ -211,12 +211,12 @@ def longest_steps(trainer: BaseTrainer) -> LongestSteps | None:
 
     def rewrite(examples: list[Example]) -> list[Example]:
         prompts = list(map(prompt_of, examples))
-        new = map(completed, examples, prompts, found.complete(None, prompts, args.compute_dtype))
-        return [max(pair, key=lambda one: len(one.texts[0])) for pair in zip(examples, new, strict=True)]
+        new = map(completed, examples, prompts, longest.complete(None, prompts, args.compute_dtype))
+        return [max(pair, key=lambda example: len(example.texts[0])) for pair in zip(examples, new, strict=True)]
 
     loader = trainer.loader(trainer.train_dataset, training=True)
-    found = LongestSteps(RewrittenSteps(loader, rewrite), loader.step_layout.layout, tokens, 1, models)
-    return found
+    longest = LongestSteps(RewrittenSteps(loader, rewrite), loader.step_layout.layout, tokens, 1, models)
+    return longest
 
 
 def sizes(parts: RunParts, *, evaluates: bool) -> list[Size]:
@@ -230,7 +230,7 @@ def sizes(parts: RunParts, *, evaluates: bool) -> list[Size]:
     return [Size.of(prompts, group, prompt_length, most_new_tokens(run.args)) for prompts, group in groups]
 
 
-def begun(source: RolloutSteps) -> RolloutSteps:
+def start_first_epoch(source: RolloutSteps) -> RolloutSteps:
     """Start the steps of the first epoch."""
     source.begin(lambda: None)
     source.set_epoch(0)
@@ -241,8 +241,8 @@ def _longest_ids(length: int, prompts: list[str]) -> EncodedTexts:
     return EncodedTexts([[int(prompt)] * length for prompt in prompts])
 
 
-def _no_logps(model: str, made: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
-    return [np.zeros(len(own), np.float32) for own in made.completion_ids]
+def _no_logps(model: str, written: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
+    return [np.zeros(len(ids), np.float32) for ids in written.completion_ids]
 
 
 # Sizes
@@ -287,16 +287,16 @@ class Size(NamedTuple):
         return self.prompts * self.prompt_places + self.completions * self.new_places
 
     @classmethod
-    def parsed(cls, text: str) -> Size:
+    def parse(cls, text: str) -> Size:
         """Parse "64x256+128": 64 prompts of 256 tokens, with a completion of 128 tokens each.
 
         Raises:
             ValueError: the text does not have that form.
         """
-        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
-        if found is None or "0" in (numbers := [number.lstrip("0") or "0" for number in found.groups()]):
+        match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
+        if match is None or 0 in map(int, match.groups()):
             raise ValueError(f"{text!r}: expected PROMPTSxTOKENS+NEW_TOKENS, such as 64x256+128.")
-        prompts, length, new = map(int, numbers)
+        prompts, length, new = map(int, match.groups())
         return cls.of(prompts, 1, length, new)
 
 
@@ -378,16 +378,16 @@ class Programs:
 
     def compiled(self, topology: Topology) -> CompiledPrograms:
         """Compile prefill and, if it fits, decoding with a full cache."""
-        first, program = compiled_program(self.prefill(), topology)
+        first, program = compile_program(self.prefill(), topology)
         if program is None:
             return CompiledPrograms(first, None, None, 0)
-        cache = jax.tree.map(_placed, program.out_info[1], program.output_shardings[1])
-        full, half = self._grown(cache, self._size.new_places), self._grown(cache, self._size.new_places // 2)
+        cache = jax.tree.map(_with_sharding, program.out_info[1], program.output_shardings[1])
+        full, half = (self._grown_state(cache, self._size.new_places // divisor) for divisor in (1, 2))
         leaves = zip(jax.tree.leaves(full.cache.parts), jax.tree.leaves(half.cache.parts), strict=True)
-        copied = max((on_device(old) for new, old in leaves if new.shape != old.shape), default=0)
-        step = compiled_program(self.decode(full), topology)[0]
-        most = max(first, step, key=lambda one: one.peak)
-        return CompiledPrograms(most, step, on_device(full.cache.parts), copied)
+        copied = max((device_bytes(old) for new, old in leaves if new.shape != old.shape), default=0)
+        step = compile_program(self.decode(full), topology)[0]
+        larger = max(first, step, key=lambda program: program.peak)
+        return CompiledPrograms(larger, step, device_bytes(full.cache.parts), copied)
 
     def prefill(self) -> jax.stages.Traced:
         """Trace the prefill."""
@@ -401,20 +401,22 @@ class Programs:
     def decode(self, full: Decoding) -> jax.stages.Traced:
         """Trace decoding steps with a full cache."""
         size = self._size
-        number, each = _ints(), _ints(size.completions)
-        drawing = SamplingInputs((), _ints(size.completions, size.prompt_places), number, each, _struct((), np.float32))
+        scalar, per_completion = _ints(), _ints(size.completions)
+        prompts = _ints(size.completions, size.prompt_places)
+        drawing = SamplingInputs((), prompts, scalar, per_completion, _struct((), np.float32))
         return next_tokens.trace(
-            self._weights, full, Stops(_ints(1), number, number), self._noise(), drawing, number, number, number,
+            self._weights, full, Stops(_ints(1), scalar, scalar), self._noise(), drawing, scalar, scalar, scalar,
             max_tokens=self._max_tokens,
         )  # fmt: skip
 
-    def _grown(self, cache: Cache, capacity: int) -> Decoding:
+    def _grown_state(self, cache: Cache, capacity: int) -> Decoding:
         """The decoding state with a cache of this capacity, sharded like `cache`, the output of prefill."""
-        size, most = self._size, max(capacity, min(self._size.new_places, FIRST_CAPACITY))
+        size, grown_capacity = self._size, max(capacity, min(self._size.new_places, FIRST_CAPACITY))
         alive, capacity = np.ones(size.completions, bool), min(size.new_places, FIRST_CAPACITY)
         begin = partial(initial_state, alive=alive, capacity=capacity, logps=False)
-        state = grown_shapes(jax.eval_shape(begin, cache), capacity=most)
-        return state._replace(cache=jax.tree.map(lambda leaf, own: _placed(leaf, own.sharding), state.cache, cache))
+        state = grown_shapes(jax.eval_shape(begin, cache), capacity=grown_capacity)
+        cache = jax.tree.map(lambda leaf, array: _with_sharding(leaf, array.sharding), state.cache, cache)
+        return state._replace(cache=cache)
 
     def _noise(self) -> Noise:
         size, vocabulary = self._size, self._vocabulary
@@ -432,5 +434,5 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return _struct(shape, np.int32)
 
 
-def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def _with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

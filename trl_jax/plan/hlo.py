@@ -11,22 +11,23 @@ from typing import NamedTuple
 # FLOPs of one instruction: two per multiply-add
 
 
-def dot_flops(one: Instruction, body: Computation) -> int:
+def dot_flops(op: Instruction, body: Computation) -> int:
     """FLOPs of a `dot`."""
-    left = sizes_of(one.operand_shapes(body)[0])
-    summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)[1]
-    return 2 * math.prod(sizes_of(one.shape)) * math.prod(left[int(axis)] for axis in summed.split(",") if axis)
+    left = sizes_of(op.operand_shapes(body)[0])
+    axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.rest)[1]
+    return 2 * math.prod(sizes_of(op.shape)) * math.prod(left[int(axis)] for axis in axes.split(",") if axis)
 
 
-def convolution_flops(one: Instruction, body: Computation) -> int:
+def convolution_flops(op: Instruction, body: Computation) -> int:
     """FLOPs of a `convolution`. TPUs use it for matrix products, with batch or contracted axes as spatial axes."""
-    left, right = (sizes_of(shape) for shape in one.operand_shapes(body)[:2])
-    of_left, of_right, of_out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest).groups()
-    out, window = sizes_of(one.shape), _window(one.rest)
-    flops = 2 * out[of_out.index("b")] * out[of_out.index("f")] * right[of_right.index("i")]
-    for axis in range(len(of_out) - 2):
-        sizes = [side[labels.index(str(axis))] for side, labels in ((left, of_left), (right, of_right), (out, of_out))]
-        flops *= _products(*sizes, *window(axis))
+    left, right = (sizes_of(shape) for shape in op.operand_shapes(body)[:2])
+    left_labels, right_labels, out_labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest).groups()
+    out, window = sizes_of(op.shape), _window(op.rest)
+    flops = 2 * out[out_labels.index("b")] * out[out_labels.index("f")] * right[right_labels.index("i")]
+    for axis in range(len(out_labels) - 2):
+        shapes = ((left, left_labels), (right, right_labels), (out, out_labels))
+        sizes = [shape[labels.index(str(axis))] for shape, labels in shapes]
+        flops *= _num_products(*sizes, *window(axis))
     return flops
 
 
@@ -35,20 +36,22 @@ def _window(rest: str) -> Callable[[int], tuple[int, int, int, int]]:
     text = re.search(r"window=\{(.*?)\}", rest)
     fields = dict(part.split("=") for part in text[1].split()) if text else {}
 
-    def of_axis(axis: int) -> tuple[int, int, int, int]:
+    def window_of_axis(axis: int) -> tuple[int, int, int, int]:
         def value(key: str, default: str) -> int:
             return int(fields[key].split("x")[axis].split("_")[0]) if key in fields else int(default)
 
         return value("stride", "1"), value("pad", "0"), value("lhs_dilate", "1"), value("rhs_dilate", "1")
 
-    return of_axis
+    return window_of_axis
 
 
-def _products(left: int, right: int, out: int, stride: int, pad: int, left_dilation: int, right_dilation: int) -> int:
+def _num_products(
+    left: int, right: int, out: int, stride: int, pad: int, left_dilation: int, right_dilation: int
+) -> int:
     """Number of products along one spatial axis, without padding and the gaps of dilation."""
     last = (left - 1) * left_dilation
-    places = (o * stride + r * right_dilation - pad for o in range(out) for r in range(right))
-    return sum(0 <= place <= last and place % left_dilation == 0 for place in places)
+    positions = (o * stride + r * right_dilation - pad for o in range(out) for r in range(right))
+    return sum(0 <= position <= last and position % left_dilation == 0 for position in positions)
 
 
 # Parser
@@ -85,7 +88,7 @@ class Instruction(NamedTuple):
 Computation = dict[str, Instruction]
 
 
-def parsed(text: str) -> tuple[dict[str, Computation], str]:
+def parse_hlo(text: str) -> tuple[dict[str, Computation], str]:
     """Parse HLO text: computation -> its instructions by name; and the name of the entry computation.
 
     Raises:
@@ -104,13 +107,13 @@ def parsed(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _instruction(name: str, text: str) -> Instruction:
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    end = _closing_parenthesis(text, 0) + 1 if text.startswith("(") else text.index(" ")
     start = text.index("(", end)
-    stop = _closing(text, start)
+    stop = _closing_parenthesis(text, start)
     return Instruction(name, text[:end], text[end:start].strip(), text[start + 1 : stop], text[stop + 1 :])
 
 
-def _closing(text: str, start: int) -> int:
+def _closing_parenthesis(text: str, start: int) -> int:
     """Index of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
@@ -183,12 +186,12 @@ def cost(text: str) -> Cost:
     Raises:
         ValueError: the text is not HLO, or has replica groups in an unknown notation.
     """
-    computations, entry = parsed(text)
+    computations, entry = parse_hlo(text)
     devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
     reader = _Reader(computations, int(devices[1]) if devices else 1)
     reader.visit(entry, 1)
-    found = [Collective(*key, *sums) for key, sums in sorted(reader.collectives.items())]
-    return Cost(reader.flops, found, reader.unknown)
+    collectives = [Collective(*key, *sums) for key, sums in sorted(reader.collectives.items())]
+    return Cost(reader.flops, collectives, reader.unknown)
 
 
 class _Reader:
@@ -199,63 +202,63 @@ class _Reader:
         self.collectives: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
         self._chains: set[str] = set()
 
-    def visit(self, name: str, times: int) -> None:
+    def visit(self, name: str, count: int) -> None:
         body = self.computations[name]
-        for one in body.values():
-            kind = one.opcode.removesuffix("-start")
+        for op in body.values():
+            kind = op.opcode.removesuffix("-start")
             if kind in _PRODUCTS:
-                self.flops += times * _PRODUCTS[kind](one, body)
+                self.flops += count * _PRODUCTS[kind](op, body)
             elif kind in COLLECTIVES:
-                self._collect(kind, one, body, times)
+                self._collect(kind, op, body, count)
             elif kind in _CALLS:
-                trips = self._trip_count(one) if kind == "while" else 1
-                for called in one.called:
-                    self.visit(called, times * trips)
+                trips = self._trip_count(op) if kind == "while" else 1
+                for called in op.called:
+                    self.visit(called, count * trips)
 
-    def _collect(self, kind: str, one: Instruction, body: Computation, times: int) -> None:
+    def _collect(self, kind: str, op: Instruction, body: Computation, count: int) -> None:
         # The TPU compiler splits one collective over several fusions, which share a chain_id.
-        if chain := re.search(r'chain_id="(\d+)"', one.rest):
+        if chain := re.search(r'chain_id="(\d+)"', op.rest):
             if chain[1] in self._chains:
                 return
             self._chains.add(chain[1])
-        operands = sum(array_bytes(shape) for shape in one.operand_shapes(body))
-        asynchronous = one.opcode.endswith("-start") and one.shape.startswith("(")  # its result includes the operands
-        results = array_bytes(one.shape) - (operands if asynchronous else 0)
-        size, group = max(operands, results), _group(one, self.devices)
+        operands = sum(array_bytes(shape) for shape in op.operand_shapes(body))
+        asynchronous = op.opcode.endswith("-start") and op.shape.startswith("(")  # its result includes the operands
+        results = array_bytes(op.shape) - (operands if asynchronous else 0)
+        size, group = max(operands, results), _group(op, self.devices)
         share = 1.0 if "permute" in kind or "broadcast" in kind else (group - 1) / group
-        sums = self.collectives[kind, group, dtype_of(one.shape)]
-        for place, added in enumerate((1, size, int(size * share * (2 if kind == "all-reduce" else 1)))):
-            sums[place] += times * added
+        sums = self.collectives[kind, group, dtype_of(op.shape)]
+        for index, amount in enumerate((1, size, int(size * share * (2 if kind == "all-reduce" else 1)))):
+            sums[index] += count * amount
 
-    def _trip_count(self, one: Instruction) -> int:
+    def _trip_count(self, op: Instruction) -> int:
         """Trip count of a loop: from the compiler's annotation, or the constant to which the counter is compared."""
-        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', one.rest):
-            return int(known[1])
-        condition = self.computations[re.search(r"condition=%?([\w.-]+)", one.rest)[1]].values()
+        if annotation := re.search(r'known_trip_count":\{"n":"(\d+)"', op.rest):
+            return int(annotation[1])
+        condition = self.computations[re.search(r"condition=%?([\w.-]+)", op.rest)[1]].values()
         limits = [i for i in condition if i.opcode == "constant" and i.shape.startswith(("s32[]", "u32[]"))]
-        if len(limits) != 1 or not any("direction=LT" in rest for rest in self._rests(condition)):
+        if len(limits) != 1 or not any("direction=LT" in rest for rest in self._attribute_texts(condition)):
             self.unknown += 1
             return 1
         return int(limits[0].operands)
 
-    def _rests(self, instructions: Iterable[Instruction]) -> Iterator[str]:
-        for one in instructions:
-            yield one.rest
-            for called in one.called:
-                yield from self._rests(self.computations[called].values())
+    def _attribute_texts(self, instructions: Iterable[Instruction]) -> Iterator[str]:
+        for op in instructions:
+            yield op.rest
+            for called in op.called:
+                yield from self._attribute_texts(self.computations[called].values())
 
 
-def _group(one: Instruction, devices: int) -> int:
+def _group(op: Instruction, devices: int) -> int:
     """Size of a replica group. XLA lists devices, gives their number, or names mesh axes; {} means all devices."""
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", one.rest):
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", op.rest):
         return listed[1].count(",") + 1
-    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", one.rest):
+    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", op.rest):
         return int(counted[1])
-    if named := re.search(r"replica_groups=mesh\[(.*?)\].*? \{('.*?')\}", one.rest):  # device_ids may come between
+    if named := re.search(r"replica_groups=mesh\[(.*?)\].*? \{('.*?')\}", op.rest):  # device_ids may come between
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
-    if "source_target_pairs" in one.rest:
+    if "source_target_pairs" in op.rest:
         return 2
-    if "replica_groups={}" in one.rest:
+    if "replica_groups={}" in op.rest:
         return devices
-    raise ValueError(f"{one.opcode} {one.name}: unknown notation of replica groups: {one.rest[:200]}")
+    raise ValueError(f"{op.opcode} {op.name}: unknown notation of replica groups: {op.rest[:200]}")

@@ -23,7 +23,7 @@ from trl_jax.nn.attention import cudnn, splash
 from trl_jax.nn.attention.attention import QUERY_BLOCK
 from trl_jax.plan import generation, trace
 from trl_jax.plan.chips import Topology
-from trl_jax.plan.compile import Bound, Compiled, bound, compiled, gpu_room, no_compiler, on_device
+from trl_jax.plan.compile import Bound, Compiled, bound, compiled, device_bytes, gpu_room, no_compiler
 from trl_jax.plan.generation import CompiledPrograms, Generation, Programs, Size, abstract_weights
 from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.training import layout as layout_choice
@@ -49,7 +49,7 @@ class Memory(NamedTuple):
     def of(cls, arguments: trace.StepArguments) -> Memory:
         """The memory of these arguments."""
         weights = (arguments.params, arguments.frozen)
-        return cls(on_device(weights), on_device(arguments.state), on_device(arguments.batch))
+        return cls(device_bytes(weights), device_bytes(arguments.state), device_bytes(arguments.batch))
 
 
 class Evaluation(NamedTuple):
@@ -120,11 +120,11 @@ class Plan:
         """The step and, if the run has them, the evaluation and the generation."""
         phases = [self._phase("a step", sum(self.memory), self.compiled, self.unread)]
         if self.evaluation is not None:
-            own = self.evaluation
-            phases.append(self._phase("evaluation", sum(own.memory), own.compiled, self.unread))
+            memory, compiled = sum(self.evaluation.memory), self.evaluation.compiled
+            phases.append(self._phase("evaluation", memory, compiled, self.unread))
         if self.generation is not None:
-            own = self.generation
-            phases.append(self._phase("generation", self.memory.parameters + self.memory.moments, own.most, own.beside))
+            most, other_bytes = self.generation.most, self.generation.beside
+            phases.append(self._phase("generation", self.memory.parameters + self.memory.moments, most, other_bytes))
         return phases
 
     def _phase(self, name: str, arguments: int, compiled: Compiled | None, other_bytes: int) -> Phase:
@@ -157,16 +157,16 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as nested dicts, lists, numbers and strings, for JSON."""
-        return _plain(vars(self) | {"peak": self.peak, "fits": self.fits})
+        return _to_json(vars(self) | {"peak": self.peak, "fits": self.fits})
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Turn named tuples into dicts and other tuples into lists, recursively."""
     if isinstance(value, tuple) and type(value) is not tuple:
         value = value._asdict()
     if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {str(key): _to_json(entry) for key, entry in value.items()}
+    return [_to_json(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -201,45 +201,45 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
         ValueError: the trainer rejects the arguments, or there is neither a dataset nor a max_length.
         TypeError: `run.trainer` is None, and the config is not one of trl_jax's.
     """
-    kind = names_of_config(args).load_trainer() if run.trainer is None else run.trainer
+    trainer_cls = names_of_config(args).load_trainer() if run.trainer is None else run.trainer
     if run.rows.train is not None and has_images(run.rows.train):
         teacher = None if run.teacher is None else with_images(run.teacher)
         run = replace(run, checkpoint=with_images(run.checkpoint), teacher=teacher)
     with tempfile.TemporaryDirectory() as folder:
-        planned = trace.planned(args, topology, folder)
+        planned = trace.planned_config(args, topology, folder)
         model = outlined(run.checkpoint, planned, run.adapter, run.quantization)
         teacher = None if run.teacher is None else outlined(run.teacher, planned, None, None)
-        trainer = trace.trainer_of(kind, model, planned, run.rows, teacher)
+        trainer = trace.trainer_of(trainer_cls, model, planned, run.rows, teacher)
         online_steps = generation.longest_steps(trainer)
-        survey = trace.batches(trainer, online_steps)
+        survey = trace.survey_steps(trainer, online_steps)
     why, tx = no_compiler(topology) if compiles else "nothing was compiled", trainer.parts.training.build_optimizer()
     arguments, compiles = trace.step_arguments(trainer, tx, survey.largest), why is None
     evaluation = _evaluation(trainer, arguments, topology, compiles) if trace.evaluates(args) else None
     user_loss = trainer.parts.train_step.user_loss is not None  # it remats layers if the arguments allow it
     for remat in args.remats[-1:] if user_loss else args.remats:
-        planned_run = _planned(run.checkpoint.name, topology, trainer, survey, arguments, remat, compiles)
+        planned_run = _plan_with_remat(run.checkpoint.name, topology, trainer, survey, arguments, remat, compiles)
         if planned_run.phases[0].fits is not False:
             break
-    further = {"evaluation": evaluation, "scorer": _held(run.scorer)}
+    extras = {"evaluation": evaluation, "scorer": _unsharded_bytes(run.scorer)}
     reference = trainer.parts.setup.reference
     task = trainer.parts.setup.task
     if reference is not None and not (task.compared or task.compares_distributions):
-        further["unread"] = on_device({path: arguments.frozen[path] for path in reference.arrays})
+        extras["unread"] = device_bytes({path: arguments.frozen[path] for path in reference.arrays})
     sizes = [] if run.generation is None else [run.generation]
-    if generation.by_servers(trainer):
-        further["servers_generate"] = True
+    if generation.uses_servers(trainer):
+        extras["servers_generate"] = True
     elif trainer.parts.setup.online:
         sizes = generation.sizes(trainer.parts, evaluates=trace.evaluates(args))
     elif online_steps is not None:
         sizes += online_steps.sizes(trainer.parts.setup)
     if sizes:
         models = [trainer.model] if online_steps is None else online_steps.models
-        found = [_generation(trainer, one, arguments, sizes, topology, compiles, further["scorer"]) for one in models]
-        further["generation"] = max(found, key=lambda plan: plan.beside + (plan.most.peak if plan.most else 0))
-    return replace(planned_run, why=why, **further)
+        plans = [_generation(trainer, m, arguments, sizes, topology, compiles, extras["scorer"]) for m in models]
+        extras["generation"] = max(plans, key=lambda plan: plan.beside + (plan.most.peak if plan.most else 0))
+    return replace(planned_run, why=why, **extras)
 
 
-def _held(checkpoint: Checkpoint | None) -> int:
+def _unsharded_bytes(checkpoint: Checkpoint | None) -> int:
     """Bytes of a model that is not sharded."""
     if checkpoint is None:
         return 0
@@ -247,7 +247,7 @@ def _held(checkpoint: Checkpoint | None) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays.values())
 
 
-def _planned(
+def _plan_with_remat(
     model: str,
     topology: Topology,
     trainer: BaseTrainer,
@@ -257,7 +257,7 @@ def _planned(
     compiles: bool,
 ) -> Plan:
     args, tx = trainer.args, trainer.parts.training.build_optimizer()
-    result = compiled(trace.traced(trainer, tx, arguments, remat=remat), topology) if compiles else None
+    result = compiled(trace.trace_step(trainer, tx, arguments, remat=remat), topology) if compiles else None
     return Plan(
         model=model,
         parameters=trainer.model.num_parameters(),
@@ -270,7 +270,7 @@ def _planned(
         lengths=survey.lengths,
         places=survey.places,
         tokens=survey.tokens,
-        one=trace.one_pass(trainer, arguments),
+        one=trace.device_pass(trainer, arguments),
         memory=Memory.of(arguments),
         why=None,
         compiled=result,
@@ -297,8 +297,8 @@ def _attention(platform: str, trainer: BaseTrainer, layout: str) -> str:
 
 def _evaluation(trainer: BaseTrainer, step: trace.StepArguments, topology: Topology, compiles: bool) -> Evaluation:
     arguments = trace.evaluation_arguments(trainer, step, trace.largest_evaluated(trainer))
-    result = compiled(trace.traced_evaluation(trainer, arguments), topology) if compiles else None
-    return Evaluation(trace.one_pass(trainer, arguments), Memory.of(arguments), result)
+    result = compiled(trace.trace_evaluation(trainer, arguments), topology) if compiles else None
+    return Evaluation(trace.device_pass(trainer, arguments), Memory.of(arguments), result)
 
 
 def _generation(
@@ -320,58 +320,59 @@ def _generation(
     run, dtype = trainer.parts.setup, trainer.args.compute_dtype
     placed = step.frozen | step.params
     paths = {path: path if model is trainer.model else PREFIX + path for path in model.arrays}
-    arrays = {path: placed[own] for path, own in paths.items()}
+    arrays = {path: placed[full_path] for path, full_path in paths.items()}
     with trace.on_device(trainer):
         head_dtype = "float32" if trainer.args.cast_lm_head_to_fp32 else dtype
         weights = abstract_weights(model.graph, arrays, dtype, head_dtype, topology)
-    evaluates, size = max(enumerate(sizes), key=lambda one: one[1].tokens)
+    evaluates, size = max(enumerate(sizes), key=lambda pair: pair[1].tokens)
     at_once = size
     if run.online:
         # Traced on this machine's device: the cache has the same shapes on every platform.
-        limit = _limit(trainer.args, topology, on_device((placed, step.state)) + scorer)
+        limit = _limit(trainer.args, topology, device_bytes((placed, step.state)) + scorer)
         at_once = size.at_once(weights, limit.after_copies(weights, arrays))
     with trace.on_device(trainer):
         exact = topology.platform == "cpu" and topology.devices == 1 and dtype == "float32"
         programs = Programs(weights, at_once, vocabulary=run.vocab_size, exact=exact)
         compiled = programs.compiled(topology) if compiles else CompiledPrograms(None, None, None, 0)
-    other_bytes = on_device((step.state, {path: leaf for path, leaf in placed.items() if path not in paths.values()}))
+    others = {path: leaf for path, leaf in placed.items() if path not in paths.values()}
+    other_bytes = device_bytes((step.state, others))
     return Generation(
         size, at_once, compiled.cache, compiled.copied, compiled.most, compiled.decode, other_bytes, bool(evaluates)
     )
 
 
-def _limit(args: BaseConfig, topology: Topology, held: int) -> Limit:
-    """The limit of a run's generation on a device that already holds `held` bytes, as in `training.rollout`."""
+def _limit(args: BaseConfig, topology: Topology, used: int) -> Limit:
+    """The limit of a run's generation on a device that already holds `used` bytes, as in `training.rollout`."""
     if topology.chip is None:
         return Limit(args.max_completions_per_device)
-    most = gpu_room(topology) if topology.platform == "gpu" else int(topology.chip.memory)
-    return Limit(args.max_completions_per_device, max(usable_memory(most) - held, 0))
+    memory = gpu_room(topology) if topology.platform == "gpu" else int(topology.chip.memory)
+    return Limit(args.max_completions_per_device, max(usable_memory(memory) - used, 0))
 
 
 def _bound(topology: Topology, result: Compiled | None, arguments: trace.StepArguments) -> Bound | None:
     if topology.chip is None or result is None or not result.fits:
         return None
-    return bound(topology.chip, result, on_device((arguments.params, arguments.state)))
+    return bound(topology.chip, result, device_bytes((arguments.params, arguments.state)))
 
 
 def _settings(args: BaseConfig) -> dict[str, Any]:
-    found = {
+    settings = {
         "per_device_train_batch_size": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "max_length": args.max_length,
         "gradient_checkpointing": args.gradient_checkpointing,
         "compute": args.compute_dtype,
     }
-    generates = (
+    names = (
         "generation_batch_size", "num_generations", "max_prompt_length", "max_completion_length",
         "max_tool_calling_iterations",
     )  # fmt: skip
-    return found | {name: vars(args)[name] for name in generates if name in vars(args)}
+    return settings | {name: vars(args)[name] for name in names if name in vars(args)}
 
 
 # Suggestions: each one is planned, too
 
-Planned = Callable[[BaseConfig], Plan]
+PlanConfig = Callable[[BaseConfig], Plan]
 
 
 class Suggestion(NamedTuple):
@@ -390,32 +391,32 @@ class Suggestion(NamedTuple):
         return {"settings": self.settings, "plan": self.plan.as_dict()}
 
 
-def suggestions_for(args: BaseConfig, plan: Plan, planned: Planned) -> Iterator[Suggestion]:
+def suggestions_for(args: BaseConfig, plan: Plan, plan_config: PlanConfig) -> Iterator[Suggestion]:
     """Plan each suggestion separately and, if none is enough, all of them together.
 
     For batch sizes and max_length, the largest value that fits is suggested, or else the smallest.
 
     Args:
         plan: the plan of `args`, which does not fit.
-        planned: plans a config.
+        plan_config: plans a config.
     """
     together: dict[str, Any] = {}
     enough = False
     for settings in switches(args, plan):
         together |= settings
-        suggestion = _suggest(args, settings, planned)
+        suggestion = _suggest(args, settings, plan_config)
         enough |= bool(suggestion.plan.fits)
         yield suggestion
     sizes_of = {"a step": batch_sizes(args), "evaluation": eval_batch_sizes(args)}
     sizes_of["generation"] = generations(args, plan)
     for sizes in (*(sizes_of[phase.name] for phase in plan.phases if phase.fits is False), max_lengths(args)):
-        suggestion = _largest(args, sizes, planned)
+        suggestion = _largest(args, sizes, plan_config)
         if suggestion is not None:
             together |= suggestion.settings
             enough |= bool(suggestion.plan.fits)
             yield suggestion
     if not enough and together:
-        yield _suggest(args, together, planned)
+        yield _suggest(args, together, plan_config)
 
 
 def switches(args: BaseConfig, plan: Plan) -> list[dict[str, Any]]:
@@ -438,11 +439,11 @@ def batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
     """per_device_train_batch_size halved down to one, with gradient_accumulation_steps doubled: the same steps."""
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     divisors = [2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
-    parts = vars(args).get("steps_per_generation")  # if it were unchanged, generations would become smaller
+    generation_steps = vars(args).get("steps_per_generation")  # if it were unchanged, generations would become smaller
     return [
-        {"per_device_train_batch_size": size // by, "gradient_accumulation_steps": passes * by}
-        | ({} if parts is None else {"steps_per_generation": parts * by})
-        for by in divisors
+        {"per_device_train_batch_size": size // divisor, "gradient_accumulation_steps": passes * divisor}
+        | ({} if generation_steps is None else {"steps_per_generation": generation_steps * divisor})
+        for divisor in divisors
     ]
 
 
@@ -454,13 +455,13 @@ def eval_batch_sizes(args: BaseConfig) -> list[dict[str, Any]]:
 
 def generations(args: BaseConfig, plan: Plan) -> list[dict[str, Any]]:
     """Halved generations of whole micro-batches and groups; if evaluation generates more, halved evaluation batches."""
-    own = plan.generation
-    if own is None or "generation_batch_size" not in vars(args):
+    largest = plan.generation
+    if largest is None or "generation_batch_size" not in vars(args):
         return []
-    if own.evaluates:
+    if largest.evaluates:
         return eval_batch_sizes(args)
     micro = args.per_device_train_batch_size * plan.mesh.get("data", 1) * plan.mesh.get("fsdp", 1)
-    halves = [own.size.completions / 2**power for power in range(1, own.size.completions.bit_length())]
+    halves = [largest.size.completions / 2**power for power in range(1, largest.size.completions.bit_length())]
     sizes = [int(size) for size in halves if size % micro == 0 and size % args.num_generations == 0]
     if args.generation_batch_size is not None and args.steps_per_generation is None:
         return [{"generation_batch_size": size} for size in sizes]
@@ -475,23 +476,23 @@ def max_lengths(args: BaseConfig) -> list[dict[str, Any]]:
     return [{name: length} for length in lengths if length >= 256]
 
 
-def _largest(args: BaseConfig, sizes: list[dict[str, Any]], planned: Planned) -> Suggestion | None:
+def _largest(args: BaseConfig, sizes: list[dict[str, Any]], plan_config: PlanConfig) -> Suggestion | None:
     """The first of these sizes, in decreasing order, that fits, else the last; None if there are none."""
-    tried = {}
+    suggestions = {}
 
-    def fits(number: int) -> bool:
-        tried[number] = _suggest(args, sizes[number], planned)
-        return bool(tried[number].plan.fits)
+    def fits(index: int) -> bool:
+        suggestions[index] = _suggest(args, sizes[index], plan_config)
+        return bool(suggestions[index].plan.fits)
 
     first = bisect.bisect_left(range(len(sizes)), True, key=fits)
-    return tried[min(first, len(sizes) - 1)] if sizes else None
+    return suggestions[min(first, len(sizes) - 1)] if sizes else None
 
 
-def _suggest(args: BaseConfig, settings: dict[str, Any], planned: Planned) -> Suggestion:
-    return Suggestion(settings, planned(_changed(args, settings)))
+def _suggest(args: BaseConfig, settings: dict[str, Any], plan_config: PlanConfig) -> Suggestion:
+    return Suggestion(settings, plan_config(_with_settings(args, settings)))
 
 
-def _changed(args: BaseConfig, settings: dict[str, Any]) -> BaseConfig:
+def _with_settings(args: BaseConfig, settings: dict[str, Any]) -> BaseConfig:
     changed = copy.copy(args)
     for name, value in settings.items():
         setattr(changed, name, value)

@@ -28,7 +28,7 @@ from trl_jax.mesh.mesh import make_mesh, placed
 from trl_jax.plan import generation
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import devices
-from trl_jax.plan.generation import begun
+from trl_jax.plan.generation import start_first_epoch
 from trl_jax.tasks.policy import RolloutTask
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -45,7 +45,7 @@ MAX_OF_PROMPTS = 64  # the same in online training, where every completion is as
 
 
 class PlannedConfig(BaseConfig):
-    """A config with the planned devices; `planned` mixes it into the trainer's own config class."""
+    """A config with the planned devices; `planned_config` mixes it into the trainer's own config class."""
 
     platform: ClassVar[str]
     devices: ClassVar[list]
@@ -75,33 +75,33 @@ class PlaceholderTokenizer:
 
     def __call__(self, text: list[str], **options: Any) -> dict[str, list[list[int]]]:
         """Each text, which is a number, becomes `tokens` copies of that id, so that no two prompts share a prefix."""
-        return {"input_ids": [[int(one) if one.isdigit() else 0] * self._tokens for one in text]}
+        return {"input_ids": [[int(word) if word.isdigit() else 0] * self._tokens for word in text]}
 
     def batch_decode(self, ids: list, **options: Any) -> list[str]:
         return [""] * len(ids)
 
 
-def task_of(kind: type[BaseTrainer], args: BaseConfig) -> Task:
+def task_of(trainer_cls: type[BaseTrainer], args: BaseConfig) -> Task:
     """The task of a trainer class with these arguments."""
-    trainer = kind.__new__(kind)  # skip __init__: make_task only needs the arguments
+    trainer = trainer_cls.__new__(trainer_cls)  # skip __init__: make_task only needs the arguments
     trainer._editable = Editable(args, None)
     return trainer.make_task()
 
 
-def planned(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedConfig:
+def planned_config(args: BaseConfig, topology: Topology, output_dir: str) -> PlannedConfig:
     """Copy the config for a run on `topology` that does not save, report or push, and whose model is passed in."""
-    settled, args = args.counts_devices, copy.copy(args)
+    sizes_resolved, args = args.counts_devices, copy.copy(args)
     target = {"platform": topology.platform, "devices": devices(topology)}
     args.__class__ = type("PlannedConfig", (PlannedConfig, type(args)), target)
-    quiet = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "use_cpu": False}
-    quiet |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "model_init_kwargs": None}
+    overrides = {"output_dir": output_dir, "report_to": [], "push_to_hub": False, "use_cpu": False}
+    overrides |= {"save_strategy": SaveStrategy.NO, "load_best_model_at_end": False, "model_init_kwargs": None}
     if "teacher_model_init_kwargs" in vars(args):
-        quiet |= {"teacher_model_init_kwargs": None}
+        overrides |= {"teacher_model_init_kwargs": None}
     if "log_completions" in vars(args):
-        quiet |= {"log_completions": False, "log_completions_hub_repo": None}
-    for name, value in quiet.items():
+        overrides |= {"log_completions": False, "log_completions_hub_repo": None}
+    for name, value in overrides.items():
         setattr(args, name, value)
-    if settled and "generation_batch_size" in vars(args):
+    if sizes_resolved and "generation_batch_size" in vars(args):
         args.generation_batch_size = None  # it was computed for this machine's devices; steps_per_generation stays
     args.resolve_sizes()
     return args
@@ -124,7 +124,7 @@ class Rows(NamedTuple):
 
 
 def trainer_of(
-    kind: type[BaseTrainer],
+    trainer_cls: type[BaseTrainer],
     model: PreTrainedModel,
     args: PlannedConfig,
     rows: Rows,
@@ -138,32 +138,32 @@ def trainer_of(
     Raises:
         ValueError: there is neither a dataset nor a maximum length, or the trainer rejects the arguments.
     """
-    task, made_up = task_of(kind, args), rows.train is None
-    if made_up:
-        rows = _prompts(task, args) if task.online else _made_up(task, args)
+    task, synthetic = task_of(trainer_cls, args), rows.train is None
+    if synthetic:
+        rows = _synthetic_prompts(task, args) if task.online else _synthetic_rows(task, args)
         args = copy.copy(args)
         args.eos_token = args.pad_token = args.chat_template_path = None
-    trainer = kind(
+    trainer = trainer_cls(
         model=model,
         args=args,
         train_dataset=rows.train,
         eval_dataset=rows.test if evaluates(args) else None,
         processing_class=rows.tokenizer,
-        **generation.further_arguments(task, args, teacher),
+        **generation.extra_arguments(task, args, teacher),
     )
     if task.online:
-        generation.with_longest_completions(trainer, made_up=made_up)
+        generation.use_longest_completions(trainer, synthetic=synthetic)
     return trainer
 
 
-def _prompts(task: RolloutTask, args: PlannedConfig) -> Rows:
+def _synthetic_prompts(task: RolloutTask, args: PlannedConfig) -> Rows:
     """Synthetic prompts, enough for a generation and an evaluation batch."""
     evaluated = args.per_device_eval_batch_size * args.data_parallel_size // task.num_generations_eval
     counts = (task.cycle.prompts, max(1, evaluated))
     return Rows(*(generation.longest_prompts(args, count) for count in counts), PlaceholderTokenizer())
 
 
-def _made_up(task: Task, args: PlannedConfig) -> Rows:
+def _synthetic_rows(task: Task, args: PlannedConfig) -> Rows:
     """Synthetic rows, enough for a step and an evaluation pass."""
     if args.max_length is None:
         raise ValueError(
@@ -171,19 +171,19 @@ def _made_up(task: Task, args: PlannedConfig) -> Rows:
         )
     size, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     counts = [count * len(args.devices) for count in (size * passes, args.per_device_eval_batch_size)]
-    before = generation.prompt_length(args)
+    prompt_length = generation.prompt_length(args)
     if task.columns.prompts is not None:
         prompts = Dataset.from_dict({task.columns.prompts: list(map(str, range(counts[0])))})
-        return Rows(prompts, None, PlaceholderTokenizer(before))
-    train, test = (longest(task.columns, args.max_length, count) for count in counts)
-    if before < args.max_length:  # the trainer replaces completions by sampled ones, and makes the labels itself
+        return Rows(prompts, None, PlaceholderTokenizer(prompt_length))
+    train, test = (longest_rows(task.columns, args.max_length, count) for count in counts)
+    if prompt_length < args.max_length:  # the trainer replaces completions by sampled ones, and makes the labels itself
         train, test = (rows.remove_columns(list(task.columns.labels)) for rows in (train, test))
-        mask = [0] * before + [1] * (args.max_length - before)
+        mask = [0] * prompt_length + [1] * (args.max_length - prompt_length)
         train, test = (rows.add_column("completion_mask", [mask] * len(rows)) for rows in (train, test))
     return Rows(train, test, PlaceholderTokenizer())
 
 
-def longest(columns: Columns, length: int, count: int) -> Dataset:
+def longest_rows(columns: Columns, length: int, count: int) -> Dataset:
     """Make `count` synthetic rows with a task's columns and texts of `length` tokens.
 
     Each text repeats a different token id, so that texts share no prefix. All of its tokens are targets.
@@ -213,7 +213,7 @@ class Survey(NamedTuple):
     layout: str
 
 
-def batches(trainer: BaseTrainer, online_steps: generation.LongestSteps | None = None) -> Survey:
+def survey_steps(trainer: BaseTrainer, online_steps: generation.LongestSteps | None = None) -> Survey:
     """Survey the first steps of the first epoch.
 
     Args:
@@ -237,7 +237,7 @@ def _steps(trainer: BaseTrainer) -> tuple[Iterable[StepBatch], str]:
     """The first steps of the first epoch, and their layout."""
     run = trainer.parts.setup
     if run.online:
-        steps = islice(begun(trainer.parts.rollout_steps), MAX_OF_PROMPTS)
+        steps = islice(start_first_epoch(trainer.parts.rollout_steps), MAX_OF_PROMPTS)
         return steps, data.training_layout(run).layout
     loader = trainer.loader(trainer.train_dataset, training=True)
     return islice(loader, MAX_SURVEYED), loader.step_layout.layout
@@ -248,10 +248,11 @@ def largest_evaluated(trainer: BaseTrainer) -> Batch:
     evaluator = trainer.parts.evaluator
     if isinstance(evaluator, CompletionEvaluator):
         rows = islice(evaluator.batches(trainer.eval_dataset), MAX_OF_PROMPTS)
-        return data.only_pass(max(map(evaluator.arrays, rows), key=lambda one: one.tokens.size), trainer.sharding_plan)
+        largest = max(map(evaluator.arrays, rows), key=lambda batch: batch.tokens.size)
+        return data.only_pass(largest, trainer.sharding_plan)
     chunks = trainer.parts.evaluator.chunks(trainer.loader(trainer.eval_dataset, training=False))
     surveyed = islice(chunks, MAX_SURVEYED // CHUNK_BATCHES)
-    return max((arrays for chunk in surveyed for arrays, _ in chunk.passes), key=lambda one: one.tokens.size)
+    return max((arrays for chunk in surveyed for arrays, _ in chunk.passes), key=lambda batch: batch.tokens.size)
 
 
 # Shapes and programs
@@ -287,41 +288,41 @@ class Pass(NamedTuple):
 def step_arguments(trainer: BaseTrainer, tx: Any, batch: Batch) -> StepArguments:
     """The arguments of the compiled step, for a batch of the trainer's loader."""
     params, frozen, sharding_plan = trainer.model.params, trainer.parts.setup.frozen, trainer.sharding_plan
-    if (own := trainer.parts.train_step.user_loss) is not None:
-        batch = _stacked(own.inputs(batch))
+    if (user_loss := trainer.parts.train_step.user_loss) is not None:
+        batch = _stack_inputs(user_loss.inputs(batch))
     state = jax.eval_shape(tx.init, params)
     if sharding_plan is None:
-        return StepArguments(*_at(SingleDeviceSharding(trainer.args.jax_devices()[0]), (params, state, batch, frozen)))
+        return StepArguments(*_sharded(_single_device(trainer), (params, state, batch, frozen)))
     return StepArguments(
         sharding_plan.placed(params),
         sharding_plan.placed_state(state, params),
-        _at(sharding_plan.batch, batch),
+        _sharded(sharding_plan.batch, batch),
         sharding_plan.placed(frozen),
     )
 
 
-def _stacked(micro: list[dict[str, np.ndarray]]) -> dict[str, jax.ShapeDtypeStruct]:
+def _stack_inputs(micro: list[dict[str, np.ndarray]]) -> dict[str, jax.ShapeDtypeStruct]:
     """The inputs of a user-defined loss for all micro-batches of a step, each padded to the shape of the largest."""
-    largest = max(micro, key=lambda one: one["input_ids"].size)
-    return {name: jax.ShapeDtypeStruct((len(micro), *own.shape), own.dtype) for name, own in largest.items()}
+    largest = max(micro, key=lambda inputs: inputs["input_ids"].size)
+    return {name: jax.ShapeDtypeStruct((len(micro), *array.shape), array.dtype) for name, array in largest.items()}
 
 
 def evaluation_arguments(trainer: BaseTrainer, step: StepArguments, batch: Batch) -> StepArguments:
     """The arguments of an evaluation pass: those of the training step, but with this batch."""
-    sharding = (
-        SingleDeviceSharding(trainer.args.jax_devices()[0])
-        if trainer.sharding_plan is None
-        else trainer.sharding_plan.rows
-    )
-    return step._replace(batch=_at(sharding, batch))
+    sharding = _single_device(trainer) if trainer.sharding_plan is None else trainer.sharding_plan.rows
+    return step._replace(batch=_sharded(sharding, batch))
 
 
-def _at(sharding: Any, leaves: Any) -> Any:
+def _single_device(trainer: BaseTrainer) -> SingleDeviceSharding:
+    return SingleDeviceSharding(trainer.args.jax_devices()[0])
+
+
+def _sharded(sharding: Any, leaves: Any) -> Any:
     """Shapes and dtypes of these arrays, with this sharding."""
     return jax.tree.map(lambda leaf: placed(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sharding), leaves)
 
 
-def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bool | str) -> jax.stages.Traced:
+def trace_step(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bool | str) -> jax.stages.Traced:
     """Trace the training step; it is lowered for the planned platform later."""
     key = jax.eval_shape(partial(run_key, trainer.args, trainer.parts.setup.model.backend))
     rate = jax.ShapeDtypeStruct((), np.float32)
@@ -330,7 +331,7 @@ def traced(trainer: BaseTrainer, tx: Any, arguments: StepArguments, *, remat: bo
         return step.trace(arguments.params, arguments.state, arguments.batch, rate, key, arguments.frozen)
 
 
-def traced_evaluation(trainer: BaseTrainer, arguments: StepArguments) -> jax.stages.Traced:
+def trace_evaluation(trainer: BaseTrainer, arguments: StepArguments) -> jax.stages.Traced:
     """Trace an evaluation pass during training. The optimizer state is an unused argument, so that its memory
     counts."""
 
@@ -376,7 +377,7 @@ def mesh_of(trainer: BaseTrainer) -> dict[str, int]:
     return {axis: size for axis, size in axes.items() if size > 1}
 
 
-def one_pass(trainer: BaseTrainer, arguments: StepArguments) -> Pass:
+def device_pass(trainer: BaseTrainer, arguments: StepArguments) -> Pass:
     """The rows that one device computes at once, from the sharding of the batch."""
     batch = arguments.batch
     tokens = batch["input_ids"] if isinstance(batch, dict) else batch.tokens

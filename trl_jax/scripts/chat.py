@@ -39,8 +39,8 @@ class ChatArguments:
 
 class Parser(FieldsParser):
     def parse_args_and_config(self, argv: list[str]) -> tuple[ChatArguments]:
-        own, fields = self.parse_both(argv)
-        return (ChatArguments(**own, fields=fields),)
+        arguments, fields = self.parse_both(argv)
+        return (ChatArguments(**arguments, fields=fields),)
 
 
 def make_parser(prog: str | None = None) -> Parser:
@@ -69,17 +69,17 @@ def main(args: ChatArguments) -> None:
     )  # fmt: skip
     if args.seed is not None:
         set_seed(args.seed)
-    begin = [] if args.system is None else [{"role": "system", "content": args.system}]
-    messages, answer = list(begin), Answerer(model, args)
+    start = [] if args.system is None else [{"role": "system", "content": args.system}]
+    messages, answer = list(start), Answerer(model, args)
     print(_HELP, file=sys.stderr)
     while (line := _read()) is not None:
         match line.strip():
             case "/exit":
                 return
             case "/clear":
-                messages = list(begin)
+                messages = list(start)
             case "/undo":
-                messages = messages[: max(len(begin), len(messages) - 2)]
+                messages = messages[: max(len(start), len(messages) - 2)]
             case "":
                 pass
             case text:
@@ -95,7 +95,7 @@ def _read() -> str | None:
         return None
 
 
-def _without_default_lengths(settings: Settings) -> Any:
+def _drop_default_lengths(settings: Settings) -> Any:
     """The GenerationConfig without default lengths, which `generate` would mistake for values that the user set."""
     if settings.default_max_length:
         settings.config.max_length = None
@@ -109,7 +109,7 @@ class Answerer:
 
     def __init__(self, model: LoadedModel, args: ChatArguments):
         self._model, self._tokenizer, self._reader = model.load(), model.tokenizer, model.prompt_tokenizer()
-        self._config = _without_default_lengths(model.settings(args.fields))
+        self._config = _drop_default_lengths(model.settings(args.fields))
         self._dtype = "bfloat16" if args.bf16 else None
         self._pictures, self._processor, self._arrays = [], None, {}
         if args.image:
@@ -118,7 +118,7 @@ class Answerer:
             self._pictures, self._processor = list(map(open_picture, args.image)), model.vision_processor()
             self._arrays = self._processor.arrays(self._pictures)
 
-    def _encoded(self, messages: list[dict[str, str]]) -> list[int]:
+    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         """The ids of a conversation, with its pictures."""
         from trl_jax.data.chat_templates import prepare_multimodal_messages
         from trl_jax.data.prompts import encoded_prompts
@@ -134,7 +134,7 @@ class Answerer:
 
         from trl_jax.hub.generation_inputs import decoded
 
-        ids = self._encoded(messages)
+        ids = self._encode(messages)
         streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         options = {"generation_config": self._config, "tokenizer": self._tokenizer, "dtype": self._dtype}
         [row] = self._model.generate(

@@ -41,7 +41,7 @@ def load_splits(
     if path.is_dir() and any((path / marker).is_file() for marker in SAVED):
         return _load_saved(path, config, streaming)
     if path.is_dir() and not any(_suffix(file) in READERS for file in path.rglob("*")):
-        raise FileNotFoundError(f"dataset folder {path} has no {_readable()} file and was not saved with save_to_disk.")
+        raise FileNotFoundError(f"dataset folder {path} has no {_suffixes()} file and was not saved with save_to_disk.")
     if not path.exists() and _looks_like_path(name):
         raise FileNotFoundError(f"dataset {name!r}: no such file or folder, and not a Hub id.")
 
@@ -54,29 +54,29 @@ def _load_file(path: Path, config: str | None, streaming: bool) -> Mapping[str, 
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
-    _no_config(path, config)
+    _refuse_config(path, config)
     if _suffix(path) not in READERS:
-        raise ValueError(f"The suffix of a dataset file must be {_readable()}, or one of these with .gz, got {path}.")
+        raise ValueError(f"The suffix of a dataset file must be {_suffixes()}, or one of these with .gz, got {path}.")
     if path.stat().st_size == 0:
         raise ValueError(f"dataset file {path} is empty.")
     try:
         return load_dataset(READERS[_suffix(path)], data_files={"train": str(path)}, streaming=streaming)
     except (StopIteration, ValueError, DatasetGenerationError) as error:
-        found = error.__cause__ or error  # the message of DatasetGenerationError says nothing
-        text = f"{type(found).__name__}: {printable(str(found)[:300])}"
+        cause = error.__cause__ or error  # the message of DatasetGenerationError says nothing
+        text = f"{type(cause).__name__}: {printable(str(cause)[:300])}"
         raise ValueError(f"dataset file {path} cannot be read as {_suffix(path)} ({text}).") from error
 
 
 def _load_saved(path: Path, config: str | None, streaming: bool) -> Mapping[str, Dataset | IterableDataset]:
     from datasets import Dataset, load_from_disk
 
-    _no_config(path, config)
+    _refuse_config(path, config)
     saved = load_from_disk(str(path))
     splits = {"train": saved} if isinstance(saved, Dataset) else dict(saved)
     return {split: rows.to_iterable_dataset() for split, rows in splits.items()} if streaming else splits
 
 
-def _no_config(path: Path, config: str | None) -> None:
+def _refuse_config(path: Path, config: str | None) -> None:
     if config is not None:
         raise ValueError(f"dataset_config={config!r}: {path} has no configurations. Leave dataset_config out.")
 
@@ -91,7 +91,7 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or _suffix(Path(name)) in READERS
 
 
-def _readable() -> str:
+def _suffixes() -> str:
     return ", ".join(READERS)
 
 
@@ -132,7 +132,7 @@ class DatasetMixtureConfig:
         read_bools(self)
         if not isinstance(self.datasets, list | tuple):
             raise ValueError(must_be("datasets", "a list of mappings, each with its `path`", self.datasets))
-        self.datasets = [DatasetConfig(**each) if isinstance(each, dict) else each for each in self.datasets]
+        self.datasets = [DatasetConfig(**config) if isinstance(config, dict) else config for config in self.datasets]
 
 
 @api_boundary
@@ -151,32 +151,26 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
             "No datasets were loaded from the mixture configuration: list one or more under `datasets:`, each with its "
             "`path`."
         )
-    parts = [_load(each, mixture_config.streaming) for each in mixture_config.datasets]
-    fractions = [each.fraction for each in mixture_config.datasets]
+    parts = [_load(config, mixture_config.streaming) for config in mixture_config.datasets]
+    fractions = [config.fraction for config in mixture_config.datasets]
     if any(fraction is not None for fraction in fractions):
-        parts = _shares(parts, fractions, mixture_config.streaming)
-    whole = datasets.concatenate_datasets(parts)
+        parts = _take_fractions(parts, fractions, mixture_config.streaming)
+    mixture = datasets.concatenate_datasets(parts)
     if mixture_config.test_split_size is not None:
-        return whole.train_test_split(test_size=mixture_config.test_split_size)
-    return datasets.DatasetDict({"train": whole})
+        return mixture.train_test_split(test_size=mixture_config.test_split_size)
+    return datasets.DatasetDict({"train": mixture})
 
 
 def _load(config: DatasetConfig, streaming: bool) -> Any:
     import datasets
 
     logger.info("Loading %s for the mixture (config %s).", scrubbed(config.path), config.name)
-    rows = datasets.load_dataset(
-        path=config.path,
-        name=config.name,
-        data_dir=config.data_dir,
-        data_files=config.data_files,
-        split=config.split,
-        streaming=streaming,
-    )
+    source = {"data_dir": config.data_dir, "data_files": config.data_files, "split": config.split}
+    rows = datasets.load_dataset(path=config.path, name=config.name, **source, streaming=streaming)
     return rows if config.columns is None else rows.select_columns(config.columns)
 
 
-def _shares(parts: list[Any], fractions: list[float | None], streaming: bool) -> list[Any]:
+def _take_fractions(parts: list[Any], fractions: list[float | None], streaming: bool) -> list[Any]:
     if any(fraction is None for fraction in fractions):
         raise ValueError(
             f"`fraction` must be set for either all datasets in the mixture or none of them, got {fractions}."

@@ -33,22 +33,22 @@ def make_parser(prog: str | None = None) -> Parser:
 
 
 def main() -> None:
-    print("\n".join(f"- {name}: {value}" for name, value in facts().items()))
+    print("\n".join(f"- {name}: {value}" for name, value in collect_versions().items()))
 
 
-def facts() -> dict[str, str]:
+def collect_versions() -> dict[str, str]:
     """Name -> value of each line."""
     import jax
 
     devices = jax.devices()
-    shown = {
+    versions = {
         "platform": platform.platform(),
         "python": platform.python_version(),
         "trl_jax": _version("trl_jax") or "run from source, not installed",
         "devices": f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()})",
     }
-    shown |= {name: _version(name) or "not installed" for name in REQUIRED}
-    return shown | {name: _version(name) or f"not installed; needed to {what}" for name, what in OPTIONAL.items()}
+    versions |= {name: _version(name) or "not installed" for name in REQUIRED}
+    return versions | {name: _version(name) or f"not installed; needed to {use}" for name, use in OPTIONAL.items()}
 
 
 def _version(name: str) -> str | None:

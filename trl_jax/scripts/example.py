@@ -32,63 +32,63 @@ def main(args: argparse.Namespace) -> None:
         ValueError: there is no such example.
         FileExistsError: the current folder has a file of the same name with other content.
     """
-    found = examples()
+    paths = examples()
     if args.name is None:
-        for name, path in found.items():
+        for name, path in paths.items():
             if name not in _HELPERS:
                 print(f"{name:<26} {_summary(path)}")
         print("\nCopy one into the current folder: trl-jax example NAME")
         return
     name = args.name.removesuffix(".py").removesuffix(".ipynb")
-    if name not in found:
-        close = difflib.get_close_matches(name, found, n=1)
+    if name not in paths:
+        close = difflib.get_close_matches(name, paths, n=1)
         hint = f"; did you mean {close[0]}?" if close else "; `trl-jax example` lists them."
         raise ValueError(f"There is no example {name!r}{hint}")
-    copied = _copy(needed(found[name]))
+    copied = _copy(required_files(paths[name]))
     print(f"Copied {', '.join(copied)}.")
-    if found[name].suffix == ".py" and name not in _HELPERS:
+    if paths[name].suffix == ".py" and name not in _HELPERS:
         print(f"Next: python {name}.py")
 
 
 def examples() -> dict[str, Path]:
     """Name -> file: scripts, then notebooks. From the installed package, or from the repository it runs from."""
     package = Path(__file__).parents[1]
-    [folder, *_] = [place for place in (package / "examples", package.parent / "examples") if place.is_dir()] or [None]
-    if folder is None:
+    folders = filter(Path.is_dir, (package / "examples", package.parent / "examples"))
+    if (folder := next(folders, None)) is None:
         raise FileNotFoundError("This installation of trl_jax has no examples; install it again from a wheel or clone.")
     return {path.stem: path for path in (*sorted(folder.glob("*.py")), *sorted(folder.glob("notebooks/*.ipynb")))}
 
 
-def needed(example: Path) -> list[Path]:
+def required_files(example: Path) -> list[Path]:
     """The example, the modules next to it that it imports, and the data folder if one of them reads it."""
     if example.suffix != ".py":
         return [example]
-    paths, waiting = {}, [example]
-    while waiting:
-        path = waiting.pop(0)
+    paths, pending = {}, [example]
+    while pending:
+        path = pending.pop(0)
         code = path.read_text(encoding="utf-8")
         paths[path] = None
         if '/ "data"' in code:
             paths[path.parent / "data"] = None
         for node in ast.walk(ast.parse(code)):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
-            beside = [path.with_name(f"{name}.py") for name in names if name]
-            waiting += [module for module in beside if module.is_file() and module not in paths]
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            siblings = [path.with_name(f"{name}.py") for name in names if name]
+            pending += [module for module in siblings if module.is_file() and module not in paths]
     return list(paths)
 
 
 def _copy(paths: list[Path]) -> list[str]:
     """Copy into the current folder. Raises FileExistsError, before copying, for a file there with other content."""
     files = {file: path.parent for path in paths for file in (_files(path) if path.is_dir() else [path])}
-    here = {file: file.relative_to(parent) for file, parent in files.items()}
-    for file, target in here.items():
+    targets = {file: file.relative_to(parent) for file, parent in files.items()}
+    for file, target in targets.items():
         if target.exists() and target.read_bytes() != file.read_bytes():
             raise FileExistsError(f"{target} is already here, with other content. Run this in another folder.")
-    for file, target in here.items():
+    for file, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-    return [str(target) for target in here.values()]
+    return [str(target) for target in targets.values()]
 
 
 def _files(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ PROMPTS, COLUMN = ("prompt", "messages", "text"), "completion"
 _WINDOW = 4  # number of batches within which rows are sorted by length
 
 
-def _added(row: dict[str, Any]) -> tuple[str, ...]:
+def _added_columns(row: dict[str, Any]) -> tuple[str, ...]:
     return (COLUMN,)
 
 
@@ -32,10 +32,10 @@ _JOB = Job(
     command="trl-jax generate",
     verb="complete",
     done="completed",
-    read=lambda source: read_rows(source, _added),
-    added=_added,
+    read=lambda source: read_rows(source, _added_columns),
+    added_columns=_added_columns,
     check=lambda value: None if isinstance(value, str | list) else "text",
-    kept=lambda row: None,
+    result=lambda row: None,
 )
 
 
@@ -67,8 +67,8 @@ class GenerateArguments:
 
 class Parser(FieldsParser):
     def parse_args_and_config(self, argv: list[str]) -> tuple[GenerateArguments]:
-        own, fields = self.parse_both(argv)
-        return (GenerateArguments(**own, fields=fields),)
+        arguments, fields = self.parse_both(argv)
+        return (GenerateArguments(**arguments, fields=fields),)
 
 
 def make_parser(prog: str | None = None) -> Parser:
@@ -84,9 +84,7 @@ def make_parser(prog: str | None = None) -> Parser:
     add_output_flags(parser)
     parser.add_argument("--batch_size", type=int, default=16, help="completions computed at once (default: 16)")
     parser.add_argument("--seed", type=int, default=42, help="seed for sampling (default: 42)")
-    parser.add_argument(
-        "--image", action="append", default=[], help="picture that every prompt is about (repeatable)"
-    )  # fmt: skip
+    parser.add_argument("--image", action="append", default=[], help="picture that every prompt is about (repeatable)")
     add_model_flags(parser)
     return parser
 
@@ -105,7 +103,7 @@ def main(args: GenerateArguments) -> None:
     if source is not None and not source.is_file():
         raise FileNotFoundError(f"{args.file}: no such file.")
     output = None if args.output is None else Output(_JOB, args.output, source, args.overwrite)
-    rows = list(_lines() if source is None else _JOB.read(source))
+    rows = list(_stdin_rows() if source is None else _JOB.read(source))
     if not rows:
         return
     model = LoadedModel.find(
@@ -121,7 +119,7 @@ def main(args: GenerateArguments) -> None:
         mark |= {"compute dtype": completer.dtype.name}
     with (
         contextlib.nullcontext(to_stdout()) if output is None else output.running(mark) as (done, write),
-        _shown(write, len(rows), len(done), args.quiet) as take,
+        _progress_bar(write, len(rows), len(done), args.quiet) as take,
     ):
         completer(len(done), take)
 
@@ -131,8 +129,8 @@ def _report_idle_devices(args: GenerateArguments) -> None:
 
     devices = jax.device_count()
     if args.mesh_shape is None and devices > 1 and not args.quiet:
-        told = f"Using 1 of {devices} devices. Pass --mesh_shape data:{devices} to use all of them."
-        print(told, file=sys.stderr)
+        message = f"Using 1 of {devices} devices. Pass --mesh_shape data:{devices} to use all of them."
+        print(message, file=sys.stderr)
 
 
 class Completer:
@@ -168,10 +166,10 @@ class Completer:
 
         def collect(completions: list[Completion]) -> None:
             nonlocal number
-            done.update({one.number: one.generated_tokens for one in completions})
-            while number < len(self._rows) and all(one in done for one in self._completions(number)):
-                ids = [done.pop(one) for one in self._completions(number)]
-                texts = [self._tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+            done.update({completion.number: completion.generated_tokens for completion in completions})
+            while number < len(self._rows) and all(index in done for index in self._completions(number)):
+                ids = [done.pop(index) for index in self._completions(number)]
+                texts = [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids]
                 row = self._rows[number].content | {COLUMN: texts if self._group > 1 else texts[0]}
                 take(row, sum(map(len, ids)))
                 number += 1
@@ -208,14 +206,14 @@ def _ids(row: Row, tokenizer: Any) -> list[int]:
 def _has_pictures(row: Row) -> bool:
     from trl_jax.data.image_rows import pictures_of
 
-    messages = [value for name in PROMPTS if isinstance(value := row.content.get(name), list)]
-    parts = [part for talk in messages for message in talk if isinstance(message, dict) for part in _parts(message)]
-    return bool(pictures_of(row.content)) or any(part.get("type") == "image" for part in parts)
+    conversations = [row.content[name] for name in PROMPTS if isinstance(row.content.get(name), list)]
+    messages = [message for conversation in conversations for message in conversation if isinstance(message, dict)]
+    return bool(pictures_of(row.content)) or any(map(_has_image_part, messages))
 
 
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+def _has_image_part(message: dict[str, Any]) -> bool:
+    parts = message.get("content")
+    return isinstance(parts, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
 
 
 class _PicturePrompts:
@@ -234,9 +232,8 @@ class _PicturePrompts:
 
         self._processor, self._pictures, self._rows = processor, pictures, rows
         self._reader = PartsTokenizer(processor.tokenizer)  # for rows without pictures
-        own = next((row for row in rows if pictures and _has_pictures(row)), None)
-        if own is not None:
-            raise ValueError(f"{own.where} has pictures of its own. Leave --image out, or name its files in every row.")
+        for row in filter(_has_pictures, rows if pictures else ()):
+            raise ValueError(f"{row.where} has pictures of its own. Leave --image out, or name its files in every row.")
 
     def images(self, number: int) -> TextImages:
         return self(number).images
@@ -276,14 +273,14 @@ class _PicturePrompts:
             raise ValueError(f"{row.where}: {error}") from error
 
 
-def _lines() -> Iterator[Row]:
+def _stdin_rows() -> Iterator[Row]:
     for number, line in enumerate(sys.stdin, 1):
         if line.strip():
             yield Row(f"stdin, line {number}", {"prompt": line.rstrip("\n")})
 
 
 @contextlib.contextmanager
-def _shown(
+def _progress_bar(
     write: Callable[[dict[str, Any]], None], total: int, done: int, quiet: bool
 ) -> Iterator[Callable[[dict[str, Any], int], None]]:
     """A function take(row, tokens) that writes the row and advances a progress bar."""

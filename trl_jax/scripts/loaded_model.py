@@ -42,31 +42,31 @@ class FieldsParser(CleanParser):
         Raises:
             ValueError: a flag is neither.
         """
-        fields, rest = _taken(argv, self._option_string_actions)
+        fields, rest = _split_fields(argv, self._option_string_actions)
         return vars(self.parse_args(rest)), fields
 
 
-def _taken(argv: Sequence[str], own: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+def _split_fields(argv: Sequence[str], own_flags: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """Split the arguments into fields, with parsed values, and the rest. A value is JSON or plain text."""
     from transformers import GenerationConfig
 
-    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-    fields, rest, left = {}, [], list(argv)
-    while left:
-        argument = left.pop(0)
+    names = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+    fields, rest, remaining = {}, [], list(argv)
+    while remaining:
+        argument = remaining.pop(0)
         flag, equals, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or flag in own:
+        if not flag.startswith("--") or flag in own_flags:
             rest.append(argument)
             continue
-        if name not in known:
-            raise ValueError(f"{flag} is neither a flag nor a field of GenerationConfig.{_near(name, known)}")
-        if name in _SWITCHES and not equals and (not left or left[0].lower() not in ("true", "false")):
+        if name not in names:
+            raise ValueError(f"{flag} is neither a flag nor a field of GenerationConfig.{_suggestion(name, names)}")
+        if name in _SWITCHES and not equals and (not remaining or remaining[0].lower() not in ("true", "false")):
             value = "true"
         elif not equals:
-            if not left:
+            if not remaining:
                 raise ValueError(f"{flag} has no value.")
-            value = left.pop(0)
+            value = remaining.pop(0)
         fields[name] = _value(name, value)
     return fields, rest
 
@@ -78,19 +78,19 @@ def _value(name: str, text: str) -> Any:
         value = json.loads(text)
     except ValueError:
         return text
-    return float(value) if isinstance(value, int) and name in _floats() else value
+    return float(value) if isinstance(value, int) and name in _float_fields() else value
 
 
-def _floats() -> set[str]:
+def _float_fields() -> set[str]:
     """Fields that transformers requires to be floats, such as temperature."""
     from trl_jax.generation.sampling import Options
 
     return {field.name for field in dataclasses.fields(Options) if field.type == "float | None"}
 
 
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean --{near[0]}?" if near else ""
+def _suggestion(name: str, names: Sequence[str]) -> str:
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f" Did you mean --{matches[0]}?" if matches else ""
 
 
 # Model
@@ -163,8 +163,8 @@ class LoadedModel:
         """The processor that turns texts with pictures into ids and patches."""
         from trl_jax.hub.vision.processor import VisionProcessor, load_image_processor
 
-        found = self.checkpoint
-        return VisionProcessor(found.native, found.config, self.tokenizer, load_image_processor(found.folder))
+        checkpoint, image_processor = self.checkpoint, load_image_processor(self.checkpoint.folder)
+        return VisionProcessor(checkpoint.native, checkpoint.config, self.tokenizer, image_processor)
 
     def prompt_tokenizer(self) -> Any:
         """The tokenizer that renders conversations without pictures as the model's processor does, if it has one."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trl_jax.config.generation import uses_server
 from trl_jax.core.files import write_whole
 from trl_jax.core.trainers import DEFAULT, TrainerNames, plannable
-from trl_jax.plan.chips import known, topology
+from trl_jax.plan.chips import known_chips, topology
 from trl_jax.scripts.data import DatasetMixtureConfig
 from trl_jax.scripts.train import SCRIPT_ARGUMENTS, RewardSources, fit_to_release
 from trl_jax.scripts.utils import ScriptArguments, TrlParser, read_config, take_config
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Arguments that affect neither the memory nor the time of a step or an evaluation. (use_vllm and vllm_mode='server'
 # leave out the generation.)
-NO_PART = frozenset(
+IGNORED_ARGUMENTS = frozenset(
     """
     output_dir logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
     run_name project trackio_space_id trackio_bucket_id trackio_static_space_id include_num_input_tokens_seen debug
@@ -72,23 +72,23 @@ def main(
 
     target = topology(plan_args.topology)
     prepare(target)
-    ignored = without_part(training_args)
+    ignored = ignored_arguments(training_args)
     if ignored:
         names = ", ".join(f"--{name}" for name in ignored)
         warnings.warn(f"The plan covers a step and an evaluation pass; it does not depend on {names}.", stacklevel=2)
-    run = _run_of(plannable()[plan_args.trainer], target, script_args, training_args, model_args, dataset_args)
+    run = _build_run(plannable()[plan_args.trainer], target, script_args, training_args, model_args, dataset_args)
 
     if plan_args.generate is not None:
-        run = replace(run, generation=Size.parsed(plan_args.generate))
+        run = replace(run, generation=Size.parse(plan_args.generate))
 
-    def planned(args: BaseConfig) -> Any:
+    def plan_config(args: BaseConfig) -> Any:
         return plan(run, args, target)
 
-    result = planned(training_args)
+    result = plan_config(training_args)
     print(text(result), flush=True)
     suggestions = []
     if result.fits is False and plan_args.suggestions:
-        for suggestion in suggestions_for(training_args, result, planned):
+        for suggestion in suggestions_for(training_args, result, plan_config):
             suggestions.append(suggestion)
             print(suggestions_text(suggestion), flush=True)
     if plan_args.json is not None:
@@ -96,15 +96,15 @@ def main(
         write_whole(Path(plan_args.json), json.dumps(figures, indent=2) + "\n")
 
 
-def without_part(args: BaseConfig) -> list[str]:
-    """The arguments in `NO_PART` that differ from their defaults, without those that have servers generate."""
+def ignored_arguments(args: BaseConfig) -> list[str]:
+    """The arguments in `IGNORED_ARGUMENTS` that are set; use_vllm and vllm_mode are not ignored if servers generate."""
     default = type(args)(args.output_dir, eval_strategy=args.eval_strategy, use_cpu=args.use_cpu)
-    usual = vars(default) | {"output_dir": type(args)().output_dir, "use_cpu": False}
-    idle = NO_PART - {"use_vllm", "vllm_mode"} if uses_server(vars(args)) else NO_PART
-    return sorted(name for name in idle & usual.keys() if vars(args)[name] != usual[name])
+    defaults = vars(default) | {"output_dir": type(args)().output_dir, "use_cpu": False}
+    ignored = IGNORED_ARGUMENTS - {"use_vllm", "vllm_mode"} if uses_server(vars(args)) else IGNORED_ARGUMENTS
+    return sorted(name for name in ignored & defaults.keys() if vars(args)[name] != defaults[name])
 
 
-def _run_of(
+def _build_run(
     names: TrainerNames,
     target: Topology,
     script_args: ScriptArguments,
@@ -115,8 +115,8 @@ def _run_of(
     """The run to plan: checkpoint, adapter, and rows if a dataset is given."""
     from trl_jax.data.chat import load_tokenizer
     from trl_jax.plan.plan import Run
-    from trl_jax.plan.trace import Rows, evaluates, planned, task_of
-    from trl_jax.scripts.train import check_flags, datasets_of, model_init_kwargs, split_of, teacher_init_kwargs
+    from trl_jax.plan.trace import Rows, evaluates, planned_config, task_of
+    from trl_jax.scripts.train import check_flags, get_split, load_datasets, model_init_kwargs, teacher_init_kwargs
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
     from trl_jax.training.model import find, quantization_of, tokenizer_folder
 
@@ -126,7 +126,7 @@ def _run_of(
     args = copy.copy(training_args)
     args.model_init_kwargs = model_init_kwargs(training_args, model_args)
     trainer = names.load_trainer()
-    head = task_of(trainer, planned(args, target, args.output_dir)).head
+    head = task_of(trainer, planned_config(args, target, args.output_dir)).head
     checkpoint = find(model_args.model_name_or_path, args, head)
     quantization = quantization_of(get_quantization_config(model_args), args)
     run = Run(checkpoint, adapter=get_peft_config(model_args), quantization=quantization, trainer=trainer)
@@ -140,9 +140,9 @@ def _run_of(
         return run
     code = training_args.trust_remote_code
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config, trust_remote_code=code)
-    splits = datasets_of(script_args, mixture)
-    test = split_of(splits, script_args, "dataset_test_split") if evaluates(args) else None
-    return replace(run, rows=Rows(split_of(splits, script_args, "dataset_train_split"), test, tokenizer))
+    splits = load_datasets(script_args, mixture)
+    test = get_split(splits, script_args, "dataset_test_split") if evaluates(args) else None
+    return replace(run, rows=Rows(get_split(splits, script_args, "dataset_train_split"), test, tokenizer))
 
 
 def make_parser(prog: str | None = None) -> PlanParser:
@@ -159,7 +159,7 @@ class PlanArguments:
 
     _argument_group_name = "plan"
 
-    topology: str = field(metadata={"help": f"Devices to plan for. {known()}"})
+    topology: str = field(metadata={"help": f"Devices to plan for. {known_chips()}"})
     json: str | None = field(default=None, metadata={"help": "JSON file to write the figures to."})
     suggestions: bool = field(
         default=True,
@@ -189,7 +189,7 @@ class PlanParser(TrlParser):
     def __init__(self, trainer: str, prog: str | None = None):
         self.trainer, config = trainer, plannable()[trainer].load_config()
         script = SCRIPT_ARGUMENTS.get("grpo" if trainer == "online_dpo" else trainer, ScriptArguments)
-        kinds = (PlanArguments, script, _for_other_devices(config), ModelConfig, DatasetMixtureConfig)
+        kinds = (PlanArguments, script, _deviceless(config), ModelConfig, DatasetMixtureConfig)
         super().__init__(kinds, prog=prog)
         self.usage = "%(prog)s --model_name_or_path MODEL --topology v5e:4x4\n       [--config FILE.yaml] [flags]"
         self.description = (
@@ -205,29 +205,29 @@ class PlanParser(TrlParser):
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, **options: Any) -> tuple[Any, ...]:
         args = list(sys.argv[1:] if args is None else args)
-        named = _trainer_in(args)
-        if named in (None, self.trainer):
+        trainer = _requested_trainer(args)
+        if trainer in (None, self.trainer):
             # A plan gets the teacher from this flag, whereas a script passes it to GKDTrainer.
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="teacher_model_name_or_path=")
                 return super().parse_args_and_config(args, **options)
-        if named not in tuple(plannable()):
-            raise ValueError(f"--trainer {named} is unknown: expected one of {', '.join(plannable())}.")
-        return PlanParser(named, self.prog).parse_args_and_config(args, **options)
+        if trainer not in tuple(plannable()):
+            raise ValueError(f"--trainer {trainer} is unknown: expected one of {', '.join(plannable())}.")
+        return PlanParser(trainer, self.prog).parse_args_and_config(args, **options)
 
 
-def _for_other_devices(config: type) -> type:
+def _deviceless(config: type) -> type:
     """The config class for a run on devices that this machine does not have."""
     return type(config.__name__, (config,), {"counts_devices": False, "__module__": config.__module__})
 
 
-def _trainer_in(args: list[str]) -> str | None:
+def _requested_trainer(args: list[str]) -> str | None:
     """The value of --trainer in the flags, or else in their YAML file."""
     flags, path = take_config(args)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--trainer", nargs="?")
-    named = parser.parse_known_args(flags)[0].trainer
-    return read_config(path).get("trainer") if named is None and path is not None else named
+    trainer = parser.parse_known_args(flags)[0].trainer
+    return read_config(path).get("trainer") if trainer is None and path is not None else trainer
 
 
 # Report
@@ -238,23 +238,23 @@ _REMAT = {False: "matrix products saved", True: "layers recomputed", "offloaded"
 
 def text(plan: Plan) -> str:
     """The plan as text: header, memory table, collectives, FLOPs, evaluation, generation and verdict."""
-    parts = [_head(plan), _memory(plan), _collectives(plan), _work(plan), _evaluation(plan), _generation(plan)]
+    parts = [_header(plan), _memory(plan), _collectives(plan), _compute(plan), _evaluation(plan), _generation(plan)]
     parts.append(verdict(plan))
     return "\n".join(part for part in parts if part)
 
 
-def _head(plan: Plan) -> str:
-    chip, kinds = plan.topology.chip, plan.settings
+def _header(plan: Plan) -> str:
+    chip, settings = plan.topology.chip, plan.settings
     memory = "simulated, memory unknown" if chip is None else f"{_size(chip.memory)} each"
-    many = f"{plan.topology.devices} device(s), {memory}"
+    devices = f"{plan.topology.devices} device(s), {memory}"
     mesh = ",".join(f"{axis}:{size}" for axis, size in plan.mesh.items()) or "none"
     remat = _REMAT[plan.remat]
     lengths = ", ".join(f"{length:,} (x{count})" for length, count in plan.lengths.items())
-    one, trained = plan.one, "" if plan.trained == plan.parameters else f" ({plan.trained:,} trained)"
+    batch, trained = plan.one, "" if plan.trained == plan.parameters else f" ({plan.trained:,} trained)"
     return (
-        f"{plan.model}: {plan.parameters:,} parameters{trained} on {plan.topology.name}: {many}; mesh {mesh}.\n"
-        f"A step: {plan.layout}, {one.passes} pass(es) of {one.rows} x {one.length:,} tokens per device; "
-        f"{kinds['compute']} over float32 weights, {remat}. Row lengths: {lengths}.\n"
+        f"{plan.model}: {plan.parameters:,} parameters{trained} on {plan.topology.name}: {devices}; mesh {mesh}.\n"
+        f"A step: {plan.layout}, {batch.passes} pass(es) of {batch.rows} x {batch.length:,} tokens per device; "
+        f"{settings['compute']} over float32 weights, {remat}. Row lengths: {lengths}.\n"
         f"Attention: {plan.attention}."
     )
 
@@ -269,33 +269,33 @@ def _memory(plan: Plan) -> str:
 
 
 def _collectives(plan: Plan) -> str:
-    return "" if plan.topology.devices == 1 else _sent(plan.compiled, "per step")
+    return "" if plan.topology.devices == 1 else _collective_lines(plan.compiled, "per step")
 
 
-def _sent(compiled: Compiled | None, per: str) -> str:
+def _collective_lines(compiled: Compiled | None, per: str) -> str:
     """One line per kind of collective; empty if the compiler gave no cost, for example because a step does not fit."""
     if compiled is None or compiled.cost is None:
         return ""
     collectives = compiled.cost.collectives
     lines = [
-        f"  {one.kind:<20}{f'{one.group} devices':<12}{one.dtype:<6}{one.count:>6,} x{_size(one.bytes):>12}"
-        f"{_size(one.sent):>12} sent"
-        for one in collectives
+        f"  {c.kind:<20}{f'{c.group} devices':<12}{c.dtype:<6}{c.count:>6,} x{_size(c.bytes):>12}"
+        f"{_size(c.sent):>12} sent"
+        for c in collectives
     ]
-    total = f"collectives {per}, {_size(sum(one.bytes for one in collectives))}:"
+    total = f"collectives {per}, {_size(sum(collective.bytes for collective in collectives))}:"
     return "\n".join([total, *lines]) if collectives else f"No collectives {per}."
 
 
-def _work(plan: Plan) -> str:
+def _compute(plan: Plan) -> str:
     cost, bound = plan.compiled and plan.compiled.cost, plan.bound
     lines = [f"A step computes {plan.places:,.0f} tokens, {plan.tokens:,.0f} of them text."]
     if cost is not None:
-        least = f" (a lower bound: {cost.unknown} loops of unknown length are counted once)" if cost.unknown else ""
-        lines[0] += f" Matrix products: {_flops(cost.flops)} per device{least}."
+        note = f" (a lower bound: {cost.unknown} loops of unknown length are counted once)" if cost.unknown else ""
+        lines[0] += f" Matrix products: {_flops(cost.flops)} per device{note}."
     if bound is not None:
         parts = ", ".join(f"{name} {_seconds(value)}" for name, value in bound._asdict().items())
-        least = f"A step takes at least {_seconds(bound.step)} according to the chip's published figures"
-        lines.append(f"{least} ({parts}). This is a lower bound, not a forecast.")
+        note = f"A step takes at least {_seconds(bound.step)} according to the chip's published figures"
+        lines.append(f"{note} ({parts}). This is a lower bound, not a forecast.")
     if plan.compiled is not None:
         lines.append(f"Compiled in {plan.compiled.seconds:,.0f} s.")
     return "\n".join(lines)
@@ -304,9 +304,9 @@ def _work(plan: Plan) -> str:
 def _evaluation(plan: Plan) -> str:
     if plan.evaluation is None:
         return ""
-    one, phase = plan.evaluation.one, plan.phases[1]
+    batch, phase = plan.evaluation.one, plan.phases[1]
     return (
-        f"Evaluation: a pass of {one.rows} x {one.length:,} tokens per device, with the optimizer state in memory: "
+        f"Evaluation: a pass of {batch.rows} x {batch.length:,} tokens per device, with the optimizer state in memory: "
         f"{_peak(phase)}."
     )
 
@@ -326,15 +326,16 @@ def _generation(plan: Plan) -> str:
     part = "" if at_once == size else f", {at_once.completions} at once"
     cached = "" if cache is None else f" a cache of {_size(cache)} per device,"
     scorer = f" and {_size(plan.scorer)} of reward model" if plan.scorer else ""
-    told = (
+    summary = (
         f"Generation: {size.completions} completions of {size.prompts} prompt(s){part}, with room for "
         f"{size.prompt_places:,} and {size.new_places:,} tokens:{cached} with the optimizer "
         f"state{scorer} in memory: {_peak(phase)}."
     )
     if plan.settings.get("max_tool_calling_iterations"):
-        told += " With tools, the cache of the turn before is kept where memory allows it; this is not counted."
-    sent = "" if plan.topology.devices == 1 else _sent(plan.generation.decode, "per token of each completion")
-    return f"{told}\n{sent}" if sent else told
+        summary += " With tools, the cache of the turn before is kept where memory allows it; this is not counted."
+    if plan.topology.devices == 1:
+        return summary
+    return f"{summary}\n{_collective_lines(plan.generation.decode, 'per token of each completion')}".rstrip("\n")
 
 
 def verdict(plan: Plan) -> str:
@@ -342,15 +343,15 @@ def verdict(plan: Plan) -> str:
     chip, compiled = plan.topology.chip, plan.largest.compiled
     if chip is None:
         return "Whether it fits is unknown: simulated devices have no memory limit."
-    held = f"weights, optimizer state and batch alone take {_size(plan.peak)} of {_size(chip.memory)}"
+    arguments = f"weights, optimizer state and batch alone take {_size(plan.peak)} of {_size(chip.memory)}"
     if plan.fits is None:
-        return f"Whether it fits is unknown: {held}. {plan.why}."
-    word = "It fits" if plan.fits else "It does not fit"
-    word += f" in {plan.largest.name}" if not plan.fits and plan.largest.name != "a step" else ""
+        return f"Whether it fits is unknown: {arguments}. {plan.why}."
+    answer = "It fits" if plan.fits else "It does not fit"
+    answer += f" in {plan.largest.name}" if not plan.fits and plan.largest.name != "a step" else ""
     if compiled is None:
-        return f"{word}: {held}."
+        return f"{answer}: {arguments}."
     room = f"{_size(chip.memory)}" if compiled.room is None else f"the {_size(compiled.room)} that a program may use"
-    return f"{word}: {_size(plan.peak)} of {room}."
+    return f"{answer}: {_size(plan.peak)} of {room}."
 
 
 def suggestions_text(suggestion: Suggestion) -> str:

@@ -16,7 +16,7 @@ from trl_jax.training.checkpoint_files import digest, locked, sync
 
 ROWS = "FILE"  # key of the digest of the input rows in the mark
 _FORMAT = 1  # version of the mark
-# `Job.kept` of the rows already written, and a function that writes a row.
+# `Job.result` of the rows already written, and a function that writes a row.
 Sink = tuple[list[Any], Callable[[dict[str, Any]], None]]
 
 
@@ -28,18 +28,18 @@ class Job(NamedTuple):
 
     verb, done: for messages, such as "score" and "scored".
     read: reads and checks the rows of a file.
-    added: the columns that the command adds to a row.
+    added_columns: the columns that the command adds to a row.
     check: None if a value of an added column is valid, else what it must be.
-    kept: what to keep in memory of a written row.
+    result: what to keep in memory of a written row.
     """
 
     command: str
     verb: str
     done: str
     read: Callable[[Path], Iterator[Row]]
-    added: Callable[[dict[str, Any]], tuple[str, ...]]
+    added_columns: Callable[[dict[str, Any]], tuple[str, ...]]
     check: Callable[[Any], str | None]
-    kept: Callable[[dict[str, Any]], Any]
+    result: Callable[[dict[str, Any]], Any]
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,11 +69,8 @@ class Output:
 
     def __init__(self, job: Job, path: str, source: Path, overwrite: bool):
         self.job = job
-        self.path, self.source, self.overwrite = (
-            Path(path).resolve(),
-            source,
-            overwrite,
-        )  # follow links, so that they are not replaced
+        self.path = Path(path).resolve()  # follow links, so that they are not replaced
+        self.source, self.overwrite = source, overwrite
         self.partial = self.path.with_name(f"{self.path.name}.partial")
         self.sidecar = self.path.with_name(f"{self.path.name}.partial.mark")
         self._check()
@@ -107,7 +104,7 @@ class Output:
             BlockingIOError: another process is writing the partial file.
         """
         mark = {"format": _FORMAT, ROWS: digest(self.source), **mark}
-        self._check_ours()
+        self._check_ownership()
         try:
             lock = locked(self.sidecar)
         except BlockingIOError as error:
@@ -120,67 +117,67 @@ class Output:
             if not done:
                 os.truncate(lock, 0)
                 os.pwrite(lock, (json.dumps(mark, indent=2) + "\n").encode(), 0)
-            yield from self._filled(done)
+            yield from self._append(done)
             self._finish(mark)
         finally:
             os.close(lock)
 
-    def _check_ours(self) -> None:
+    def _check_ownership(self) -> None:
         """Raise ValueError if this command did not write the files under our names, rather than overwrite them."""
-        there = [path for path in (self.partial, self.sidecar) if path.exists()]
-        ours = self.sidecar.exists() and (not self.sidecar.stat().st_size or "format" in self._mark())
-        if there and not ours:
+        existing = [path for path in (self.partial, self.sidecar) if path.exists()]
+        is_ours = self.sidecar.exists() and (not self.sidecar.stat().st_size or "format" in self._read_mark())
+        if existing and not is_ours:
             raise ValueError(
-                f"{there[0]} is in the way: according to {self.sidecar.name}, it was not written by "
+                f"{existing[0]} is in the way: according to {self.sidecar.name}, it was not written by "
                 f"`{self.job.command}`. Move it away, or choose another --output."
             )
 
     def _resume(self, mark: dict[str, Any]) -> list[Any]:
-        """`Job.kept` of the rows already written, after removing an incomplete last line or the rows of another run."""
+        """`Job.result` of the rows already written. Removes an incomplete last line, or the rows of another run."""
         done, end = [], 0
         if self.partial.exists() and self.partial.stat().st_size:
-            others = _differences(self._mark(), mark)
-            if not others:
-                done, end = self._done()
+            changed = _differences(self._read_mark(), mark)
+            if not changed:
+                done, end = self._read_written()
             elif not self.overwrite:
                 raise ValueError(
-                    f"{self.partial} belongs to a run with a different {', '.join(others)}. Use the same settings to "
+                    f"{self.partial} belongs to a run with a different {', '.join(changed)}. Use the same settings to "
                     "resume it, choose another --output, or pass --overwrite to start over."
                 )
         with open(self.partial, "ab") as file:
             file.truncate(end)
         return done
 
-    def _mark(self) -> dict[str, Any]:
+    def _read_mark(self) -> dict[str, Any]:
         try:
             mark = json.loads(self.sidecar.read_bytes())
         except ValueError:
             mark = None  # truncated or edited
         return mark if isinstance(mark, dict) else {}
 
-    def _done(self) -> tuple[list[Any], int]:
-        """`Job.kept` of each complete line, and the offset at which the last one ends."""
+    def _read_written(self) -> tuple[list[Any], int]:
+        """`Job.result` of each complete line, and the offset at which the last one ends."""
         done, end, rows = [], 0, self.job.read(self.source)
         with open(self.partial, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.endswith(b"\n"):
-                    done.append(self._kept(line, f"{self.partial}, line {number}", next(rows, None)))
+                    done.append(self._check_written(line, f"{self.partial}, line {number}", next(rows, None)))
                     end += len(line)
         return done, end
 
-    def _kept(self, line: bytes, where: str, row: Row | None) -> Any:
+    def _check_written(self, line: bytes, where: str, row: Row | None) -> Any:
         advice = f"Remove {self.partial.name} to start over, or choose another --output."
         if row is None:
             raise ValueError(f"{where}: {self.source} has fewer rows. {advice}")
-        found, columns = parse_row(line, where), self.job.added(row.content)
-        if encoded({name: found[name] for name in found if name not in columns}) != encoded(row.content):
+        result, columns = parse_row(line, where), self.job.added_columns(row.content)
+        if encoded({name: result[name] for name in result if name not in columns}) != encoded(row.content):
             raise ValueError(f"{where} does not match {row.where}. {advice}")
         for column in columns:
-            if valid := self.job.check(found.get(column)):
-                raise ValueError(f"{where}: {column} must be {valid}, got {found.get(column)!r}. {advice}")
-        return self.job.kept(found)
+            if requirement := self.job.check(result.get(column)):
+                raise ValueError(f"{where}: {column} must be {requirement}, got {result.get(column)!r}. {advice}")
+        return self.job.result(result)
 
-    def _filled(self, done: list[Any]) -> Iterator[Sink]:
+    def _append(self, done: list[Any]) -> Iterator[Sink]:
         """Open the partial file for more rows. It is removed if the run fails before the first row."""
         count = len(done)
 
@@ -195,18 +192,18 @@ class Output:
                 os.fsync(file.fileno())
         except BaseException:
             if count:
-                kept = f"{count} rows are {self.job.done} and kept in {self.partial}"
-                print(f"{kept}. Run the same command to continue.", file=sys.stderr)
+                message = f"{count} rows are {self.job.done} and kept in {self.partial}"
+                print(f"{message}. Run the same command to continue.", file=sys.stderr)
             else:
                 self.partial.unlink()
                 self.sidecar.unlink()
             raise
 
     def _write(self, file: Any, line: bytes) -> None:
-        left = memoryview(line)
+        remaining = memoryview(line)
         try:
-            while left:
-                left = left[file.write(left) :]
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
         except OSError as error:
             error.filename = str(self.partial)
             raise
@@ -223,8 +220,8 @@ class Output:
         self.sidecar.unlink()
 
 
-def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
 
 def to_stdout() -> Sink:
@@ -261,7 +258,8 @@ def read_rows(source: Path, added: Callable[[dict[str, Any]], tuple[str, ...]]) 
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
-                row = Row(where := f"{source}, line {number}", parse_row(line, where))
+                where = f"{source}, line {number}"
+                row = Row(where, parse_row(line, where))
                 _check_columns(row, added(row.content))
                 yield row
 

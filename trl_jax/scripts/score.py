@@ -33,22 +33,22 @@ def as_pair(row: Row) -> dict[str, Any]:
     content = row.content
     if "chosen" in content and "rejected" in content:
         return content
-    kept = {name: content[name] for name in ("prompt", "tools", "chat_template_kwargs") if name in content}
-    scored = [name for name in (*ANSWERS, "messages", "text") if name in content]
-    if not scored:
+    pair = {name: content[name] for name in ("prompt", "tools", "chat_template_kwargs") if name in content}
+    present = [name for name in (*ANSWERS, "messages", "text") if name in content]
+    if not present:
         raise ValueError(
             f"{row.where} must have the columns text, messages, chosen and rejected, or prompt and one of "
             f"{', '.join(ANSWERS)}, got {', '.join(content) or 'no columns'}."
         )
-    answer = content[scored[0]]
-    if scored[0] in ("messages", "text"):
-        kept.pop("prompt", None)
-    elif isinstance(kept.get("prompt"), list) and isinstance(answer, str):
+    answer = content[present[0]]
+    if present[0] in ("messages", "text"):
+        pair.pop("prompt", None)
+    elif isinstance(pair.get("prompt"), list) and isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
-    return kept | {"chosen": answer, "rejected": answer}
+    return pair | {"chosen": answer, "rejected": answer}
 
 
-def is_right(scored: dict[str, Any]) -> bool | None:
+def is_correct(scored: dict[str, Any]) -> bool | None:
     """Whether the chosen answer of a pair has the higher score; None if the row is not a pair."""
     columns = score_columns(scored)
     return scored[columns[0]] > scored[columns[1]] if len(columns) == 2 else None
@@ -62,9 +62,9 @@ _JOB = Job(
     verb="score",
     done="scored",
     read=lambda source: read_rows(source, score_columns),
-    added=score_columns,
+    added_columns=score_columns,
     check=lambda value: None if isinstance(value, float) else "a score",
-    kept=is_right,
+    result=is_correct,
 )
 
 
@@ -119,21 +119,20 @@ def main(args: ScoreArguments) -> None:
     if not source.is_file():
         raise FileNotFoundError(f"{args.file}: no such file.")
     output = None if args.output is None else Output(_JOB, args.output, source, args.overwrite)
-    scorer, total = _ready(args, source)
-    with (
-        contextlib.nullcontext(to_stdout()) if output is None else output.running(_mark(args, scorer)) as (done, write)
-    ):
+    scorer, total = _load_scorer(args, source)
+    running = contextlib.nullcontext(to_stdout()) if output is None else output.running(_settings(args, scorer))
+    with running as (done, write):
         results = list(done)
         rows = islice(_JOB.read(source), len(done), None)
-        for row in _shown(_scored(scorer, rows, args.batch_size), total, len(done), args.quiet):
+        for row in _progress_bar(_score_batches(scorer, rows, args.batch_size), total, len(done), args.quiet):
             write(row)
-            results.append(is_right(row))
+            results.append(is_correct(row))
     pairs = [right for right in results if right is not None]
     if pairs:
         print(f"accuracy {sum(pairs) / len(pairs):.4f} over {len(pairs)} pairs", file=sys.stderr)
 
 
-def _ready(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
+def _load_scorer(args: ScoreArguments, source: Path) -> tuple[Scorer, int]:
     """The scorer and the number of rows. An invalid row raises before the weights are read."""
     model = LoadedModel.find(args.model, args.dtype, trust_remote_code=args.trust_remote_code, head="score")
     total = sum(1 for row in _JOB.read(source) if _read(row, model.tokenizer))
@@ -168,10 +167,10 @@ class Scorer:
         pad = self.model.config.pad_token_id or 0
         tokens = np.full((len(ids), length), pad, np.int64)
         mask = np.zeros((len(ids), length), np.int64)
-        for row, one in enumerate(ids):
-            tokens[row, : len(one)], mask[row, : len(one)] = one, 1
+        for row, token_ids in enumerate(ids):
+            tokens[row, : len(token_ids)], mask[row, : len(token_ids)] = token_ids, 1
         scores = iter(np.asarray(self.model(tokens, mask).logits)[:, 0].tolist())
-        return [row.content | self._finite(row, {name: next(scores) for name in _names(row)}) for row in rows]
+        return [row.content | self._check_finite(row, {name: next(scores) for name in _names(row)}) for row in rows]
 
     def _ids(self, row: Row) -> list[list[int]]:
         """Token ids of the texts to score, as in training: texts end with EOS, conversations as in their template."""
@@ -186,7 +185,7 @@ class Scorer:
             )
         return ids
 
-    def _finite(self, row: Row, scores: dict[str, float]) -> dict[str, float]:
+    def _check_finite(self, row: Row, scores: dict[str, float]) -> dict[str, float]:
         for name, score in scores.items():
             if not math.isfinite(score):
                 raise ValueError(
@@ -200,17 +199,17 @@ def _names(row: Row) -> tuple[str, ...]:
     return score_columns(row.content)
 
 
-def _mark(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
+def _settings(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
     """What the scores depend on besides the rows: settings, and a digest of each file of the model."""
     return {"--dtype": args.dtype, "--trust_remote_code": args.trust_remote_code, **scorer.digests()}
 
 
-def _scored(scorer: Scorer, rows: Iterator[Row], batch_size: int) -> Iterator[dict[str, Any]]:
+def _score_batches(scorer: Scorer, rows: Iterator[Row], batch_size: int) -> Iterator[dict[str, Any]]:
     while batch := list(islice(rows, batch_size)):
         yield from scorer(batch)
 
 
-def _shown(rows: Iterator[dict[str, Any]], total: int, done: int, quiet: bool) -> Iterator[dict[str, Any]]:
+def _progress_bar(rows: Iterator[dict[str, Any]], total: int, done: int, quiet: bool) -> Iterator[dict[str, Any]]:
     from tqdm import tqdm
 
     return tqdm(rows, total=total, initial=done, unit=" rows", disable=quiet, file=sys.stderr)

@@ -90,17 +90,17 @@ def train(
     Raises:
         ValueError: a flag is missing or wrong, or flags contradict each other.
     """
-    training_args, inputs = _inputs_of_trainer(script_args, training_args, model_args)
+    training_args, inputs = _trainer_inputs(script_args, training_args, model_args)
     mixture = dataset_args if dataset_args is not None and dataset_args.datasets else None
     rows = TRAINERS[command].rows
     check_flags(script_args, model_args, rows=rows, mixes=mixture is not None)
     training_args.model_init_kwargs = model_init_kwargs(training_args, model_args)
 
-    splits = datasets_of(script_args, mixture)
-    train_rows = split_of(splits, script_args, "dataset_train_split")
+    splits = load_datasets(script_args, mixture)
+    train_rows = get_split(splits, script_args, "dataset_train_split")
     test_rows = None
     if training_args.eval_strategy != "no":
-        test_rows = split_of(splits, script_args, "dataset_test_split")
+        test_rows = get_split(splits, script_args, "dataset_test_split")
 
     from trl_jax.trainer.utils import get_peft_config, get_quantization_config
 
@@ -122,7 +122,7 @@ def train(
         print(f"Model pushed to {trainer.hub_model_id}.")
 
 
-def _inputs_of_trainer(
+def _trainer_inputs(
     script_args: ScriptArguments, training_args: BaseConfig, model_args: ModelConfig
 ) -> tuple[BaseConfig, dict[str, Any]]:
     """A copy of the config, and the inputs that only some trainers take: reward functions, a teacher."""
@@ -161,7 +161,7 @@ def check_flags(
         warnings.warn(text, stacklevel=3)
 
 
-def datasets_of(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
+def load_datasets(script_args: ScriptArguments, mixture: DatasetMixtureConfig | None) -> Mapping[str, Any]:
     """Load the splits of the mixture or, if it is None, of --dataset_name."""
     from trl_jax.scripts.data import get_dataset, load_splits
 
@@ -170,7 +170,7 @@ def datasets_of(script_args: ScriptArguments, mixture: DatasetMixtureConfig | No
     return load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
 
 
-def split_of(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str) -> Any:
+def get_split(splits: Mapping[str, Any], script_args: ScriptArguments, flag: str) -> Any:
     """The rows of the split that a flag names.
 
     Raises:
@@ -192,8 +192,8 @@ def model_init_kwargs(training_args: BaseConfig, model_args: ModelConfig) -> dic
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,
     }
-    passed = {key: value for key, value in flags.items() if value is not None}
-    return passed | (training_args.model_init_kwargs or {})
+    kwargs = {key: value for key, value in flags.items() if value is not None}
+    return kwargs | (training_args.model_init_kwargs or {})
 
 
 def teacher_init_kwargs(training_args: BaseConfig, model_args: ModelConfig) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def teacher_init_kwargs(training_args: BaseConfig, model_args: ModelConfig) -> d
             "A teacher model is required for distillation training. Set it with `--teacher_model_name_or_path`."
         )
     flags = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
-    passed = {name: value for name, value in flags.items() if value is not None}
-    return passed | (training_args.teacher_model_init_kwargs or {})
+    kwargs = {name: value for name, value in flags.items() if value is not None}
+    return kwargs | (training_args.teacher_model_init_kwargs or {})
 
 
 def reward_sources(args: RewardSources) -> list[str | Callable]:
@@ -219,13 +219,13 @@ def reward_sources(args: RewardSources) -> list[str | Callable]:
         ValueError: there is neither, or a name cannot be resolved to a function.
     """
     model = args.reward_model_name_or_path
-    found = [*([model] if model else []), *(_reward_function(name) for name in args.reward_funcs or ())]
-    if not found:
+    sources = [*([model] if model else []), *(_reward_function(name) for name in args.reward_funcs or ())]
+    if not sources:
         raise ValueError(
             "No reward source provided: pass functions with --reward_funcs, a reward model with "
             "--reward_model_name_or_path, or both."
         )
-    return found
+    return sources
 
 
 def _reward_function(name: str) -> Callable:
@@ -261,11 +261,11 @@ def parser_of(command: str, subparsers: argparse._SubParsersAction | None = None
 
     names = TRAINERS[command]
     config = names.load_config()
-    kinds = (SCRIPT_ARGUMENTS.get(command, ScriptArguments), config, ModelConfig, DatasetMixtureConfig)
+    types = (SCRIPT_ARGUMENTS.get(command, ScriptArguments), config, ModelConfig, DatasetMixtureConfig)
     if subparsers is not None:
-        parser = subparsers.add_parser(command, help=names.summary, dataclass_types=kinds)
+        parser = subparsers.add_parser(command, help=names.summary, dataclass_types=types)
     else:
-        parser = TrlParser(kinds, prog=prog)
+        parser = TrlParser(types, prog=prog)
     parser.usage = "%(prog)s --model_name_or_path MODEL --dataset_name DATA\n       [--config FILE.yaml] [flags]"
     parser.description = (
         f"{names.summary.capitalize()}, for example:\n\n"
@@ -286,19 +286,19 @@ def fit_to_release(parser: TrlParser, table: Mapping[str, Handling]) -> None:
     """
     no_effect, refused = ["ignore_bias_buffers", "bnb_4bit_quant_storage"], []
     for action in parser._actions:
-        line = table.get(action.dest, Handling())
+        handling = table.get(action.dest, Handling())
         if action.const is False and action.nargs == 0:  # --no_NAME, which has the help of --NAME
             action.help = f"Set {action.dest} to False."
-        if line.how in ("silent", "warned"):
+        if handling.how in ("silent", "warned"):
             no_effect.append(action.dest)
-        elif line.how == "refused":
+        elif handling.how == "refused":
             refused.append(action.dest)
-        elif line.supported:
+        elif handling.supported:
             # transformers lists its own names as choices; the config knows those of this release.
             action.choices, action.metavar = None, "NAME"
-            action.help = f"One of {', '.join(line.supported)}."
-        elif line.help and action.const is not False:
-            action.help = line.help
+            action.help = f"One of {', '.join(handling.supported)}."
+        elif handling.help and action.const is not False:
+            action.help = handling.help
         if action.dest in (*no_effect, *refused):
             action.help = argparse.SUPPRESS
     parser.epilog = (

@@ -64,7 +64,7 @@ class ScriptArguments:
         read_bools(self)
 
 
-def take_bare(actions: Iterable[argparse.Action]) -> None:
+def allow_bare_booleans(actions: Iterable[argparse.Action]) -> None:
     """Allow optional booleans without a value, as in `--bf16`, which then means True.
 
     argparse allows it only if the default is False, which it was in earlier releases of transformers.
@@ -81,25 +81,25 @@ class _FewerFlags(OldNames):
         return cls.__base__(*args, **kwargs)
 
 
-def without_doubles(kinds: Iterable[type]) -> list[type]:
+def drop_duplicate_fields(types: Iterable[type]) -> list[type]:
     """The dataclasses of a parser without duplicate names.
 
     A script's own dataclass may have a field with the name of an argument that only our configs have. Those arguments
     are keyword-only; here they give way to the script's field.
     """
-    kinds = list(kinds)
+    types = list(types)
     return [
-        _without(kind, {name for other in kinds if other is not kind for name in other.__dataclass_fields__})
-        if isinstance(kind, OldNames) else kind
-        for kind in kinds
+        _drop_fields(cls, {name for other in types if other is not cls for name in other.__dataclass_fields__})
+        if isinstance(cls, OldNames) else cls
+        for cls in types
     ]  # fmt: skip
 
 
-def _without(kind: type, taken: set[str]) -> type:
-    fields = {name: found for name, found in kind.__dataclass_fields__.items() if not (found.kw_only and name in taken)}
-    if len(fields) == len(kind.__dataclass_fields__):
-        return kind
-    return _FewerFlags(kind.__name__, (kind,), {"__dataclass_fields__": fields})
+def _drop_fields(cls: type, names: set[str]) -> type:
+    fields = {name: field for name, field in cls.__dataclass_fields__.items() if not (field.kw_only and name in names)}
+    if len(fields) == len(cls.__dataclass_fields__):
+        return cls
+    return _FewerFlags(cls.__name__, (cls,), {"__dataclass_fields__": fields})
 
 
 class TrlParser(HfArgumentParser):
@@ -114,11 +114,11 @@ class TrlParser(HfArgumentParser):
             dataclass_types = ()
         elif isinstance(dataclass_types, type):
             dataclass_types = (dataclass_types,)
-        dataclass_types = without_doubles(dataclass_types)
-        for kind in dataclass_types:
-            if "config" in kind.__dataclass_fields__:
+        dataclass_types = drop_duplicate_fields(dataclass_types)
+        for cls in dataclass_types:
+            if "config" in cls.__dataclass_fields__:
                 raise ValueError(
-                    f"{kind.__name__} has a field named 'config', but --config names the YAML file. Rename it."
+                    f"{cls.__name__} has a field named 'config', but --config names the YAML file. Rename it."
                 )
         kwargs.setdefault("formatter_class", HelpFormatter)
         super().__init__(dataclass_types=dataclass_types, **kwargs)
@@ -129,12 +129,12 @@ class TrlParser(HfArgumentParser):
         resolved = copy.copy(field)  # transformers writes the resolved type into the field
         HfArgumentParser._parse_dataclass_field(parser, resolved)
         action = parser._option_string_actions[f"--{field.name}"]
-        take_bare((action,))
+        allow_bare_booleans((action,))
         if get_origin(resolved.type) is tuple:  # transformers would split a word into letters
-            kinds = get_args(resolved.type)
-            action.type, action.nargs = kinds[0], len(kinds)
+            types = get_args(resolved.type)
+            action.type, action.nargs = types[0], len(types)
         elif takes_none and action.type is resolved.type and action.type is not str:
-            action.type = _or_none(action.type)
+            action.type = _optional(action.type)
 
     def parse_args_and_config(
         self,
@@ -152,7 +152,7 @@ class TrlParser(HfArgumentParser):
         flags, path = take_config(list(sys.argv[1:] if args is None else args))
         learn_flags(flags)
         config = {} if path is None else read_config(path)
-        flags, config = self._modern(flags, config)
+        flags, config = self._translate_old_names(flags, config)
         from_config = self.set_defaults_with_config(**config)
         if from_config and fail_with_unknown_args and not return_remaining_strings:
             keys = [flag[2:] for flag in from_config[::2]]
@@ -166,15 +166,15 @@ class TrlParser(HfArgumentParser):
             raise ValueError(_unknown_flags(from_flags, self._names()))
         return tuple(parsed)
 
-    def _modern(self, flags: list[str], config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    def _translate_old_names(self, flags: list[str], config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
         """Translate old names of flags and YAML keys, with a warning for each."""
         names = self._names()
         if not has_training_arguments(names):
             return flags, config
         flags, environment, notes = modern_flags(flags, names)
-        config, more, others = translate_old_names(config, names)
-        os.environ.update(environment | more)
-        for note in notes + others:
+        config, config_environment, config_notes = translate_old_names(config, names)
+        os.environ.update(environment | config_environment)
+        for note in notes + config_notes:
             warnings.warn(note, FutureWarning, stacklevel=3)
         return flags, config
 
@@ -193,14 +193,14 @@ class TrlParser(HfArgumentParser):
         return {action.dest for action in self._actions}
 
 
-def _unknown_flags(strings: list[str], known: Iterable[str]) -> str:
+def _unknown_flags(strings: list[str], valid: Iterable[str]) -> str:
     names = [text[2:].partition("=")[0].replace("-", "_") for text in strings if text.startswith("--")]
     if not names:
         return f"unexpected {masked(strings[0])!r}: a value must follow its flag, as in --max_steps 10."
-    return "\n".join(f"unknown argument --{name}: {way_out(name, known)}" for name in names)
+    return "\n".join(f"unknown argument --{name}: {way_out(name, valid)}" for name in names)
 
 
-def _or_none(inner: Callable[[str], Any]) -> Callable[[str], Any]:
+def _optional(inner: Callable[[str], Any]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         return None if text.lower() in ("none", "null") else inner(text)
 
@@ -230,12 +230,12 @@ def read_config(path: str) -> dict[str, Any]:
     except (FileNotFoundError, IsADirectoryError):
         raise FileNotFoundError(f"--config {path}: there is no such file.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {_without_quoted_lines(error)}") from None
+        raise ValueError(f"{path} is not valid YAML: {_yaml_error_text(error)}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must have flags as keys, such as `max_steps: 10`, got a {type(config).__name__}.")
     _check_size(path, config)
-    if strange := [key for key in config if not isinstance(key, str)]:
-        raise ValueError(f"{path}: keys must be names of flags, got {strange}.")
+    if invalid := [key for key in config if not isinstance(key, str)]:
+        raise ValueError(f"{path}: keys must be names of flags, got {invalid}.")
     env = config.pop("env", {})
     if not isinstance(env, dict):
         raise ValueError(f"{path}: `env` field should be a dict in the YAML file. Got {shown('env', env)}.")
@@ -246,15 +246,15 @@ def read_config(path: str) -> dict[str, Any]:
 
 def _check_size(path: str, config: dict[Any, Any]) -> None:
     """Raise ValueError if a few lines of aliases expand to a huge number of values."""
-    waiting, found = [config], 0
-    while waiting:
-        value, found = waiting.pop(), found + 1
-        if found > _MAX_VALUES:
+    pending, count = [config], 0
+    while pending:
+        value, count = pending.pop(), count + 1
+        if count > _MAX_VALUES:
             raise ValueError(f"{path} has more than {_MAX_VALUES:,} values once its aliases (*name) are expanded.")
-        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-def _without_quoted_lines(error: Exception) -> str:
+def _yaml_error_text(error: Exception) -> str:
     """The text of a YAML error without the lines of the file that it quotes, which may contain secrets."""
     import yaml
 
