@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from trl_jax.cli.main import COMMANDS, noting
+from trl_jax.cli.main import COMMANDS, adding_hints
 from trl_jax.core.text import without_launcher
 
 USAGE = "usage: python -m trl_jax SCRIPT.py [ARGUMENTS]\n       python -m trl_jax -m MODULE [ARGUMENTS]"
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     if argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path[0] = os.getcwd()
-        with noting():
+        with adding_hints():
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         return 0
     script = Path(argv[0])
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         print(f"python -m trl_jax: there is no script {argv[0]!r}.{command}\n{USAGE}", file=sys.stderr)
         return 2
     sys.argv, sys.path[0] = argv, str(script.parent.absolute())
-    with noting():
+    with adding_hints():
         runpy.run_path(str(script), run_name="__main__")
     return 0
 

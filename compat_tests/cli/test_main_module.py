@@ -215,14 +215,14 @@ def test_a_scripts_own_argument_may_have_the_name_of_one_that_trl_lacks(tmp_path
 
 TEMPLATES = """
 from compat_tests.tiny import tiny_tokenizer
-from trl_jax.cli.main import noting
+from trl_jax.cli.main import adding_hints
 
 chat = [{"role": "user", "content": "bread"}]
 tokenizer = tiny_tokenizer(chat_template=True)
 for options in {"return_dict": True}, {"tokenize": False}:
     result = tokenizer.apply_chat_template(chat, **options)
     try:
-        with noting():
+        with adding_hints():
             result["nothing"]
     except (LookupError, TypeError) as error:
         assert not hasattr(error, "__notes__"), error.__notes__

@@ -16,39 +16,39 @@ from pathlib import Path
 import transformers
 
 from trl_jax.cli.findings import (
+    BY_CONFIG,
+    BY_TRAINER,
     KINDS,
-    OF_CONFIG,
-    OF_TRAINER,
     PACKAGES,
     TORCH_OPTIMIZERS,
     Finding,
+    argument_findings,
     attributes_of,
+    bind_trainers,
+    config_findings,
     config_of,
     defined_names,
-    follow_trainers,
     has_name,
     is_installed,
-    is_ours,
+    is_provided,
     methods,
     module_exists,
-    names_of,
-    of_argument,
-    of_config,
-    of_quantization,
     package_of,
     prefixes,
-    public,
-    short,
-    split,
+    provided_names,
+    public_api,
+    quantization_findings,
+    short_name,
+    split_path,
     trainer_of,
-    tried,
+    try_call,
 )
 from trl_jax.cli.reading import (
     Attribute,
     Call,
+    CallResult,
     Defined,
     Imported,
-    Made,
     Meaning,
     Method,
     Module,
@@ -109,24 +109,24 @@ def main(args: argparse.Namespace) -> None:
     print("\n".join(map(cleaned, report(findings(module)))))
 
 
-def report(found: list[Finding]) -> list[str]:
+def report(all_findings: list[Finding]) -> list[str]:
     """One line per finding, in the order of the script, and the verdict."""
-    if not found:
+    if not all_findings:
         return ["The script uses nothing from trl."]
-    lines = [f"{one.place:>5}  {one.what}: {one.kind}" + (f". {one.text}" if one.text else "") for one in found]
-    count = {kind: sum(one.kind == kind for one in found) for kind in KINDS}
+    lines = [f"{f.place:>5}  {f.what}: {f.kind}" + (f". {f.text}" if f.text else "") for f in all_findings]
+    count = {kind: sum(finding.kind == kind for finding in all_findings) for kind in KINDS}
     refused, unknown, changed = count["refused"], count["not known"], count["changed"]
-    missing = ", ".join(dict.fromkeys(one.what for one in found if one.kind == "not installed"))
+    missing = ", ".join(dict.fromkeys(finding.what for finding in all_findings if finding.kind == "not installed"))
     if refused:
         are, them = ("is", "it") if refused == 1 else ("are", "them")
-        verdict = f"{refused} of {len(found)} {are} refused: change {them} as described, then run the script."
+        verdict = f"{refused} of {len(all_findings)} {are} refused: change {them} as described, then run the script."
     elif unknown:
         verdict = (
-            f"Nothing is refused, but {unknown} of {len(found)} cannot be judged before the script runs: try its first "
-            "steps with `trl-jax compare`."
+            f"Nothing is refused, but {unknown} of {len(all_findings)} cannot be judged before the script runs: try "
+            "its first steps with `trl-jax compare`."
         )
     elif changed:
-        differently = f"{changed} of {len(found)} behave{'s' * (changed == 1)} differently here"
+        differently = f"{changed} of {len(all_findings)} behave{'s' * (changed == 1)} differently here"
         verdict = f"The script runs unchanged, if its data and checkpoints fit; {differently}."
     else:
         verdict = "The script runs unchanged, if its data and checkpoints fit."
@@ -140,7 +140,7 @@ def report(found: list[Finding]) -> list[str]:
 
 _IN_JAX = "Write it in jax.numpy, so that it is compiled together with the model and its gradient."
 _IN_TORCH = "It uses torch: the outputs of each batch are copied to torch, and their gradient back. "
-_WITH_TORCH = "The installed trl's: it trains with torch, and its arguments are not checked."
+_INSTALLED_TRL = "The installed trl's: it trains with torch, and its arguments are not checked."
 _STANDS_IN = "Not installed here; python -m trl_jax has this name."
 _NO_TOKENIZER = (
     "The script sets a chat template, but this trainer loads its own tokenizer, which may not have one. Pass "
@@ -150,42 +150,44 @@ _TEMPLATE = (
     "Since transformers 5, it returns a dict of input_ids and attention_mask, also under TRL. If the script expects "
     "only the token ids, pass return_dict=False."
 )
-_PASS_ITEMS = ("SFTConfig", "DPOConfig", "KTOConfig")  # of trainers that call compute_loss with num_items_in_batch
+_PASS_NUM_ITEMS = ("SFTConfig", "DPOConfig", "KTOConfig")  # of trainers that call compute_loss with num_items_in_batch
 _WITH_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
 # Packages whose names are checked; for others, only whether they are installed.
 _CHECKED = ("transformers", "peft", "datasets", "accelerate", "huggingface_hub", "torch")
 
 
-def findings(module: Module) -> list[Finding]:
+def findings(script: Module) -> list[Finding]:
     """All findings in a script and its own modules, ordered by line."""
-    modules = _with_inner(module)
-    follow_trainers(modules)
-    script = _Script(modules)
-    found: list[Finding] = []
-    for one in modules:
-        of_module = [Finding(line, "code", "not known", text) for line, text in one.skipped]
-        of_module += script.of_names(one)
-        of_module += _undefined(one)
-        for call in one.calls:
-            of_module += script.of_call(call)
-        for made in one.classes:
-            of_module += script.of_class(made)
-        for attribute in one.attributes:
-            of_module += script.of_attribute(attribute)
-        of_module = sorted(of_module, key=lambda each: each.line)
-        found += [each._replace(place=one.place(each.line)) for each in of_module]
-    seen: set[tuple[str, str]] = set()  # names and attributes are only reported at their first use
-    return [
-        one for one in found if "(" in one.what or not ((one.what, one.kind) in seen or seen.add((one.what, one.kind)))
-    ]
+    modules = _with_local_imports(script)
+    bind_trainers(modules)
+    checker = _Script(modules)
+    all_findings: list[Finding] = []
+    for module in modules:
+        module_findings = [Finding(line, "code", "not known", text) for line, text in module.skipped]
+        module_findings += checker.name_findings(module)
+        module_findings += _undefined_names(module)
+        for call in module.calls:
+            module_findings += checker.call_findings(call)
+        for definition in module.classes:
+            module_findings += checker.class_findings(definition)
+        for attribute in module.attributes:
+            module_findings += checker.attribute_findings(attribute)
+        module_findings = sorted(module_findings, key=lambda finding: finding.line)
+        all_findings += [finding._replace(place=module.place(finding.line)) for finding in module_findings]
+    reported, seen = [], set()
+    for finding in all_findings:
+        if "(" in finding.what or (finding.what, finding.kind) not in seen:  # names and attributes: their first use
+            reported.append(finding)
+        seen.add((finding.what, finding.kind))
+    return reported
 
 
-def _with_inner(module: Module) -> list[Module]:
+def _with_local_imports(script: Module) -> list[Module]:
     """A module and the script's own modules that it imports, without duplicates."""
-    found = [module]
-    for one in found:
-        found += [inner for inner in one.inner if inner not in found]
-    return found
+    modules = [script]
+    for module in modules:
+        modules += [inner for inner in module.inner if inner not in modules]
+    return modules
 
 
 class _Script:
@@ -198,39 +200,41 @@ class _Script:
 
     def __init__(self, modules: list[Module]):
         self.modules = modules
-        used = [one for module in modules for call in module.calls for one in meanings(call.node.func, call.scope)]
-        used += [one for module in modules for made in module.classes for one in bases(made)]
-        self.called = {part for one in used if isinstance(one, Imported) for part in prefixes(one.path)}
-        self.assigned = {one.node.attr for module in modules for one in module.attributes if one.value is not None}
-        self.assigned |= {name for module in modules for name in module.asked}
-        self.configs = [names.load_config() for one in used if (names := trainer_of(one)) is not None]
+        calls = [call for module in modules for call in module.calls]
+        used = [meaning for call in calls for meaning in meanings(call.node.func, call.scope)]
+        used += [base for module in modules for definition in module.classes for base in bases(definition)]
+        self.called = {part for meaning in used if isinstance(meaning, Imported) for part in prefixes(meaning.path)}
+        attributes = [attribute for module in modules for attribute in module.attributes]
+        self.assigned = {attribute.node.attr for attribute in attributes if attribute.value is not None}
+        self.assigned.update(*(module.checked_names for module in modules))
+        self.configs = [names.load_config() for meaning in used if (names := trainer_of(meaning)) is not None]
 
     # Names
 
-    def of_names(self, module: Module) -> Iterator[Finding]:
-        inner = {id(one.node.value) for one in module.attributes}
+    def name_findings(self, module: Module) -> Iterator[Finding]:
+        inner = {id(attribute.node.value) for attribute in module.attributes}
         for name in module.names:
-            yield from self._of_import(name)
-        for one in module.attributes:
-            if id(one.node) not in inner and one.value is None:
-                for meaning in meanings(one.node, one.scope):
+            yield from self._import_findings(name)
+        for attribute in module.attributes:
+            if id(attribute.node) not in inner and attribute.value is None:
+                for meaning in meanings(attribute.node, attribute.scope):
                     if isinstance(meaning, Imported) and package_of(meaning.path) in PACKAGES:
-                        yield from self._of_import(split(meaning.path, one.node.lineno))
+                        yield from self._import_findings(split_path(meaning.path, attribute.node.lineno))
 
-    def _of_import(self, name: Name) -> Iterator[Finding]:
+    def _import_findings(self, name: Name) -> Iterator[Finding]:
         """The finding on a name that is imported from a package."""
         package = package_of(name.module)
         path = f"{name.module}.{name.name}".removesuffix(".")
         if package in PACKAGES:
             if name.name:
-                found = self._of_trl(name, path)
-                yield _if_reached(found) if name.guarded else found
+                finding = self._trl_name_finding(name, path)
+                yield _soften(finding) if name.guarded else finding
             elif not module_exists(name.module):
-                found = _no_module(name)
-                yield _if_reached(found) if name.guarded else found
+                finding = _missing_module(name)
+                yield _soften(finding) if name.guarded else finding
         elif package == "unsloth":
-            found = Finding(name.line, package, "refused", ADVICE["unsloth"])
-            yield _if_reached(found) if name.guarded else found
+            finding = Finding(name.line, package, "refused", ADVICE["unsloth"])
+            yield _soften(finding) if name.guarded else finding
         elif name.guarded or (package == "IPython" and self.modules[0].cells):
             return
         elif not is_installed(name.module):
@@ -244,25 +248,23 @@ class _Script:
             text = f"The installed {package} has no such name, so the script stops at this import, under TRL, too."
             yield Finding(name.line, path, "refused", text)
 
-    def _of_trl(self, name: Name, path: str) -> Finding:
+    def _trl_name_finding(self, name: Name, path: str) -> Finding:
         """The finding on a name of trl, or of trl_jax."""
-        touched = path in self.called
+        is_used = path in self.called
         if name.name == "*":
             return Finding(name.line, path, "not known", "The names that the script takes from it are not known.")
-        if is_ours(name.module, name.name):
+        if is_provided(name.module, name.name):
             if name.name in _WITH_MATH_VERIFY and not is_installed("math_verify"):
                 return Finding(name.line, "math_verify", "not installed", f"{path} needs it.")
             return Finding(name.line, path, "works")
         if not module_exists(name.module):
-            return _no_module(name)
-        theirs = (
-            None if spec_of("trl") is None or package_of(name.module) != "trl" else has_name(name.module, name.name)
-        )
-        if theirs is not False and spec_of("trl") is not None and package_of(name.module) == "trl":
+            return _missing_module(name)
+        of_trl, trl_installed = package_of(name.module) == "trl", spec_of("trl") is not None
+        if of_trl and trl_installed and has_name(name.module, name.name) is not False:
             if name.module.startswith("trl.experimental"):
-                return Finding(name.line, path, "changed", _WITH_TORCH)
+                return Finding(name.line, path, "changed", _INSTALLED_TRL)
             text = "Not in trl_jax: python -m trl_jax takes it from the installed trl."
-            if touched and name.name.endswith(("Callback", "Trainer")):
+            if is_used and name.name.endswith(("Callback", "Trainer")):
                 text += " It is written for a torch model, and may not work with a trainer of trl_jax."
                 return Finding(name.line, path, "not known", text)
             return Finding(name.line, path, "changed", text)
@@ -274,27 +276,27 @@ class _Script:
             if name.name in NEAR:
                 near = f" Closest: {NEAR[name.name]}." if NEAR[name.name] else ""
                 text = f"It can be imported but not used: trl_jax does not implement it.{near}"
-                return Finding(name.line, path, "refused" if touched else "changed", text)
-        if spec_of("trl") is None and package_of(name.module) == "trl" and name.module != "trl":
+                return Finding(name.line, path, "refused" if is_used else "changed", text)
+        if of_trl and not trl_installed and name.module != "trl":
             return Finding(name.line, path, "not installed", "Not in trl_jax: it takes an installed trl.")
-        known = public() if name.module in PACKAGES else names_of(name.module)
-        close = ", ".join(difflib.get_close_matches(name.name, known, n=1))
+        candidates = public_api() if name.module in PACKAGES else provided_names(name.module)
+        close = ", ".join(difflib.get_close_matches(name.name, candidates, n=1))
         text = "There is no such name, so the script stops at this import"
         return Finding(name.line, path, "refused", f"{text}: did you mean {close}?" if close else f"{text}.")
 
     # Calls
 
-    def of_call(self, call: Call) -> Iterator[Finding]:
+    def call_findings(self, call: Call) -> Iterator[Finding]:
         line = call.node.lineno
         for meaning in dict.fromkeys(meanings(call.node.func, call.scope)):
             names, config = trainer_of(meaning), config_of(meaning)
             if names is not None:
-                yield from self._of_trainer(call, meaning, names)
+                yield from self._trainer_findings(call, meaning, names)
             elif config is not None:
-                yield from of_config(call, meaning, config)
+                yield from config_findings(call, meaning, config)
             elif meaning == Imported("transformers.TrainingArguments") and self.configs:
-                yield from of_config(call, meaning, self.configs[0])
-            elif isinstance(meaning, Method) and meaning.name in (*OF_TRAINER, *OF_CONFIG):
+                yield from config_findings(call, meaning, self.configs[0])
+            elif isinstance(meaning, Method) and meaning.name in (*BY_TRAINER, *BY_CONFIG):
                 text = "Whether it is TRL's is known only when the script runs."
                 yield Finding(line, f"{meaning.name}(...)", "not known", text)
             elif isinstance(meaning, Imported) and _is_foreign_trainer(meaning.path):
@@ -302,85 +304,86 @@ class _Script:
                 yield Finding(line, f"{meaning.path}(...)", "not known", text)
             elif meaning in (Imported("transformers.Trainer"), Imported("transformers.Seq2SeqTrainer")):
                 yield Finding(line, f"{meaning.path}(...)", "changed", "transformers' trainer: it trains with torch.")
-        if any(word.arg == "quantization_config" for word in call.node.keywords):
-            yield from of_quantization(call)
+        if any(keyword.arg == "quantization_config" for keyword in call.node.keywords):
+            yield from quantization_findings(call)
         if isinstance(call.node.func, ast.Attribute) and call.node.func.attr == "apply_chat_template":
-            yield from _of_template(call)
+            yield from _chat_template_findings(call)
 
-    def _of_trainer(self, call: Call, meaning: Meaning, names: TrainerNames) -> Iterator[Finding]:
-        trainer, name = names.load_trainer(), short(meaning)
-        signature = inspect.signature(trainer.__init__).parameters
-        known, old = [one for one in signature if one != "self"], trainer._old_arguments
-        of_config = {field.name for field in fields(names.load_config())}
+    def _trainer_findings(self, call: Call, meaning: Meaning, names: TrainerNames) -> Iterator[Finding]:
+        trainer, name = names.load_trainer(), short_name(meaning)
+        parameters = [parameter for parameter in inspect.signature(trainer.__init__).parameters if parameter != "self"]
+        old_names = trainer._old_arguments
+        config_fields = {field.name for field in fields(names.load_config())}
         defines_init = isinstance(meaning, Defined) and "__init__" in methods(meaning)
-        given, others = arguments_of(call.node, call.scope, [] if defines_init else known)
+        arguments, has_unknown = arguments_of(call.node, call.scope, [] if defines_init else parameters)
         line = call.node.lineno
-        if others:
+        if has_unknown:
             yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
-        if _edits_template(call.scope.module, line) and not (
-            others or defines_init or {"processing_class", "tokenizer"} & given.keys()
+        if _edits_chat_template(call.scope.module, line) and not (
+            has_unknown or defines_init or {"processing_class", "tokenizer"} & arguments.keys()
         ):
             yield Finding(line, f"{name}(...)", "not known", _NO_TOKENIZER)
-        for argument, value in given.items():
+        for argument, value in arguments.items():
             what = f"{name}({argument}=...)"
-            if argument in old:
-                yield Finding(line, what, "changed", f"An old name: {old[argument]}")
-            elif argument in known:
-                yield from of_argument(line, what, trainer, argument, value) or [Finding(line, what, "works")]
+            if argument in old_names:
+                yield Finding(line, what, "changed", f"An old name: {old_names[argument]}")
+            elif argument in parameters:
+                yield from argument_findings(line, what, trainer, argument, value) or [Finding(line, what, "works")]
             elif defines_init:
                 continue
             elif argument == "tokenizer":
                 yield Finding(line, what, "changed", "An old name: pass it as processing_class.")
-            elif argument in moved_arguments(trainer) and "args" in given and given["args"].value is not None:
+            elif argument in moved_arguments(trainer) and "args" in arguments and arguments["args"].value is not None:
                 text = f"Now an argument of {names.config}."
                 yield Finding(
-                    line, what, "changed", text if argument in of_config else f"An old name: {RENAMED[argument]}"
+                    line, what, "changed", text if argument in config_fields else f"An old name: {RENAMED[argument]}"
                 )
             elif is_ignored_argument(trainer, argument):
                 yield Finding(line, what, "changed", f"It has no effect. An old name: {RENAMED[argument]}")
-            elif argument in of_config or argument in moved_arguments(trainer):
-                way = f"Pass args={names.config}({current_name(argument) or argument}=...)."
-                yield Finding(line, what, "refused", f"{name} has no argument {argument!r}. {way}")
+            elif argument in config_fields or argument in moved_arguments(trainer):
+                advice = f"Pass args={names.config}({current_name(argument) or argument}=...)."
+                yield Finding(line, what, "refused", f"{name} has no argument {argument!r}. {advice}")
             else:
-                text = f"{name} has no argument {argument!r}: {way_out(argument, known)}"
+                text = f"{name} has no argument {argument!r}: {way_out(argument, parameters)}"
                 yield Finding(line, what, "refused", text)
 
     # Subclasses
 
-    def of_class(self, made: Defined) -> Iterator[Finding]:
+    def class_findings(self, definition: Defined) -> Iterator[Finding]:
         """Define a subclass for each overridden method, with only that method."""
-        names = trainer_of(made)
+        names = trainer_of(definition)
         if names is None:
             return
-        trainer = names.load_trainer()
-        for method, node in methods(made).items():
-            what = f"{made.node.name}.{method}"
-            found = tried(node.lineno, what, partial(type, made.node.name, (trainer,), {method: lambda self: None}))
-            old = method == "compute_loss" and names.config in _PASS_ITEMS and not _takes_items(node)
-            if found.kind == "works" and old:
-                found = Finding(node.lineno, what, "refused", f"It takes no num_items_in_batch{OLD_COMPUTE_LOSS}")
-            elif found.kind == "works" and method in _LOSSES and (text := _stops_in_loss(node, trainer)):
-                found = Finding(node.lineno, what, "refused", text)
-            elif found.kind == "works" and "loss" in method and _uses_torch(node, made.scope.module):
+        trainer, module = names.load_trainer(), definition.scope.module
+        for method, node in methods(definition).items():
+            what = f"{definition.node.name}.{method}"
+            define = partial(type, definition.node.name, (trainer,), {method: lambda self: None})
+            finding = try_call(node.lineno, what, define)
+            lacks_items = method == "compute_loss" and names.config in _PASS_NUM_ITEMS and not _takes_num_items(node)
+            if finding.kind == "works" and lacks_items:
+                finding = Finding(node.lineno, what, "refused", f"It takes no num_items_in_batch{OLD_COMPUTE_LOSS}")
+            elif finding.kind == "works" and method in _LOSSES and (text := _loss_failure(node, trainer)):
+                finding = Finding(node.lineno, what, "refused", text)
+            elif finding.kind == "works" and "loss" in method and _uses_torch(node, module):
                 compiled = "_get_per_token_divergences" in dir(trainer)  # distillation
                 text = _IN_JAX if compiled else _IN_TORCH + _IN_JAX
-                found = Finding(node.lineno, what, "refused" if compiled else "changed", text)
-            elif found.kind == "works" and method == "prediction_step" and _uses_torch(node, made.scope.module):
-                found = Finding(node.lineno, what, "changed", _IN_TORCH + _IN_JAX)
-            elif found.kind == "works" and method == "create_optimizer" and _makes_torchs(node, made.scope.module):
-                found = Finding(node.lineno, what, "refused", OF_TORCH)
-            yield found
+                finding = Finding(node.lineno, what, "refused" if compiled else "changed", text)
+            elif finding.kind == "works" and method == "prediction_step" and _uses_torch(node, module):
+                finding = Finding(node.lineno, what, "changed", _IN_TORCH + _IN_JAX)
+            elif finding.kind == "works" and method == "create_optimizer" and _creates_refused_optimizer(node, module):
+                finding = Finding(node.lineno, what, "refused", OF_TORCH)
+            yield finding
 
     # Attributes of trainers
 
-    def of_attribute(self, used: Attribute) -> Iterator[Finding]:
+    def attribute_findings(self, used: Attribute) -> Iterator[Finding]:
         """Uses of trainer attributes that our trainers do not have, or do not read."""
         for meaning in dict.fromkeys(meanings(used.node.value, used.scope)):
             match meaning:
-                case Made():
-                    owner = meaning.by
+                case CallResult():
+                    owner = meaning.callee
                 case Self() | Super():
-                    owner = meaning.of
+                    owner = meaning.owner
                 case Imported() if used.value is not None:  # set on the class
                     owner = meaning
                 case _:
@@ -388,19 +391,19 @@ class _Script:
             if (names := trainer_of(owner)) is None:
                 continue
             if used.value is not None:
-                found = _of_set(used, owner, names.load_trainer())
+                finding = _write_finding(used, owner, names.load_trainer())
             elif used.node.attr in self.assigned:
-                found = None
+                finding = None
             else:
-                found = _of_read(used, owner, names.load_trainer())
-            if found is not None:
-                yield found
+                finding = _read_finding(used, owner, names.load_trainer())
+            if finding is not None:
+                yield finding
 
 
-def _of_set(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
+def _write_finding(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
     """The finding on an attribute of a trainer that the script sets."""
     name, line = used.node.attr, used.node.lineno
-    what, text = f"{short(owner)}.{name} = ...", ""
+    what, text = f"{short_name(owner)}.{name} = ...", ""
     never_called = {**trainer._never_called, **trainer._once_called}
     if name in trainer._never_read:
         text = f"trl_jax never reads it. {trainer._never_read[name]}"
@@ -411,16 +414,16 @@ def _of_set(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
     return Finding(line, what, "refused", text) if text else None
 
 
-def _of_read(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
+def _read_finding(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
     """The finding on an attribute of a trainer that the script reads, or a method that it calls."""
     name, line = used.node.attr, used.node.lineno
-    own = defined_names(owner) if isinstance(owner, Defined) else set()
-    if name == "_logs" and name not in own and name in attributes_of(trainer):
-        return Finding(line, f"{short(owner)}._logs", "changed", "Copies, with log_completions=True alone.")
-    if name in own or name in attributes_of(trainer) or name.startswith("__"):
+    defined = defined_names(owner) if isinstance(owner, Defined) else set()
+    if name == "_logs" and name not in defined and name in attributes_of(trainer):
+        return Finding(line, f"{short_name(owner)}._logs", "changed", "Copies, with log_completions=True alone.")
+    if name in defined or name in attributes_of(trainer) or name.startswith("__"):
         return None
-    what = f"{short(owner)}.{name}"
-    if "*" in own:
+    what = f"{short_name(owner)}.{name}"
+    if "*" in defined:
         return Finding(line, what, "not known", "A base class of the script's is not read, and may have it.")
     text = f"{trainer.__name__} of trl_jax has no such attribute."
     if (instead := {**trainer._never_called, **trainer._never_there}.get(name)) is not None:
@@ -430,47 +433,47 @@ def _of_read(used: Attribute, owner: Meaning, trainer: type) -> Finding | None:
     return Finding(line, what, "refused", text)
 
 
-def _of_template(call: Call) -> Iterator[Finding]:
+def _chat_template_findings(call: Call) -> Iterator[Finding]:
     """The finding on `apply_chat_template(...)` whose result is used as token ids, which it was before transformers
     5."""
-    given = {word.arg: word.value for word in call.node.keywords}
-    as_text = value_of(given["tokenize"], call.scope) if "tokenize" in given else True
-    if None in given or "return_dict" in given or as_text is False:
+    keywords = {keyword.arg: keyword.value for keyword in call.node.keywords}
+    as_text = value_of(keywords["tokenize"], call.scope) if "tokenize" in keywords else True
+    if None in keywords or "return_dict" in keywords or as_text is False:
         return
-    named = [
+    targets = [
         name
         for name, bindings in call.scope.bindings.items()
-        for one in bindings
-        if isinstance(one.value, ast.AST) and any(part is call.node for part in ast.walk(one.value))
+        for binding in bindings
+        if isinstance(binding.value, ast.AST) and any(part is call.node for part in ast.walk(binding.value))
     ]
     mappings = call.scope.module.mappings
-    if id(call.node) in mappings or not mappings.isdisjoint(named):
+    if id(call.node) in mappings or not mappings.isdisjoint(targets):
         return
-    kind = "refused" if named else "not known"
+    kind = "refused" if targets else "not known"
     yield Finding(call.node.lineno, "apply_chat_template(...)", kind, _TEMPLATE)
 
 
 # Names of packages
 
 
-def _if_reached(found: Finding) -> Finding:
+def _soften(finding: Finding) -> Finding:
     """Soften the finding on an import that may not be reached, or whose failure is caught."""
-    if found.kind not in ("refused", "not installed"):
-        return found
-    return found._replace(kind="changed", text=f"If this line is reached, it fails. {found.text}")
+    if finding.kind not in ("refused", "not installed"):
+        return finding
+    return finding._replace(kind="changed", text=f"If this line is reached, it fails. {finding.text}")
 
 
-def _no_module(name: Name) -> Finding:
+def _missing_module(name: Name) -> Finding:
     path = f"{name.module}.{name.name}".removesuffix(".")
     if package_of(name.module) == "trl" and spec_of("trl") is None:
         return Finding(name.line, path, "not installed", f"{name.module} is not in trl_jax: it takes an installed trl.")
-    there = "trl_jax" if package_of(name.module) == "trl_jax" else "trl_jax, nor in the installed trl"
+    searched = "trl_jax" if package_of(name.module) == "trl_jax" else "trl_jax, nor in the installed trl"
     near = NEAR.get(name.name, "")
-    text = f"There is no module {name.module} in {there}." + (f" Closest: {near}." if near else "")
+    text = f"There is no module {name.module} in {searched}." + (f" Closest: {near}." if near else "")
     return Finding(name.line, path, "refused", text)
 
 
-def _undefined(module: Module) -> Iterator[Finding]:
+def _undefined_names(module: Module) -> Iterator[Finding]:
     """Names that a module's top-level statements read but nothing defines."""
     for node in module.reads:
         if node.id in _DEFINED or node.id in module.globals or module.top.find(node.id, node.lineno):
@@ -484,12 +487,12 @@ def _undefined(module: Module) -> Iterator[Finding]:
 _DEFINED = {*vars(builtins), "__file__", "__builtins__", "__annotations__", "display", "get_ipython", "In", "Out"}
 
 
-def _edits_template(module: Module, line: int) -> bool:
+def _edits_chat_template(module: Module, line: int) -> bool:
     """Whether a module sets a tokenizer's chat template, but does not save it before this line for a trainer to
     load."""
     called = {_last_name(call.node.func) for call in module.calls if call.node.lineno < line}
-    set_here = any(one.node.attr == "chat_template" and one.value is not None for one in module.attributes)
-    return (set_here or "setup_chat_format" in called) and "save_pretrained" not in called
+    assigned = {attribute.node.attr for attribute in module.attributes if attribute.value is not None}
+    return ("chat_template" in assigned or "setup_chat_format" in called) and "save_pretrained" not in called
 
 
 def _last_name(node: ast.expr) -> str:
@@ -511,26 +514,29 @@ def _is_foreign_trainer(path: str) -> bool:
     return path.endswith("Trainer") and package_of(path) not in (*PACKAGES, "transformers", "unsloth", "")
 
 
-def _takes_items(node: ast.AST) -> bool:
+def _takes_num_items(node: ast.AST) -> bool:
     """Whether a method takes `num_items_in_batch`."""
     if not isinstance(node, ast.FunctionDef):
         return True
-    named = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
-    return node.args.kwarg is not None or "num_items_in_batch" in named
+    names = [parameter.arg for parameter in (*node.args.args, *node.args.kwonlyargs)]
+    return node.args.kwarg is not None or "num_items_in_batch" in names
 
 
-def _makes_torchs(node: ast.AST, module: Module) -> bool:
+def _creates_refused_optimizer(node: ast.AST, module: Module) -> bool:
     """Whether a method creates an optimizer of torch or bitsandbytes that is not accepted."""
     scope = module.scopes.get(node, module.top)
-    called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
-    made = [one for func in called for one in meanings(func, scope) if isinstance(one, Imported)]
-    others = [one for one in made if not one.path.startswith("torch.optim.lr_scheduler.")]
-    others = [one for one in others if not (one.path.startswith("torch.optim.") and short(one) in TORCH_OPTIMIZERS)]
-    return any(one.path.startswith(("torch.optim.", "bitsandbytes.optim.")) for one in others)
+    functions = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+    callees = [meaning for func in functions for meaning in meanings(func, scope) if isinstance(meaning, Imported)]
+    return any(
+        callee.path.startswith(("torch.optim.", "bitsandbytes.optim."))
+        and not callee.path.startswith("torch.optim.lr_scheduler.")
+        and not (callee.path.startswith("torch.optim.") and short_name(callee) in TORCH_OPTIMIZERS)
+        for callee in callees
+    )
 
 
 # Methods of tensors that arrays lack, or that need concrete values while a loss is traced.
-_OF_TENSORS = frozenset(
+_TENSOR_METHODS = frozenset(
     "clamp contiguous cpu cuda detach item long masked_fill new_tensor numel permute scatter_ unsqueeze".split()
 )
 
@@ -538,23 +544,21 @@ _OF_TENSORS = frozenset(
 _LOSSES = ("compute_loss", "_compute_loss")
 
 
-def _stops_in_loss(node: ast.AST, trainer: type) -> str:
+def _loss_failure(node: ast.AST, trainer: type) -> str:
     """Why an overridden loss fails because of something that it calls; "" if it does not."""
-    called = [ast.unparse(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)]
+    called = [ast.unparse(child.func) for child in ast.walk(node) if isinstance(child, ast.Call)]
     if any(name.endswith(".backward") for name in called):
         return "It calls .backward(): trl_jax takes the gradient of what the method returns."
-    if any(
-        name in (f"{of}.{read}" for of in _MODELS for read in ("parameters", "named_parameters")) for name in called
-    ):
+    if any(f"{model}.{method}" in called for model in _MODELS for method in ("parameters", "named_parameters")):
         return "It reads the model's parameters, which have no gradient in a loss. For a penalty set weight_decay."
     if "_get_per_token_logps_and_entropies" in dir(trainer) and "_get_per_token_divergences" not in dir(trainer):
-        stops, instead = _MODELS[1:], "model(...), or self._get_per_token_logps_and_entropies(model, ...)"
-    elif any(isinstance(one, ast.Attribute) and one.attr == "precompute_ref_logps" for one in ast.walk(node)):
+        forbidden, instead = _MODELS[1:], "model(...), or self._get_per_token_logps_and_entropies(model, ...)"
+    elif any(isinstance(child, ast.Attribute) and child.attr == "precompute_ref_logps" for child in ast.walk(node)):
         return ""  # like TRL's own loss, it only calls the reference model if this is false
     else:
-        stops, instead = ("self.model", "self.ref_model"), "model(...), and inputs for what the reference gives"
-    found = next((name for name in called if name in stops), None)
-    return "" if found is None else f"It calls {found}(...), which is not available inside a loss. Use {instead}."
+        forbidden, instead = ("self.model", "self.ref_model"), "model(...), and inputs for what the reference gives"
+    name = next((name for name in called if name in forbidden), None)
+    return "" if name is None else f"It calls {name}(...), which is not available inside a loss. Use {instead}."
 
 
 _MODELS = ("model", "self.model", "self.ref_model")
@@ -563,10 +567,10 @@ _MODELS = ("model", "self.model", "self.ref_model")
 def _uses_torch(node: ast.AST, module: Module) -> bool:
     """Whether a method uses torch, or calls methods that only tensors have."""
     scope = module.scopes.get(node, module.top)
-    calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
-    return any(isinstance(func, ast.Attribute) and func.attr in _OF_TENSORS for func in calls) or any(
+    calls = [child.func for child in ast.walk(node) if isinstance(child, ast.Call)]
+    return any(isinstance(func, ast.Attribute) and func.attr in _TENSOR_METHODS for func in calls) or any(
         isinstance(meaning, Imported) and package_of(meaning.path) == "torch"
-        for one in ast.walk(node)
-        if isinstance(one, ast.Name)
-        for meaning in meanings(one, scope)
+        for child in ast.walk(node)
+        if isinstance(child, ast.Name)
+        for meaning in meanings(child, scope)
     )

@@ -19,7 +19,7 @@ from trl_jax.core.files import write_whole
 from trl_jax.core.secrets import CleanParser, cleaned
 
 SIDES = ("trl", "trl_jax")
-_OWN = ("--steps", "--json", "--picture")
+_OWN_FLAGS = ("--steps", "--json", "--picture")
 
 
 class Parser(CleanParser):
@@ -28,19 +28,19 @@ class Parser(CleanParser):
 
         A `--` ends this command's flags.
         """
-        own, ended, rest = self._own(argv)
+        own_flags, ended, rest = self._split_own_flags(argv)
         if not rest or (rest[0].startswith("-") and not ended):
             return (self.parse_args(argv),)  # --help, or an error
         script, *flags = rest
-        behind, _, flags = ([], True, flags) if ended else self._own(flags)
-        args = self.parse_args([*own, *behind, "--", script])
+        trailing_flags, _, flags = ([], True, flags) if ended else self._split_own_flags(flags)
+        args = self.parse_args([*own_flags, *trailing_flags, "--", script])
         args.flags = flags
         return (args,)
 
-    def _own(self, argv: list[str]) -> tuple[list[str], bool, list[str]]:
+    def _split_own_flags(self, argv: list[str]) -> tuple[list[str], bool, list[str]]:
         """Split off the command's own leading flags: those flags, whether `--` ends them, and the rest."""
         end = 0
-        while end < len(argv) and argv[end].partition("=")[0] in _OWN:
+        while end < len(argv) and argv[end].partition("=")[0] in _OWN_FLAGS:
             end += 1 if "=" in argv[end] else 2
         if end > len(argv):
             self.error(f"argument {argv[-1]}: expected one argument")
@@ -88,11 +88,11 @@ def main(args: argparse.Namespace) -> None:
     if args.json:
         write_whole(Path(args.json), json.dumps({side: record._asdict() for side, record in records.items()}, indent=2))
     if args.picture:
-        drawn = picture(*records.values())
-        if drawn is None:
+        image = picture(*records.values())
+        if image is None:
             print(f"{args.picture} was not written: neither run logged a finite number.", file=sys.stderr)
         else:
-            write_whole(Path(args.picture), drawn)
+            write_whole(Path(args.picture), image)
 
 
 def run(side: str, script: str, flags: list[str], steps: int) -> Record:
@@ -101,12 +101,12 @@ def run(side: str, script: str, flags: list[str], steps: int) -> Record:
         out = Path(folder) / "record.json"
         command = [sys.executable, "-m", "trl_jax.cli.compare_child", side, str(out), str(steps), script, *flags]
         env = {**os.environ, "WANDB_MODE": "disabled"}
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        process = subprocess.run(command, capture_output=True, text=True, env=env)
         if out.is_file():
             return Record(**json.loads(out.read_text(encoding="utf-8")))
-    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    said = cleaned(lines[-1]) if lines else f"the script exited with status {done.returncode} before it trained"
-    return Record(error=said if done.returncode else "the script ended without calling train()")
+    lines = [line.strip() for line in (process.stderr or process.stdout).splitlines() if line.strip()]
+    message = cleaned(lines[-1]) if lines else f"the script exited with status {process.returncode} before it trained"
+    return Record(error=message if process.returncode else "the script ended without calling train()")
 
 
 # Comparison of two records
@@ -140,12 +140,12 @@ def report(theirs: Record, ours: Record) -> list[str]:
     """The lines of the comparison, the verdict last. At most one of the two has an error."""
     if theirs.error or ours.error:
         side, error, record = ("TRL", theirs.error, ours) if theirs.error else ("trl_jax", ours.error, theirs)
-        other = "trl_jax" if theirs.error else "TRL"
+        other_side = "trl_jax" if theirs.error else "TRL"
         return [
-            *_lines_of_one(record),
-            f"The script does not train under {side}: {_explained(error)} The numbers are from {other}.",
+            *_single_run_lines(record),
+            f"The script does not train under {side}: {_explained(error)} The numbers are from {other_side}.",
         ]
-    return [*_table(theirs, ours), "", *_costs(theirs, ours), "", _verdict(theirs, ours)]
+    return [*_step_table(theirs, ours), "", *_cost_table(theirs, ours), "", _verdict(theirs, ours)]
 
 
 def _explained(error: str) -> str:
@@ -156,11 +156,11 @@ def _explained(error: str) -> str:
 
 def differences(theirs: Record, ours: Record) -> dict[str, float]:
     """The largest difference of each number that both logged; relative if the number is above 1, else absolute."""
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for a, b in zip(theirs.logs, ours.logs, strict=False):
         for name in (name for name in a if name in b and name != "step"):
-            found[name] = max(found.get(name, 0.0), _apart(a[name], b[name]))
-    return found
+            largest[name] = max(largest.get(name, 0.0), _relative_difference(a[name], b[name]))
+    return largest
 
 
 def first_difference(theirs: Record, ours: Record) -> str:
@@ -170,14 +170,14 @@ def first_difference(theirs: Record, ours: Record) -> str:
             return "the first batch has the same rows in a different order"
         for number, (a, b) in enumerate(zip_longest(theirs.rows, ours.rows, fillvalue=[])):
             if a != b:
-                place = next((at for at, both in enumerate(zip_longest(a, b)) if both[0] != both[1]), 0)
+                position = next((index for index, both in enumerate(zip_longest(a, b)) if both[0] != both[1]), 0)
                 return (
-                    f"row {number} of the first batch has different tokens from position {place} on: "
-                    f"{a[place : place + 6]} under TRL ({len(a)} tokens), "
-                    f"{b[place : place + 6]} under trl_jax ({len(b)})"
+                    f"row {number} of the first batch has different tokens from position {position} on: "
+                    f"{a[position : position + 6]} under TRL ({len(a)} tokens), "
+                    f"{b[position : position + 6]} under trl_jax ({len(b)})"
                 )
     for a, b in zip(theirs.logs, ours.logs, strict=False):
-        if _apart(a["loss"], b["loss"]) > _SAME:
+        if _relative_difference(a["loss"], b["loss"]) > _SAME:
             return f"the loss of step {a['step']:.0f} is {a['loss']:.6g} under TRL and {b['loss']:.6g} under trl_jax"
     return ""
 
@@ -193,64 +193,65 @@ def picture(theirs: Record, ours: Record) -> str | None:
     return svg(panels) if panels else None
 
 
-def _apart(a: float, b: float) -> float:
+def _relative_difference(a: float, b: float) -> float:
     """|a - b| / max(1, |a|); infinite if only one of them is finite."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / max(1.0, abs(a)) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
-def _table(theirs: Record, ours: Record) -> list[str]:
+def _step_table(theirs: Record, ours: Record) -> list[str]:
     head = "step  loss TRL    trl_jax     diff     grad_norm TRL  trl_jax     diff"
     lines = [f"{theirs.trainer}, step by step", head]
     for a, b in zip(theirs.logs, ours.logs, strict=False):
         parts = [f"{a['step']:4.0f}"]
-        for name, wide in (("loss", 10), ("grad_norm", 13)):
+        for name, width in (("loss", 10), ("grad_norm", 13)):
             x, y = a.get(name, math.nan), b.get(name, math.nan)
-            parts.append(f"{x:<{wide}.6g}  {y:<10.6g}  {_apart(x, y):<7.1e}")
+            parts.append(f"{x:<{width}.6g}  {y:<10.6g}  {_relative_difference(x, y):<7.1e}")
         lines.append("  ".join(parts))
     others = {name: value for name, value in differences(theirs, ours).items() if name not in ("loss", "grad_norm")}
     missing = sorted({name for log in theirs.logs for name in log} - {name for log in ours.logs for name in log})
-    apart = sorted(((value, name) for name, value in others.items() if value), reverse=True)
-    alike = f"{len(others) - len(apart)} other numbers are equal"
-    lines.append(", ".join([alike, *(f"{name} differs by at most {value:.1e}" for value, name in apart)]))
+    differing = sorted(((value, name) for name, value in others.items() if value), reverse=True)
+    equal = f"{len(others) - len(differing)} other numbers are equal"
+    lines.append(", ".join([equal, *(f"{name} differs by at most {value:.1e}" for value, name in differing)]))
     return lines + ([f"logged by TRL only: {', '.join(missing)}"] if missing else [])
 
 
-def _costs(theirs: Record, ours: Record) -> list[str]:
+def _cost_table(theirs: Record, ours: Record) -> list[str]:
     rows = [
         ("", "TRL", "trl_jax", "ratio"),
-        ("seconds per step, median after the first", *_costs_of(_step, theirs, ours)),
-        ("seconds until the first step ends", *_costs_of(lambda record: record.seconds[0], theirs, ours)),
-        ("peak memory, MB", *_costs_of(lambda record: record.memory, theirs, ours)),
+        ("seconds per step, median after the first", *_cost_cells(_median_step, theirs, ours)),
+        ("seconds until the first step ends", *_cost_cells(lambda record: record.seconds[0], theirs, ours)),
+        ("peak memory, MB", *_cost_cells(lambda record: record.memory, theirs, ours)),
     ]
     return [f"{name:40}{a:>10}{b:>10}{c:>8}" for name, a, b, c in rows]
 
 
-def _costs_of(cost: Any, theirs: Record, ours: Record) -> tuple[str, str, str]:
+def _cost_cells(cost: Any, theirs: Record, ours: Record) -> tuple[str, str, str]:
     a, b = cost(theirs), cost(ours)
     return f"{a:.3g}" if a < 1e3 else f"{a:.0f}", f"{b:.3g}" if b < 1e3 else f"{b:.0f}", f"{b / a:.2f}"
 
 
-def _step(record: Record) -> float:
+def _median_step(record: Record) -> float:
     return median(record.seconds[1:] or record.seconds)
 
 
-def _lines_of_one(record: Record) -> list[str]:
+def _single_run_lines(record: Record) -> list[str]:
     lines = [f"{record.trainer}, step by step"]
     for log in record.logs:
         lines.append("  ".join(f"{name} {value:.6g}" for name, value in log.items() if name in ("step", *_PANELS)))
-    return [*lines, f"{_step(record):.3g} s per step after the first, {record.memory:.0f} MB"]
+    return [*lines, f"{_median_step(record):.3g} s per step after the first, {record.memory:.0f} MB"]
 
 
 def _verdict(theirs: Record, ours: Record) -> str:
-    found = differences(theirs, ours)
-    speed = _step(theirs) / _step(ours)
+    largest = differences(theirs, ours)
+    speed = _median_step(theirs) / _median_step(ours)
     faster = f"{speed:.1f}x faster" if speed >= 1 else f"{1 / speed:.1f}x slower"
     costs = f"{faster}, {ours.memory / theirs.memory:.1f}x the memory."
-    where = first_difference(theirs, ours)
-    if not where and len(theirs.logs) != len(ours.logs):
-        where = f"TRL took {len(theirs.logs)} steps, trl_jax {len(ours.logs)}"
-    if where:
-        return f"The runs differ: {where}. {costs}"
-    return f"The runs agree: the loss to {found['loss']:.0e}, all logged numbers to {max(found.values()):.0e}; {costs}"
+    difference = first_difference(theirs, ours)
+    if not difference and len(theirs.logs) != len(ours.logs):
+        difference = f"TRL took {len(theirs.logs)} steps, trl_jax {len(ours.logs)}"
+    if difference:
+        return f"The runs differ: {difference}. {costs}"
+    loss, number = largest["loss"], max(largest.values())
+    return f"The runs agree: the loss to {loss:.0e}, all logged numbers to {number:.0e}; {costs}"

@@ -38,7 +38,7 @@ def main(side: str, record: str, steps: str, script: str, *flags: str) -> None:
         from trl_jax.config.base import BaseConfig
         from trl_jax.trainer.base_trainer import BaseTrainer
 
-        _force(BaseConfig, Path(record).parent)
+        _force_arguments(BaseConfig, Path(record).parent)
         _watch(BaseTrainer, int(steps), write, _our_rows)
     else:
         _watch_trl(int(steps), write, Path(record).parent)
@@ -51,7 +51,7 @@ def _watch_trl(steps: int, write: Callable[[Record], None], folder: Path) -> Non
     import transformers
     import trl
 
-    _force(transformers.TrainingArguments, folder)
+    _force_arguments(transformers.TrainingArguments, folder)
     seen: list[list[list[int]]] = []
     training_step = transformers.Trainer.training_step
 
@@ -68,14 +68,14 @@ def _watch_trl(steps: int, write: Callable[[Record], None], folder: Path) -> Non
     sys.modules["trl_jax"] = trl
 
 
-def _force(arguments: type, folder: Path) -> None:
+def _force_arguments(arguments: type, folder: Path) -> None:
     """Patch a class of training arguments so that `FORCED` overrides what the script sets."""
-    plain = arguments.__post_init__
+    original = arguments.__post_init__
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def post_init(self):
         vars(self).update(FORCED | {"output_dir": str(folder / "out")})
-        plain(self)
+        original(self)
 
     arguments.__post_init__ = post_init
 
@@ -84,7 +84,7 @@ def _watch(trainer: type, steps: int, write: Callable[[Record], None], rows: Cal
     """Patch a trainer class so that its first train() takes `steps` steps, writes the record and ends the process."""
     from transformers import TrainerCallback
 
-    plain = trainer.train
+    original = trainer.train
 
     class Watch(TrainerCallback):
         def __init__(self):
@@ -98,11 +98,11 @@ def _watch(trainer: type, steps: int, write: Callable[[Record], None], rows: Cal
                 self.ends.append(time.monotonic())
                 self.logs.append({"step": state.global_step} | _numbers(logs))
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def train(self, *args, **kwargs):
         watch = Watch()
         self.add_callback(watch)
-        plain(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
         seconds = [end - start for start, end in zip([watch.begun, *watch.ends], watch.ends, strict=False)]
         write(Record(type(self).__name__, watch.logs, seconds, memory, rows(self)))

@@ -21,10 +21,10 @@ from trl_jax.cli.reading import (
     Argument,
     Binding,
     Call,
+    CallResult,
     Constant,
     Defined,
     Imported,
-    Made,
     Meaning,
     Method,
     Module,
@@ -63,15 +63,15 @@ class Finding(NamedTuple):
     place: str = ""
 
 
-def tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
+def try_call(line: int, what: str, action: Callable[[], Any]) -> Finding:
     """The finding from calling `do`: "refused" if it raises, "changed" if it warns, otherwise "works"."""
-    with warnings.catch_warnings(record=True) as told, without_launcher():
+    with warnings.catch_warnings(record=True) as caught, without_launcher():
         warnings.simplefilter("always")
         try:
-            do()
+            action()
         except Exception as error:  # the script would get the same error, whatever it is
             return Finding(line, what, "refused", " ".join(str(error).split()))
-    texts = [" ".join(str(warning.message).split()) for warning in told]
+    texts = [" ".join(str(warning.message).split()) for warning in caught]
     return Finding(line, what, "changed", " ".join(dict.fromkeys(texts))) if texts else Finding(line, what, "works")
 
 
@@ -79,8 +79,8 @@ def tried(line: int, what: str, do: Callable[[], Any]) -> Finding:
 
 
 _KNOWN = (*TRAINERS.values(), *EXPERIMENTAL.values())
-OF_TRAINER = {names.trainer: names for names in _KNOWN}
-OF_CONFIG = {names.config: names for names in _KNOWN}
+BY_TRAINER = {names.trainer: names for names in _KNOWN}
+BY_CONFIG = {names.config: names for names in _KNOWN}
 
 
 def package_of(path: str) -> str:
@@ -93,7 +93,7 @@ def prefixes(path: str) -> Iterator[str]:
     return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
 
 
-def short(meaning: Meaning | None) -> str:
+def short_name(meaning: Meaning | None) -> str:
     """The name of a class, without its module."""
     match meaning:
         case Imported():
@@ -103,7 +103,7 @@ def short(meaning: Meaning | None) -> str:
     return ""
 
 
-def split(path: str, line: int) -> Name:
+def split_path(path: str, line: int) -> Name:
     """The module and the name in a dotted path; further attributes are left out."""
     parts = path.split(".")
     length = next((size for size in range(len(parts) - 1, 0, -1) if module_exists(".".join(parts[:size]))), 1)
@@ -119,10 +119,10 @@ def module_exists(module: str) -> bool:
     return spec_of(module) is not None
 
 
-def is_ours(module: str, name: str) -> bool:
+def is_provided(module: str, name: str) -> bool:
     """Whether a name of trl, or of trl_jax, is trl_jax's own."""
     if package_of(module) == "trl":
-        return f"{module}.{name}" in MODULES or name in names_of(module)
+        return f"{module}.{name}" in MODULES or name in provided_names(module)
     if name in NEAR or not module_exists(module):
         return False
     if f"{module}.{name}" in _REPLACING:
@@ -136,123 +136,120 @@ def is_ours(module: str, name: str) -> bool:
 _REPLACING = {ours for of_module in MODULES.values() for ours in of_module}
 
 
-def names_of(module: str) -> set[str]:
+def provided_names(module: str) -> set[str]:
     """The names in a module of trl that trl_jax provides."""
     return {name for ours in MODULES.get(module, ()) for name in public_names(importlib.import_module(ours))}
 
 
-def public() -> list[str]:
+def public_api() -> list[str]:
     """The public names of trl_jax."""
     return [name for module in MODULES["trl"] for name in importlib.import_module(module).__all__]
 
 
 def trainer_of(meaning: Meaning | None) -> TrainerNames | None:
     """The trainer of trl_jax that a class is, or derives from."""
-    return _derived(meaning, OF_TRAINER)
+    return _lookup(meaning, BY_TRAINER)
 
 
 def config_of(meaning: Meaning | None) -> type | None:
-    names = _derived(meaning, OF_CONFIG)
+    names = _lookup(meaning, BY_CONFIG)
     return None if names is None else names.load_config()
 
 
-def _derived(meaning: Meaning | None, table: dict[str, TrainerNames]) -> TrainerNames | None:
+def _lookup(meaning: Meaning | None, table: dict[str, TrainerNames]) -> TrainerNames | None:
     match meaning:
         case Imported() if package_of(meaning.path) in PACKAGES:
             module, _, name = meaning.path.rpartition(".")
-            return table.get(name) if is_ours(module, name) else None
+            return table.get(name) if is_provided(module, name) else None
         case Defined(node=ast.ClassDef()):
-            return next((found for base in bases(meaning) if (found := _derived_import(base, table))), None)
+            imported = (_lookup(base, table) for base in bases(meaning) if isinstance(base, Imported))
+            return next(filter(None, imported), None)
     return None
 
 
-def _derived_import(base: Meaning, table: dict[str, TrainerNames]) -> TrainerNames | None:
-    return _derived(base, table) if isinstance(base, Imported) else None
+def methods(definition: Defined) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in definition.node.body if isinstance(node, ast.FunctionDef)}
 
 
-def methods(made: Defined) -> dict[str, ast.FunctionDef]:
-    return {one.name: one for one in made.node.body if isinstance(one, ast.FunctionDef)}
-
-
-def defined_names(made: Defined) -> set[str]:
+def defined_names(definition: Defined) -> set[str]:
     """The names that a class of the script and its bases in the script define, and "*" if another base may define
     more."""
-    kinds = [made, *(one for one in bases(made) if isinstance(one, Defined))]
-    nodes = [node for kind in kinds for node in kind.node.body]
-    named = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    classes = [definition, *(base for base in bases(definition) if isinstance(base, Defined))]
+    nodes = [node for cls in classes for node in cls.node.body]
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     targets = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
     targets += [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
-    foreign = any(not isinstance(one, Defined) and trainer_of(one) is None for one in bases(made))
-    return named | {one.id for one in targets if isinstance(one, ast.Name)} | ({"*"} if foreign else set())
+    foreign = any(not isinstance(base, Defined) and trainer_of(base) is None for base in bases(definition))
+    return names | {target.id for target in targets if isinstance(target, ast.Name)} | ({"*"} if foreign else set())
 
 
 @lru_cache
 def attributes_of(trainer: type) -> frozenset[str]:
     """The attributes of a trainer: class attributes, and instance attributes that its methods set."""
-    found = set(dir(trainer))
-    for kind in trainer.__mro__:
-        if kind.__module__.startswith("trl_jax"):
-            found |= vars(kind).get("__annotations__", {}).keys()
-            tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-            found |= {
-                one.attr
-                for one in ast.walk(tree)
-                if isinstance(one, ast.Attribute)
-                and isinstance(one.ctx, ast.Store)
-                and isinstance(one.value, ast.Name)
-                and one.value.id == "self"
+    names = set(dir(trainer))
+    for cls in trainer.__mro__:
+        if cls.__module__.startswith("trl_jax"):
+            names |= vars(cls).get("__annotations__", {}).keys()
+            tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+            names |= {
+                node.attr
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
             }
-    return frozenset(found - trainer._never_there.keys())
+    return frozenset(names - trainer._never_there.keys())
 
 
-def follow_trainers(modules: list[Module]) -> None:
+def bind_trainers(modules: list[Module]) -> None:
     """Bind parameters that receive a trainer to that trainer, in rollout functions and in what they call."""
     calls = [call for module in modules for call in module.calls]
     for call in calls:
         for meaning in meanings(call.node.func, call.scope):
             if (names := trainer_of(meaning)) is None:
                 continue
-            made = Made(meaning, call.node, call.scope)
-            known = [one for one in inspect.signature(names.load_trainer().__init__).parameters if one != "self"]
-            given, _ = arguments_of(call.node, call.scope, known)
-            if "rollout_func" in given:
-                for function in meanings(given["rollout_func"].node, given["rollout_func"].scope):
-                    _mean(function, 1, "trainer", made)
+            trainer = CallResult(meaning, call.node, call.scope)
+            signature = inspect.signature(names.load_trainer().__init__)
+            arguments, _ = arguments_of(call.node, call.scope, list(signature.parameters)[1:])
+            if (argument := arguments.get("rollout_func")) is not None:
+                for function in meanings(argument.node, argument.scope):
+                    _bind_parameter(function, 1, "trainer", trainer)
     for _ in range(3):  # functions that call functions
         for call in calls:
-            _pass_on(call)
+            _bind_passed_trainers(call)
 
 
-def _pass_on(call: Call) -> None:
+def _bind_passed_trainers(call: Call) -> None:
     """If a call passes a trainer, bind the parameter of the called function to it."""
-    given: list[tuple[int, str, ast.expr]] = [(place, "", node) for place, node in enumerate(call.node.args)]
-    given += [(-1, word.arg, word.value) for word in call.node.keywords if word.arg]
-    for place, name, node in given:
+    arguments: list[tuple[int, str, ast.expr]] = [(index, "", node) for index, node in enumerate(call.node.args)]
+    arguments += [(-1, keyword.arg, keyword.value) for keyword in call.node.keywords if keyword.arg]
+    for index, name, node in arguments:
         if not isinstance(node, ast.Name):
             continue
         for passed in meanings(node, call.scope):
-            trainer = passed.by if isinstance(passed, Made) else passed.of if isinstance(passed, Self) else None
-            if trainer_of(trainer) is None:
+            if isinstance(passed, Self):
+                passed = CallResult(passed.owner, call.node, call.scope)
+            if not isinstance(passed, CallResult) or trainer_of(passed.callee) is None:
                 continue
-            made = passed if isinstance(passed, Made) else Made(trainer, call.node, call.scope)
             for function in meanings(call.node.func, call.scope):
-                _mean(function, place, name, made)
+                _bind_parameter(function, index, name, passed)
 
 
-def _mean(function: Meaning, place: int, name: str, made: Made) -> None:
-    """Bind a parameter of a function of the script to `made`.
+def _bind_parameter(function: Meaning, index: int, name: str, value: CallResult) -> None:
+    """Bind a parameter of a function of the script to `value`.
 
     Args:
-        place: its index among the positional arguments; -1 if it is passed by name.
+        index: its index among the positional arguments; -1 if it is passed by name.
     """
     match function:
         case Defined(node=ast.ClassDef()):
-            method, place = methods(function).get("__init__"), place + 1
-        case Made(by=Defined(node=ast.ClassDef())):
-            function, method, place = function.by, methods(function.by).get("__call__"), place + 1
-        case Method(of=(Made(by=Defined(node=ast.ClassDef())) | Self())):
-            owner = function.of.by if isinstance(function.of, Made) else function.of.of
-            function, method, place = owner, methods(owner).get(function.name), place + 1
+            method, index = methods(function).get("__init__"), index + 1
+        case CallResult(callee=Defined(node=ast.ClassDef())):
+            function, method, index = function.callee, methods(function.callee).get("__call__"), index + 1
+        case Method(owner=(CallResult(callee=Defined(node=ast.ClassDef())) | Self())):
+            owner = function.owner.callee if isinstance(function.owner, CallResult) else function.owner.owner
+            function, method, index = owner, methods(owner).get(function.name), index + 1
         case Defined():
             method = function.node
         case _:
@@ -260,11 +257,12 @@ def _mean(function: Meaning, place: int, name: str, made: Made) -> None:
     scope = None if method is None else function.scope.module.scopes.get(method)
     if scope is None:
         return
-    known = parameters(method)
-    name = name if name in scope.bindings and name else known[place] if 0 < place + 1 <= len(known) else ""
-    if not name or not scope.bindings.get(name) or not isinstance(scope.bindings[name][0].value, Unknown):
+    positional = parameters(method)
+    if name not in scope.bindings and 0 <= index < len(positional):
+        name = positional[index]
+    if not scope.bindings.get(name) or not isinstance(scope.bindings[name][0].value, Unknown):
         return
-    scope.bindings[name][0] = Binding(0, made, scope, False)
+    scope.bindings[name][0] = Binding(0, value, scope, False)
 
 
 # What installed packages contain, read from their source without importing them
@@ -277,7 +275,7 @@ def is_installed(module: str) -> bool:
 
 
 @lru_cache
-def names_in(module: str) -> frozenset[str] | None:
+def module_names(module: str) -> frozenset[str] | None:
     """The names that a module defines or imports; None if its source is not available or does not determine them."""
     tree = _source(module)
     if tree is None:
@@ -296,7 +294,8 @@ def names_in(module: str) -> frozenset[str] | None:
                     return None
                 names.add(node.name)
             case ast.Assign():
-                names |= {one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+                children = [child for target in node.targets for child in ast.walk(target)]
+                names |= {child.id for child in children if isinstance(child, ast.Name)}
             case ast.AnnAssign() if isinstance(node.target, ast.Name):
                 names.add(node.target.id)
             case ast.If() | ast.Try() | ast.TryStar() | ast.With() | ast.For() | ast.ExceptHandler():
@@ -308,7 +307,7 @@ def has_name(module: str, name: str) -> bool | None:
     """Whether a module has this name or a submodule of this name; None if its source does not determine it."""
     if spec_of(f"{module}.{name}") is not None:
         return True
-    names = names_in(module)
+    names = module_names(module)
     return None if names is None else name in names
 
 
@@ -319,7 +318,7 @@ def _source(module: str) -> ast.Module | None:
     return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 
-_FOR_MODELS = (
+_OWN_MODEL_CLASS = (
     "A model class of the script's own is not supported. Use one of transformers' classes, and put the difference into "
     "compute_loss."
 )
@@ -329,94 +328,95 @@ _OPTAX = (
     "Pass an optax transformation, torch's AdamW, Adam or SGD with the parameters of the torch model that is passed, "
     "or name the optimizer in the arguments: optim='adamw_torch'."
 )
-_OF_IMAGES = re.compile("image|pixel|vision|processor")
+_IMAGE_WORDS = re.compile("image|pixel|vision|processor")
 TORCH_OPTIMIZERS = ("AdamW", "Adam", "SGD")
 
 # Arguments of trainers
 
 
-def of_argument(line: int, what: str, trainer: type, name: str, given: Argument) -> list[Finding]:
+def argument_findings(line: int, what: str, trainer: type, name: str, argument: Argument) -> list[Finding]:
     """Findings on an argument of a trainer whose value is refused, or cannot be judged."""
-    if given.value is None:
+    if argument.value is None:
         return []
-    if given.value is ...:
+    if argument.value is ...:
         return [Finding(line, what, "refused", "The script leaves it open: it passes `...`.")]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     refused_here = inspect.signature(trainer.__init__).parameters[name].annotation == "None"
-    if name in trainer._idle_arguments and given.value is UNKNOWN:
+    if name in trainer._idle_arguments and argument.value is UNKNOWN:
         return [Finding(line, what, "changed", trainer._idle_arguments[name])]
-    for meaning in dict.fromkeys(meanings(given.node, given.scope)):
+    for meaning in dict.fromkeys(meanings(argument.node, argument.scope)):
         text, kind = None, "refused"
         if refused_here:
             text = f"{name} is not supported by {trainer.__name__}: leave it out."
         elif name == "data_collator":
-            kind, text = _of_collator(meaning, trainer)
+            kind, text = _collator_verdict(meaning, trainer)
         elif name == "optimizers":
-            text = _OPTAX if _has_other_optimizer(given) else None
+            text = _OPTAX if _has_other_optimizer(argument) else None
         elif name == "model":
-            text = _of_model(meaning, trainer)
+            text = _model_refusal(meaning, trainer)
         elif name == "reward_funcs":
-            found += _of_rewards(line, meaning)
+            findings += _reward_function_findings(line, meaning)
         if text is not None:
-            found.append(Finding(line, what, kind, text))
+            findings.append(Finding(line, what, kind, text))
         if refused_here:
             break
-    return found
+    return findings
 
 
-def _of_collator(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
-    own = {kind.__name__ for kind in (trainer._collator_class, trainer._vision_collator) if kind is not None}
-    own |= set(trainer._older_collators)
-    made = meaning.by if isinstance(meaning, Made) else meaning
-    if made == Constant(None):
+def _collator_verdict(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
+    accepted = {kind.__name__ for kind in (trainer._collator_class, trainer._vision_collator) if kind is not None}
+    accepted |= set(trainer._older_collators)
+    collator = meaning.callee if isinstance(meaning, CallResult) else meaning
+    if collator == Constant(None):
         return "works", None
-    of_script = isinstance(made, Defined) and not _OF_IMAGES.search(ast.unparse(made.node))
-    of_transformers = isinstance(made, Imported) and package_of(made.path) == "transformers"
-    converted = short(made) == "DataCollatorForSeq2Seq"
-    if trainer._may_call_collator and (of_script or (of_transformers and not converted)):
+    from_script = isinstance(collator, Defined) and not _IMAGE_WORDS.search(ast.unparse(collator.node))
+    from_transformers = isinstance(collator, Imported) and package_of(collator.path) == "transformers"
+    converted = short_name(collator) == "DataCollatorForSeq2Seq"
+    if trainer._may_call_collator and (from_script or (from_transformers and not converted)):
         return "changed", (
             "It is called for each row on its own, before training, and returns input_ids, labels and attention_mask. "
             "The run stops at once if a row's ids or labels depend on other rows or on chance, as with mlm=True."
         )
-    if isinstance(made, Defined):
+    if isinstance(collator, Defined):
         return "refused", NO_COLLATOR
-    homes = {"transformers"} if converted else PACKAGES
-    if isinstance(made, Imported) and package_of(made.path) in homes and short(made) in own:
+    packages = {"transformers"} if converted else PACKAGES
+    if isinstance(collator, Imported) and package_of(collator.path) in packages and short_name(collator) in accepted:
         return "works", None
-    if isinstance(made, Imported):
-        return "refused", f"{made.path} is not one of {', '.join(sorted(own)) or 'its collators'}. {NO_COLLATOR}"
+    if isinstance(collator, Imported):
+        names = ", ".join(sorted(accepted)) or "its collators"
+        return "refused", f"{collator.path} is not one of {names}. {NO_COLLATOR}"
     return "not known", "One of TRL's collators is accepted."
 
 
-def _has_other_optimizer(given: Argument) -> bool:
+def _has_other_optimizer(argument: Argument) -> bool:
     """Whether `optimizers` has one of torch's or transformers' that is not accepted."""
     parts = [
         part
-        for one in meanings(given.node, given.scope)
-        if isinstance(one, Sequence)
-        for item in one.items
-        for part in meanings(item, one.scope)
+        for sequence in meanings(argument.node, argument.scope)
+        if isinstance(sequence, Sequence)
+        for item in sequence.items
+        for part in meanings(item, sequence.scope)
     ]
-    made = [one.by if isinstance(one, Made) else one for one in parts]
+    callees = [part.callee if isinstance(part, CallResult) else part for part in parts]
     return any(
-        isinstance(one, Imported)
-        and package_of(one.path) in ("torch", "bitsandbytes", "transformers")
-        and not (one.path.startswith("torch.optim.") and short(one) in TORCH_OPTIMIZERS)
-        and not short(one).startswith("get_")  # a schedule
-        and not one.path.startswith("torch.optim.lr_scheduler.")
-        for one in made
+        isinstance(callee, Imported)
+        and package_of(callee.path) in ("torch", "bitsandbytes", "transformers")
+        and not (callee.path.startswith("torch.optim.") and short_name(callee) in TORCH_OPTIMIZERS)
+        and not short_name(callee).startswith("get_")  # a schedule
+        and not callee.path.startswith("torch.optim.lr_scheduler.")
+        for callee in callees
     )
 
 
-def _of_model(meaning: Meaning, trainer: type) -> str | None:
-    if not isinstance(meaning, Made):
+def _model_refusal(meaning: Meaning, trainer: type) -> str | None:
+    if not isinstance(meaning, CallResult):
         return None
-    made = meaning.by.of if isinstance(meaning.by, Method) else meaning.by
-    if isinstance(made, Defined) and isinstance(made.node, ast.ClassDef):
-        roots = [one.path for one in bases(made) if isinstance(one, Imported)]
+    callee = meaning.callee.owner if isinstance(meaning.callee, Method) else meaning.callee
+    if isinstance(callee, Defined) and isinstance(callee.node, ast.ClassDef):
+        roots = [base.path for base in bases(callee) if isinstance(base, Imported)]
         if any(package_of(root) in ("torch", "transformers", "peft") for root in roots):
-            return _FOR_MODELS
-    classifier = isinstance(made, Imported) and "ForSequenceClassification.from_pretrained" in made.path
+            return _OWN_MODEL_CLASS
+    classifier = isinstance(callee, Imported) and "ForSequenceClassification.from_pretrained" in callee.path
     if classifier and trainer.__name__ == "RewardTrainer":
         labels = arguments_of(meaning.call, meaning.scope, [])[0].get("num_labels")
         if labels is not None and labels.value is not UNKNOWN and labels.value != 1:
@@ -424,39 +424,38 @@ def _of_model(meaning: Meaning, trainer: type) -> str | None:
     return None
 
 
-def _of_rewards(line: int, meaning: Meaning) -> list[Finding]:
+def _reward_function_findings(line: int, meaning: Meaning) -> list[Finding]:
     """Reward functions that cannot be called with what TRL passes to them."""
     if isinstance(meaning, Sequence):
-        return [
-            found for item in meaning.items for one in meanings(item, meaning.scope) for found in _of_rewards(line, one)
-        ]
+        functions = [function for item in meaning.items for function in meanings(item, meaning.scope)]
+        return [finding for function in functions for finding in _reward_function_findings(line, function)]
     if not isinstance(meaning, Defined) or not isinstance(meaning.node, ast.FunctionDef):
         return []
-    given = meaning.node.args
-    named = {one.arg for one in (*given.args, *given.kwonlyargs)}
-    if given.kwarg is not None or given.posonlyargs or {"prompts", "completions", "completion_ids"} <= named:
+    arguments = meaning.node.args
+    names = {parameter.arg for parameter in (*arguments.args, *arguments.kwonlyargs)}
+    if arguments.kwarg is not None or arguments.posonlyargs or {"prompts", "completions", "completion_ids"} <= names:
         return []
     name = meaning.node.name
     text = "Reward functions get prompts, completions, completion_ids and all columns by name: add **kwargs."
     return [Finding(meaning.node.lineno, f"{name}({', '.join(parameters(meaning.node))})", "refused", text)]
 
 
-def of_quantization(call: Call) -> Iterator[Finding]:
+def quantization_findings(call: Call) -> Iterator[Finding]:
     """Models that are loaded in a format that cannot be trained: all but bitsandbytes' and dequantized MXFP4."""
-    node = next(word.value for word in call.node.keywords if word.arg == "quantization_config")
+    node = next(keyword.value for keyword in call.node.keywords if keyword.arg == "quantization_config")
     for meaning in meanings(node, call.scope):
-        made = meaning.by if isinstance(meaning, Made) else None
-        name = short(made)
+        callee = meaning.callee if isinstance(meaning, CallResult) else None
+        name = short_name(callee)
         if (
-            not isinstance(made, Imported)
-            or package_of(made.path) != "transformers"
+            not isinstance(callee, Imported)
+            or package_of(callee.path) != "transformers"
             or name in ("BitsAndBytesConfig", "")
         ):
             continue
         kind, text = "refused", "Use a BitsAndBytesConfig, or load the model without quantization_config."
         if name == "Mxfp4Config":
-            given = [word.value for word in meaning.call.keywords if word.arg == "dequantize"]
-            value = value_of(given[0], meaning.scope) if given else False
+            dequantize = [keyword.value for keyword in meaning.call.keywords if keyword.arg == "dequantize"]
+            value = value_of(dequantize[0], meaning.scope) if dequantize else False
             if value is True:
                 continue
             kind, text = "not known" if value is UNKNOWN else "refused", "Training requires dequantize=True."
@@ -472,7 +471,7 @@ _SIZES = frozenset(
 )
 
 
-def _without_devices(config: type, *, sized: bool) -> type:
+def _deviceless(config: type, *, sized: bool) -> type:
     """The same config class, except that it neither joins other processes nor asks JAX for devices.
 
     The number of devices is not known here. Batch sizes that depend on it are refused only if they fit neither one
@@ -483,75 +482,75 @@ def _without_devices(config: type, *, sized: bool) -> type:
     """
 
     def resolve_sizes(self: Any) -> None:
-        given = dict(vars(self))
+        attributes = dict(vars(self))
         try:
             config.resolve_sizes(self)
         except ValueError as error:
             if not sized:
-                vars(self).update(given)
+                vars(self).update(attributes)
                 return
-            if "num_generations" not in given:
+            if "num_generations" not in attributes:
                 raise
             devices = self.num_generations
-            vars(self).update(given, _devices=devices)
+            vars(self).update(attributes, _devices=devices)
             with contextlib.suppress(ValueError):
                 config.resolve_sizes(self)
                 warnings.warn(f"{_ON_ONE_DEVICE} {error} It fits {devices} devices.", stacklevel=2)
                 return
             raise
 
-    own = {
+    overrides = {
         "join_processes": lambda self: None,
         "resolve_sizes": resolve_sizes,
         "_devices": 1,
         "data_parallel_size": property(lambda self: self._devices),
     }
-    return type(config.__name__, (config,), own)
+    return type(config.__name__, (config,), overrides)
 
 
-def of_config(call: Call, meaning: Meaning, config: type) -> Iterator[Finding]:
+def config_findings(call: Call, meaning: Meaning, config: type) -> Iterator[Finding]:
     """Construct the config once per argument whose value the script spells out, then with all of them together."""
-    own = defined_names(meaning) if isinstance(meaning, Defined) else set()
+    defined = defined_names(meaning) if isinstance(meaning, Defined) else set()
     positional = [field.name for field in fields(config)]
-    arguments, others = arguments_of(call.node, call.scope, [] if own else positional)
-    line, name = call.node.lineno, short(meaning)
-    open_sizes = others or any(one.value is UNKNOWN for key, one in arguments.items() if key in _SIZES)
-    known, config = config, _without_devices(config, sized=not open_sizes)
-    if others:
+    arguments, has_unknown = arguments_of(call.node, call.scope, [] if defined else positional)
+    line, name = call.node.lineno, short_name(meaning)
+    open_sizes = has_unknown or any(item.value is UNKNOWN for key, item in arguments.items() if key in _SIZES)
+    deviceless = _deviceless(config, sized=not open_sizes)
+    if has_unknown:
         yield Finding(line, f"{name}(**...)", "not known", "These arguments are made when the script runs.")
-    arguments = {key: value for key, value in arguments.items() if key not in own}
-    given = {key: one.value for key, one in arguments.items() if one.value is not UNKNOWN}
-    fitting: dict[str, Any] = {}
-    for argument, value in given.items():
-        found = tried(
-            line, f"{name}({show(argument, value)})", partial(config, **{"output_dir": "out", argument: value})
+    arguments = {key: value for key, value in arguments.items() if key not in defined}
+    known_values = {key: item.value for key, item in arguments.items() if item.value is not UNKNOWN}
+    accepted: dict[str, Any] = {}
+    for argument, value in known_values.items():
+        finding = try_call(
+            line, f"{name}({show(argument, value)})", partial(deviceless, **{"output_dir": "out", argument: value})
         )
-        if found.kind == "refused" or _ON_ONE_DEVICE in found.text:
-            together = tried(line, found.what, partial(config, **{"output_dir": "out"} | given))
-            found = together if together.kind != "refused" else found
-            if found.kind == "changed" and argument not in found.text:  # the warning is about another argument
-                found = Finding(line, found.what, "works")
-        if found.kind != "refused":
-            fitting[argument] = value
-        yield found._replace(kind="works", text="") if _ON_ONE_DEVICE in found.text else found
-    for argument in arguments.keys() - given.keys():
-        yield _of_unknown_value(line, name, argument, known)
-    whole = tried(line, f"{name}(...)", partial(config, **{"output_dir": "out"} | fitting))
-    if _ON_ONE_DEVICE in whole.text:
-        yield whole._replace(kind="not known", text=whole.text[whole.text.index(_ON_ONE_DEVICE) :])
-    elif whole.kind == "refused" and not others and len(given) == len(arguments):
-        yield whole
-    elif whole.kind == "refused":
-        yield whole._replace(kind="not known", text=f"By the values that are known here: {whole.text}")
+        if finding.kind == "refused" or _ON_ONE_DEVICE in finding.text:
+            together = try_call(line, finding.what, partial(deviceless, **{"output_dir": "out"} | known_values))
+            finding = together if together.kind != "refused" else finding
+            if finding.kind == "changed" and argument not in finding.text:  # the warning is about another argument
+                finding = Finding(line, finding.what, "works")
+        if finding.kind != "refused":
+            accepted[argument] = value
+        yield finding._replace(kind="works", text="") if _ON_ONE_DEVICE in finding.text else finding
+    for argument in arguments.keys() - known_values.keys():
+        yield _unknown_value_finding(line, name, argument, config)
+    combined = try_call(line, f"{name}(...)", partial(deviceless, **{"output_dir": "out"} | accepted))
+    if _ON_ONE_DEVICE in combined.text:
+        yield combined._replace(kind="not known", text=combined.text[combined.text.index(_ON_ONE_DEVICE) :])
+    elif combined.kind == "refused" and not has_unknown and len(known_values) == len(arguments):
+        yield combined
+    elif combined.kind == "refused":
+        yield combined._replace(kind="not known", text=f"By the values that are known here: {combined.text}")
 
 
-def _of_unknown_value(line: int, config_name: str, name: str, config: type) -> Finding:
+def _unknown_value_finding(line: int, config_name: str, name: str, config: type) -> Finding:
     """Check the name of an argument whose value is known only when the script runs."""
-    what, known = f"{config_name}({name}=...)", {field.name for field in fields(config)}
-    if name in RENAMED and name not in known:
+    what, names = f"{config_name}({name}=...)", {field.name for field in fields(config)}
+    if name in RENAMED and name not in names:
         return Finding(line, what, "changed", f"An old name: {RENAMED[name]}")
-    if name not in known:
-        return Finding(line, what, "refused", f"{config.__name__} has no argument {name!r}: {way_out(name, known)}")
+    if name not in names:
+        return Finding(line, what, "refused", f"{config.__name__} has no argument {name!r}: {way_out(name, names)}")
     declared = config.argument_table().get(name)
     if declared is not None and declared.how == "refused":
         return Finding(line, what, "changed", f"Refused unless it has its default value: {declared.why}")

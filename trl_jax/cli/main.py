@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trl_jax.cli.torch_cuda import of_script
+from trl_jax.cli.torch_cuda import is_script_file
 from trl_jax.core.secrets import CleanParser, cleaned, masked_flags
 from trl_jax.core.text import FRAMES_HIDDEN, hide_frames
 from trl_jax.core.trainers import TRAINERS
@@ -158,21 +158,21 @@ _TEMPLATE = (
 _hints: set[str] = set()  # to add to an error that ends the script
 
 
-def watching_templates(plain: Callable) -> Callable:
+def watch_chat_template(original: Callable) -> Callable:
     """Wrap a tokenizer's apply_chat_template to notice a script that relies on its default result, which changed."""
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def apply_chat_template(self, *args: Any, **options: Any) -> Any:
-        by_script = of_script(sys._getframe(1).f_code.co_filename)
+        by_script = is_script_file(sys._getframe(1).f_code.co_filename)
         if by_script and options.get("tokenize", True) and "return_dict" not in options:
             _hints.add(_TEMPLATE)
-        return plain(self, *args, **options)
+        return original(self, *args, **options)
 
     return apply_chat_template
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[None]:
+def adding_hints() -> Iterator[None]:
     """Add the hints to errors of the types that a result of an unexpected type causes."""
     try:
         yield

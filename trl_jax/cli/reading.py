@@ -32,10 +32,10 @@ class Defined(NamedTuple):
     scope: Scope
 
 
-class Made(NamedTuple):
+class CallResult(NamedTuple):
     """The result of a call."""
 
-    by: Meaning
+    callee: Meaning
     call: ast.Call
     scope: Scope
 
@@ -43,20 +43,20 @@ class Made(NamedTuple):
 class Method(NamedTuple):
     """An attribute of something that is not a module."""
 
-    of: Meaning
+    owner: Meaning
     name: str
 
 
 class Self(NamedTuple):
     """The first parameter of a method."""
 
-    of: Defined
+    owner: Defined
 
 
 class Super(NamedTuple):
     """`super()` in a method of a class."""
 
-    of: Defined
+    owner: Defined
 
 
 class Sequence(NamedTuple):
@@ -76,7 +76,7 @@ class Unknown(NamedTuple):
     """Anything else, such as a parameter or a loop variable."""
 
 
-Meaning = Imported | Defined | Made | Method | Self | Super | Sequence | Constant | Unknown
+Meaning = Imported | Defined | CallResult | Method | Self | Super | Sequence | Constant | Unknown
 _UNKNOWN = Unknown()
 
 
@@ -101,20 +101,20 @@ class Scope:
         conditional, earlier ones."""
         scope: Scope | None = self
         while scope is not None:
-            if found := scope.bindings.get(name):
-                before = [one for one in found if one.line <= line] if scope is self else []
-                return _until_unconditional(before or found)
+            if bindings := scope.bindings.get(name):
+                earlier = [binding for binding in bindings if binding.line <= line] if scope is self else []
+                return _until_unconditional(earlier or bindings)
             scope = scope.enclosing
         return []
 
 
-def _until_unconditional(found: list[Binding]) -> list[Binding]:
-    kept: list[Binding] = []
-    for one in reversed(found):
-        kept.append(one)
-        if not one.conditional:
+def _until_unconditional(bindings: list[Binding]) -> list[Binding]:
+    in_effect: list[Binding] = []
+    for binding in reversed(bindings):
+        in_effect.append(binding)
+        if not binding.conditional:
             break
-    return kept
+    return in_effect
 
 
 # What a script contains
@@ -151,7 +151,7 @@ class Module:
     Attributes:
         names: the names that it imports from packages, or reads as attributes of modules.
         calls, classes, attributes: its calls, classes and attributes, in the order of the file.
-        asked: names that it checks for with hasattr or getattr.
+        checked_names: names that it checks for with hasattr or getattr.
         mappings: names of variables, and ids of call nodes, whose values it reads by key or unpacks.
         skipped: (line, reason) of code that is not valid Python.
         inner: the local modules that it imports.
@@ -167,7 +167,7 @@ class Module:
         self.calls: list[Call] = []
         self.classes: list[Defined] = []
         self.attributes: list[Attribute] = []
-        self.asked: set[str] = set()
+        self.checked_names: set[str] = set()
         self.mappings: set[str | int] = set()
         self.skipped: list[tuple[int, str]] = []
         self.inner: list[Module] = []
@@ -195,14 +195,14 @@ class Library:
         self.added: list[Path] = []
         self.modules: dict[Path, Module | None] = {}
 
-    def find(self, dotted: str, level: int, by: Module) -> Module | None:
+    def find(self, dotted: str, level: int, importer: Module) -> Module | None:
         """The module of this name, or None if it is not a local one."""
         parts = [part for part in dotted.split(".") if part]
-        above = [by.path.parent, *by.path.parent.parents][level - 1 : level] if level else self._folders(parts[0])
-        for folder in above:
+        folders = importer.path.parents[level - 1 : level] if level else self._folders(parts[0])
+        for folder in folders:
             base = folder.joinpath(*parts)
             for path in (base.with_suffix(".py") if parts else base / "__init__.py", base / "__init__.py"):
-                if path.is_file() and path != by.path:
+                if path.is_file() and path != importer.path:
                     return self._read(path)
         return None
 
@@ -214,10 +214,10 @@ class Library:
     def add(self, call: ast.Call) -> None:
         """Also search the folders that a call adds to `sys.path`: its string literals, relative to the script's folder
         or one of the two above it."""
-        texts = [one.value for node in call.args for one in ast.walk(node) if isinstance(one, ast.Constant)]
+        texts = [child.value for node in call.args for child in ast.walk(node) if isinstance(child, ast.Constant)]
         folders = [self.folder, *list(self.folder.parents)[:2]]
-        found = (base / text for text in texts if isinstance(text, str) and text for base in folders)
-        self.added += [path.resolve() for path in found if os.path.isdir(path)]  # never raises
+        candidates = (base / text for text in texts if isinstance(text, str) and text for base in folders)
+        self.added += [path.resolve() for path in candidates if os.path.isdir(path)]  # never raises
 
     def is_importable(self, module: Module) -> bool:
         """Whether Python itself finds a module: it does not search the folders above the script."""
@@ -249,14 +249,14 @@ def read(source: str, path: Path | None = None, label: str = "", library: Librar
         SyntaxError: the source is not valid Python.
         ValueError: the notebook is not valid JSON, or not a Python notebook.
     """
-    where = Path("script.py") if path is None else path.absolute()
-    module = Module(where, label, library or Library(where.parent))
-    tree = _notebook(json.loads(source), module) if where.suffix == ".ipynb" else _parsed(source)
+    full_path = Path("script.py") if path is None else path.absolute()
+    module = Module(full_path, label, library or Library(full_path.parent))
+    tree = _parse_notebook(json.loads(source), module) if full_path.suffix == ".ipynb" else _parse(source)
     _Reader(module, inner=path is not None).read(tree)
     return module
 
 
-def _parsed(source: str, flags: int = 0) -> ast.Module:
+def _parse(source: str, flags: int = 0) -> ast.Module:
     """Parse source code, and compile it as well, because some errors, such as a repeated argument, are only found
     then."""
     tree = compile(source, "script", "exec", ast.PyCF_ONLY_AST | flags, dont_inherit=True)
@@ -269,7 +269,7 @@ _DEFINING = re.compile(r"\s*(?:%run|%load|%store|%pylab|%%capture|%%cython|[\w.]
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
-def _notebook(content: Any, module: Module) -> ast.Module:
+def _parse_notebook(content: Any, module: Module) -> ast.Module:
     """The code of a notebook's cells. Shell commands and magics are left out."""
     if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
         raise ValueError("the notebook has no cells.")
@@ -286,7 +286,7 @@ def _notebook(content: Any, module: Module) -> ast.Module:
         module.open_ended |= any(map(_DEFINING.match, lines))
         module.cells.append(line)
         try:
-            tree = _parsed(_without_magics(lines), ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            tree = _parse(_strip_magics(lines), ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except SyntaxError as error:
             module.skipped.append((line + (error.lineno or 1), f"This cell is not valid Python: {error.msg}."))
         else:
@@ -295,20 +295,20 @@ def _notebook(content: Any, module: Module) -> ast.Module:
     return ast.Module(body, [])
 
 
-def _without_magics(lines: list[str]) -> str:
+def _strip_magics(lines: list[str]) -> str:
     """The cell with each shell command and magic replaced by `pass`, which keeps the line numbers, and dedented by the
     indentation of its first line, as in IPython."""
     first = next((line for line in lines if line.strip()), "")
     if first.strip().startswith("%%") and not first.strip().startswith(_PYTHON_CELLS):
         return ""
     margin = first[: len(first) - len(first.lstrip())]
-    kept, continued = [], False
+    output, continued = [], False
     for line in (line.removeprefix(margin) for line in lines):
         magic = _MAGIC.match(line) is not None
         indent = line[: len(line) - len(line.lstrip())]
-        kept.append("" if continued else f"{indent}pass" if magic else line)
+        output.append("" if continued else f"{indent}pass" if magic else line)
         continued = (magic or continued) and line.rstrip().endswith("\\")
-    return "\n".join(kept)
+    return "\n".join(output)
 
 
 def _adds_to_path(function: ast.expr) -> bool:
@@ -320,7 +320,7 @@ def _adds_to_path(function: ast.expr) -> bool:
     return False
 
 
-class _Place(NamedTuple):
+class _Context(NamedTuple):
     """The context of a node. conditional: it may not run. guarded: as in `Name`."""
 
     scope: Scope
@@ -336,45 +336,45 @@ class _Reader:
         self._classes: dict[ast.AST | None, Defined] = {}
 
     def read(self, tree: ast.Module) -> None:
-        pending: list[tuple[ast.AST, _Place]] = [(tree, _Place(self.module.top, False, False))]
+        pending: list[tuple[ast.AST, _Context]] = [(tree, _Context(self.module.top, False, False))]
         while pending:
-            node, place = pending.pop()
-            children = self._visit(node, place)
+            node, context = pending.pop()
+            children = self._visit(node, context)
             pending += reversed(children)
 
-    def _visit(self, node: ast.AST, place: _Place) -> list[tuple[ast.AST, _Place]]:
+    def _visit(self, node: ast.AST, context: _Context) -> list[tuple[ast.AST, _Context]]:
         """Record a node, and return its children, each with its context."""
-        scope = place.scope
+        scope = context.scope
         match node:
             case ast.Import() | ast.ImportFrom():
-                self._import(node, place)
+                self._import(node, context)
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
-                return self._function(node, place)
+                return self._function(node, context)
             case ast.ClassDef():
-                return self._class(node, place)
+                return self._class(node, context)
             case ast.Assign():
                 for target in node.targets:
-                    self._bind(target, node.value, place)
+                    self._bind(target, node.value, context)
             case ast.AnnAssign() if node.value is not None:
-                self._bind(node.target, node.value, place)
+                self._bind(node.target, node.value, context)
             case ast.NamedExpr():
-                self._bind(node.target, node.value, place)
+                self._bind(node.target, node.value, context)
             case ast.AugAssign():
-                self._bind(node.target, _UNKNOWN, place)
+                self._bind(node.target, _UNKNOWN, context)
             case ast.For() | ast.AsyncFor() | ast.comprehension():
-                self._bind(node.target, _UNKNOWN, place)
+                self._bind(node.target, _UNKNOWN, context)
             case ast.withitem() if node.optional_vars is not None:
-                self._bind(node.optional_vars, _UNKNOWN, place)
+                self._bind(node.optional_vars, _UNKNOWN, context)
             case ast.ExceptHandler() if node.name:
-                self._add(node.name, node.lineno, _UNKNOWN, place)
+                self._add(node.name, node.lineno, _UNKNOWN, context)
             case ast.Name() if isinstance(node.ctx, ast.Load) and scope is self.module.top:
                 self.module.reads.append(node)
             case ast.Global():
                 self.module.globals |= set(node.names)
             case ast.MatchAs() | ast.MatchStar() if node.name:
-                self._add(node.name, node.lineno, _UNKNOWN, place)
+                self._add(node.name, node.lineno, _UNKNOWN, context)
             case ast.MatchMapping() if node.rest:
-                self._add(node.rest, node.lineno, _UNKNOWN, place)
+                self._add(node.rest, node.lineno, _UNKNOWN, context)
             case ast.Subscript(slice=ast.Constant(value=str())) | ast.keyword(arg=None):
                 self._note_mapping(node.value)
             case ast.Dict():
@@ -389,127 +389,129 @@ class _Reader:
                     self.module.open_ended = True
                 if isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr") and len(node.args) > 1:
                     name = node.args[1]
-                    self.module.asked |= {name.value} if isinstance(name, ast.Constant) else set()
+                    self.module.checked_names |= {name.value} if isinstance(name, ast.Constant) else set()
             case ast.Attribute() if isinstance(node.ctx, ast.Load):
                 if node.attr in ("input_ids", "attention_mask", "keys", "values", "items"):
                     self._note_mapping(node.value)
                 self.module.attributes.append(Attribute(node, scope))
-        return [(child, self._place_of(child, node, place)) for child in ast.iter_child_nodes(node)]
+        return [(child, self._child_context(child, node, context)) for child in ast.iter_child_nodes(node)]
 
     def _note_mapping(self, node: ast.expr) -> None:
         self.module.mappings.add(node.id if isinstance(node, ast.Name) else id(node))
 
-    def _place_of(self, child: ast.AST, node: ast.AST, place: _Place) -> _Place:
+    def _child_context(self, child: ast.AST, node: ast.AST, context: _Context) -> _Context:
         match node:
             case ast.If() if child is not node.test:
-                return place if _is_main(node.test) else place._replace(conditional=True, guarded=True)
+                return context if _is_main(node.test) else context._replace(conditional=True, guarded=True)
             case ast.For() | ast.AsyncFor() | ast.While() | ast.Match():
-                return place._replace(conditional=True)
+                return context._replace(conditional=True)
             case ast.Try() | ast.TryStar():
                 caught = any(_catches_import_error(handler) for handler in node.handlers)
-                return place._replace(conditional=True, guarded=place.guarded or caught)
+                return context._replace(conditional=True, guarded=context.guarded or caught)
             case ast.ExceptHandler():
-                return place._replace(conditional=True, guarded=False)
-        return place
+                return context._replace(conditional=True, guarded=False)
+        return context
 
-    def _import(self, node: ast.Import | ast.ImportFrom, place: _Place) -> None:
+    def _import(self, node: ast.Import | ast.ImportFrom, context: _Context) -> None:
         for alias in node.names:
             if isinstance(node, ast.Import):
                 path = alias.name if alias.asname else alias.name.partition(".")[0]
                 inner = self._find(alias.name, 0)
                 if inner is None or not self.module.library.is_importable(inner):
-                    self.module.names.append(Name(node.lineno, alias.name, "", place.guarded))
-                self._add(alias.asname or path, node.lineno, Imported(path), place)
+                    self.module.names.append(Name(node.lineno, alias.name, "", context.guarded))
+                self._add(alias.asname or path, node.lineno, Imported(path), context)
                 continue
             inner = self._find(node.module or "", node.level)
             if inner is not None and not node.level and not self.module.library.is_importable(inner):
-                self.module.names.append(Name(node.lineno, node.module, "", place.guarded))
+                self.module.names.append(Name(node.lineno, node.module, "", context.guarded))
             if inner is None:
                 self.module.open_ended |= alias.name == "*"
                 if not node.level:
-                    self.module.names.append(Name(node.lineno, node.module, alias.name, place.guarded))
+                    self.module.names.append(Name(node.lineno, node.module, alias.name, context.guarded))
                 path = "." * node.level + (node.module or "")
-                self._add(alias.asname or alias.name, node.lineno, Imported(f"{path}.{alias.name}"), place)
+                self._add(alias.asname or alias.name, node.lineno, Imported(f"{path}.{alias.name}"), context)
                 continue
             for name in inner.top.bindings if alias.name == "*" else [alias.name]:
-                own = alias.asname or name
-                for one in reversed(_until_unconditional(inner.top.bindings.get(name, []))):
-                    self._add(own, node.lineno, one.value, place, one.scope)
+                local_name = alias.asname or name
+                for binding in reversed(_until_unconditional(inner.top.bindings.get(name, []))):
+                    self._add(local_name, node.lineno, binding.value, context, binding.scope)
                 if name not in inner.top.bindings:
-                    self._add(own, node.lineno, _UNKNOWN, place)
+                    self._add(local_name, node.lineno, _UNKNOWN, context)
 
     def _find(self, dotted: str, level: int) -> Module | None:
-        found = self.module.library.find(dotted, level, self.module) if self._inner else None
-        if found is not None and found not in self.module.inner:
-            self.module.inner.append(found)
-        return found
+        module = self.module.library.find(dotted, level, self.module) if self._inner else None
+        if module is not None and module not in self.module.inner:
+            self.module.inner.append(module)
+        return module
 
-    def _function(self, node: Any, place: _Place) -> list[tuple[ast.AST, _Place]]:
-        enclosing = place.scope
+    def _function(self, node: Any, context: _Context) -> list[tuple[ast.AST, _Context]]:
+        enclosing = context.scope
         if isinstance(enclosing.owner, ast.ClassDef):  # methods do not see names of the class body
             enclosing = enclosing.enclosing
         scope = Scope(self.module, enclosing, node)
-        given = node.args
+        arguments = node.args
         self.module.scopes[node] = scope
-        for one in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
-            if one is not None:
-                scope.bindings[one.arg] = [Binding(0, _UNKNOWN, scope, False)]
-        owner = self._classes.get(place.scope.owner)
+        named = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        for parameter in filter(None, (*named, arguments.vararg, arguments.kwarg)):
+            scope.bindings[parameter.arg] = [Binding(0, _UNKNOWN, scope, False)]
+        owner = self._classes.get(context.scope.owner)
         if owner is not None and parameters(node) and not isinstance(node, ast.Lambda) and not node.decorator_list:
             scope.bindings[parameters(node)[0]] = [Binding(0, Self(owner), scope, False)]
-        inside = _Place(scope, False, place.guarded)
+        inner_context = _Context(scope, False, context.guarded)
         if isinstance(node, ast.Lambda):
-            return [(node.body, inside), *((default, place) for default in _defaults(given))]
-        self._add(node.name, node.lineno, Defined(node, place.scope), place)
-        outside = [(one, place) for one in (*node.decorator_list, *_defaults(given))]
-        return outside + [(one, inside) for one in node.body]
+            return [(node.body, inner_context), *((default, context) for default in _defaults(arguments))]
+        self._add(node.name, node.lineno, Defined(node, context.scope), context)
+        outside = [(child, context) for child in (*node.decorator_list, *_defaults(arguments))]
+        return outside + [(child, inner_context) for child in node.body]
 
-    def _class(self, node: ast.ClassDef, place: _Place) -> list[tuple[ast.AST, _Place]]:
-        made = Defined(node, place.scope)
-        self.module.classes.append(made)
-        self._classes[node] = made
-        self._add(node.name, node.lineno, made, place)
-        scope = Scope(self.module, place.scope, node)
-        outside = [(one, place) for one in (*node.decorator_list, *node.bases)]
-        return outside + [(one, _Place(scope, False, place.guarded)) for one in node.body]
+    def _class(self, node: ast.ClassDef, context: _Context) -> list[tuple[ast.AST, _Context]]:
+        definition = Defined(node, context.scope)
+        self.module.classes.append(definition)
+        self._classes[node] = definition
+        self._add(node.name, node.lineno, definition, context)
+        scope = Scope(self.module, context.scope, node)
+        outside = [(child, context) for child in (*node.decorator_list, *node.bases)]
+        return outside + [(child, _Context(scope, False, context.guarded)) for child in node.body]
 
-    def _bind(self, target: ast.expr, value: ast.expr | Meaning, place: _Place) -> None:
+    def _bind(self, target: ast.expr, value: ast.expr | Meaning, context: _Context) -> None:
         match target:
             case ast.Name():
-                self._add(target.id, target.lineno, value, place)
+                self._add(target.id, target.lineno, value, context)
             case ast.Attribute():
-                given = value if isinstance(value, ast.expr) else None
-                self.module.attributes.append(Attribute(target, place.scope, given or ast.Constant(None)))
+                expression = value if isinstance(value, ast.expr) else None
+                self.module.attributes.append(Attribute(target, context.scope, expression or ast.Constant(None)))
             case ast.Tuple() | ast.List():
                 pairs = isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts)
-                for number, one in enumerate(target.elts):
-                    self._bind(one, value.elts[number] if pairs else _UNKNOWN, place)
+                for index, element in enumerate(target.elts):
+                    self._bind(element, value.elts[index] if pairs else _UNKNOWN, context)
             case ast.Starred():
-                self._bind(target.value, _UNKNOWN, place)
+                self._bind(target.value, _UNKNOWN, context)
 
-    def _add(self, name: str, line: int, value: ast.expr | Meaning, place: _Place, scope: Scope | None = None) -> None:
-        bound = Binding(line, value, scope or place.scope, place.conditional)
-        place.scope.bindings.setdefault(name, []).append(bound)
+    def _add(
+        self, name: str, line: int, value: ast.expr | Meaning, context: _Context, scope: Scope | None = None
+    ) -> None:
+        binding = Binding(line, value, scope or context.scope, context.conditional)
+        context.scope.bindings.setdefault(name, []).append(binding)
 
 
 def _is_main(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
 
 
-def _defaults(given: ast.arguments) -> list[ast.expr]:
-    return [one for one in (*given.defaults, *given.kw_defaults) if one is not None]
+def _defaults(arguments: ast.arguments) -> list[ast.expr]:
+    return [default for default in (*arguments.defaults, *arguments.kw_defaults) if default is not None]
 
 
 def _catches_import_error(handler: ast.ExceptHandler) -> bool:
     if handler.type is None:
         return True
-    names = {one.id for one in ast.walk(handler.type) if isinstance(one, ast.Name)}
+    names = {child.id for child in ast.walk(handler.type) if isinstance(child, ast.Name)}
     return bool(names & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
 
 def parameters(function: Any) -> list[str]:
     """The names of a function's positional parameters."""
-    return [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    return [parameter.arg for parameter in (*function.args.posonlyargs, *function.args.args)]
 
 
 # Following names
@@ -519,21 +521,21 @@ def meanings(node: ast.expr, scope: Scope, depth: int = 0) -> list[Meaning]:
     """All possible meanings of an expression; [Unknown()] if it is only known when the script runs."""
     if depth > DEEPEST:
         return [_UNKNOWN]
-    follow = lambda one: meanings(one, scope, depth + 1)  # noqa: E731
+    follow = lambda child: meanings(child, scope, depth + 1)  # noqa: E731
     match node:
         case ast.Name():
-            return _of_name(node, scope, depth)
+            return _name_meanings(node, scope, depth)
         case ast.Attribute():
             return [
-                Imported(f"{one.path}.{node.attr}") if isinstance(one, Imported) else Method(one, node.attr)
-                for one in follow(node.value)
+                Imported(f"{owner.path}.{node.attr}") if isinstance(owner, Imported) else Method(owner, node.attr)
+                for owner in follow(node.value)
             ]
         case ast.Call():
-            return _of_call(node, scope, depth)
+            return _call_meanings(node, scope, depth)
         case ast.IfExp():
             return follow(node.body) + follow(node.orelse)
         case ast.BoolOp():
-            return [one for part in node.values for one in follow(part)]
+            return [meaning for part in node.values for meaning in follow(part)]
         case ast.Lambda():
             return [Defined(node, scope)]
         case ast.Tuple() | ast.List():
@@ -545,44 +547,44 @@ def meanings(node: ast.expr, scope: Scope, depth: int = 0) -> list[Meaning]:
     return [_UNKNOWN]
 
 
-def _of_name(node: ast.Name, scope: Scope, depth: int) -> list[Meaning]:
-    found: list[Meaning] = []
-    for bound in scope.find(node.id, node.lineno):
-        if isinstance(bound.value, ast.expr):
-            found += meanings(bound.value, bound.scope, depth + 1)
+def _name_meanings(node: ast.Name, scope: Scope, depth: int) -> list[Meaning]:
+    results: list[Meaning] = []
+    for binding in scope.find(node.id, node.lineno):
+        if isinstance(binding.value, ast.expr):
+            results += meanings(binding.value, binding.scope, depth + 1)
         else:
-            found.append(bound.value)
-    return found or [_UNKNOWN]
+            results.append(binding.value)
+    return results or [_UNKNOWN]
 
 
-def _of_call(node: ast.Call, scope: Scope, depth: int) -> list[Meaning]:
+def _call_meanings(node: ast.Call, scope: Scope, depth: int) -> list[Meaning]:
     if isinstance(node.func, ast.Name) and node.func.id == "super":
-        owner = class_of(scope)
+        owner = enclosing_class(scope)
         return [_UNKNOWN if owner is None else Super(owner)]
-    found: list[Meaning] = []
-    for one in meanings(node.func, scope, depth + 1):
-        if one == Imported("functools.partial") and node.args:
-            found += meanings(node.args[0], scope, depth + 1)
-        elif one == Imported("importlib.import_module") and node.args:
+    results: list[Meaning] = []
+    for callee in meanings(node.func, scope, depth + 1):
+        if callee == Imported("functools.partial") and node.args:
+            results += meanings(node.args[0], scope, depth + 1)
+        elif callee == Imported("importlib.import_module") and node.args:
             path = value_of(node.args[0], scope)
-            found.append(Imported(path) if isinstance(path, str) else _UNKNOWN)
-        elif isinstance(one, Defined) and isinstance(one.node, ast.FunctionDef):
-            found += returned(one, depth + 1)
+            results.append(Imported(path) if isinstance(path, str) else _UNKNOWN)
+        elif isinstance(callee, Defined) and isinstance(callee.node, ast.FunctionDef):
+            results += return_meanings(callee, depth + 1)
         else:
-            found.append(Made(one, node, scope))
-    return found
+            results.append(CallResult(callee, node, scope))
+    return results
 
 
-def returned(function: Defined, depth: int = 0) -> list[Meaning]:
+def return_meanings(function: Defined, depth: int = 0) -> list[Meaning]:
     """What a function of the script returns."""
-    inside = function.scope.module.scopes[function.node]
-    found = [
+    scope = function.scope.module.scopes[function.node]
+    results = [
         meaning
-        for one in direct_nodes(function.node)
-        if isinstance(one, ast.Return) and one.value is not None
-        for meaning in meanings(one.value, inside, depth + 1)
+        for statement in direct_nodes(function.node)
+        if isinstance(statement, ast.Return) and statement.value is not None
+        for meaning in meanings(statement.value, scope, depth + 1)
     ]
-    return found or [_UNKNOWN]
+    return results or [_UNKNOWN]
 
 
 def direct_nodes(function: ast.AST) -> Iterator[ast.AST]:
@@ -595,31 +597,31 @@ def direct_nodes(function: ast.AST) -> Iterator[ast.AST]:
             pending += ast.iter_child_nodes(node)
 
 
-def class_of(scope: Scope | None) -> Defined | None:
+def enclosing_class(scope: Scope | None) -> Defined | None:
     """The class whose method contains a scope."""
     while scope is not None:
-        for found in scope.module.classes:
-            if scope.owner in found.node.body:
-                return found
+        for definition in scope.module.classes:
+            if scope.owner in definition.node.body:
+                return definition
         scope = scope.enclosing
     return None
 
 
-def bases(made: Defined) -> list[Meaning]:
+def bases(definition: Defined) -> list[Meaning]:
     """The meanings of the direct and indirect bases of a class, nearest first."""
-    found: list[Meaning] = []
-    pending = [made]
+    results: list[Meaning] = []
+    pending = [definition]
     for _ in range(DEEPEST):
         if not pending:
             break
-        one = pending.pop(0)
-        for base in one.node.bases:
+        current = pending.pop(0)
+        for base in current.node.bases:
             node = base.value if isinstance(base, ast.Subscript) else base
-            for meaning in meanings(node, one.scope):
-                found.append(meaning)
+            for meaning in meanings(node, current.scope):
+                results.append(meaning)
                 if isinstance(meaning, Defined) and isinstance(meaning.node, ast.ClassDef):
                     pending.append(meaning)
-    return found
+    return results
 
 
 # Values
@@ -634,27 +636,26 @@ def value_of(node: ast.expr, scope: Scope, depth: int = 0) -> Any:
     """The value of a constant expression, or UNKNOWN. Names are followed, and arithmetic is computed."""
     if depth > DEEPEST or _is_deep(node):
         return UNKNOWN
-    follow = lambda one: value_of(one, scope, depth + 1)  # noqa: E731
+    follow = lambda child: value_of(child, scope, depth + 1)  # noqa: E731
     match node:
         case ast.Constant():
             return node.value
         case ast.Name():
-            found = scope.find(node.id, node.lineno)
-            if len(found) != 1 or not isinstance(found[0].value, ast.expr) or found[0].conditional:
+            bindings = scope.find(node.id, node.lineno)
+            if len(bindings) != 1 or not isinstance(bindings[0].value, ast.expr) or bindings[0].conditional:
                 return UNKNOWN
-            return value_of(found[0].value, found[0].scope, depth + 1)
+            return value_of(bindings[0].value, bindings[0].scope, depth + 1)
         case ast.Tuple() | ast.List() | ast.Set():
             items = list(map(follow, node.elts))
             if any(item is UNKNOWN for item in items):
                 return UNKNOWN
-            return {ast.Tuple: tuple, ast.List: list, ast.Set: _set}[type(node)](items)
+            return {ast.Tuple: tuple, ast.List: list, ast.Set: _make_set}[type(node)](items)
         case ast.Dict():
-            return _dict(node.keys, node.values, follow)
+            return _make_dict(node.keys, node.values, follow)
         case ast.Call() if isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
-            if all(word.arg for word in node.keywords):
-                return _dict(
-                    [ast.Constant(word.arg) for word in node.keywords], [one.value for one in node.keywords], follow
-                )
+            if all(keyword.arg for keyword in node.keywords):
+                keys = [ast.Constant(keyword.arg) for keyword in node.keywords]
+                return _make_dict(keys, [keyword.value for keyword in node.keywords], follow)
         case ast.UnaryOp(op=ast.USub()):
             value = follow(node.operand)
             return -value if isinstance(value, int | float) else UNKNOWN
@@ -671,27 +672,27 @@ def value_of(node: ast.expr, scope: Scope, depth: int = 0) -> Any:
     return UNKNOWN
 
 
-def _set(items: list) -> Any:
+def _make_set(items: list) -> Any:
     try:
         return set(items)
     except TypeError:
         return UNKNOWN
 
 
-def _dict(keys: Iterable[ast.expr | None], values: Iterable[ast.expr], follow: Callable) -> Any:
-    made: dict[Any, Any] = {}
+def _make_dict(keys: Iterable[ast.expr | None], values: Iterable[ast.expr], follow: Callable) -> Any:
+    result: dict[Any, Any] = {}
     for key, value in zip(keys, values, strict=True):
         name, item = UNKNOWN if key is None else follow(key), follow(value)
         if not isinstance(name, str | int | float | bool | None) or item is UNKNOWN:
             return UNKNOWN
-        made[name] = item
-    return made
+        result[name] = item
+    return result
 
 
 def _is_deep(node: ast.expr) -> bool:
     level: list[ast.AST] = [node]
     for _ in range(DEEPEST):
-        level = [child for one in level for child in ast.iter_child_nodes(one)]
+        level = [child for parent in level for child in ast.iter_child_nodes(parent)]
         if not level:
             return False
     return True
@@ -711,20 +712,20 @@ def arguments_of(call: ast.Call, scope: Scope, positional: list[str]) -> tuple[d
     Args:
         positional: the names of the parameters, in order.
     """
-    given: dict[str, Argument] = {}
-    others = any(isinstance(one, ast.Starred) for one in call.args)
+    arguments: dict[str, Argument] = {}
+    has_unknown = any(isinstance(argument, ast.Starred) for argument in call.args)
     for name, node in zip(positional, call.args, strict=False):
         if isinstance(node, ast.Starred):
             break
-        given[name] = Argument(value_of(node, scope), node, scope)
-    for word in call.keywords:
-        if word.arg:
-            given[word.arg] = Argument(value_of(word.value, scope), word.value, scope)
+        arguments[name] = Argument(value_of(node, scope), node, scope)
+    for keyword in call.keywords:
+        if keyword.arg:
+            arguments[keyword.arg] = Argument(value_of(keyword.value, scope), keyword.value, scope)
             continue
-        spread = _spread(word.value, scope)
-        others |= spread is None
-        given |= spread or {}
-    return given, others
+        spread = _spread(keyword.value, scope)
+        has_unknown |= spread is None
+        arguments |= spread or {}
+    return arguments, has_unknown
 
 
 def _spread(node: ast.expr, scope: Scope, depth: int = 0) -> dict[str, Argument] | None:
@@ -733,24 +734,24 @@ def _spread(node: ast.expr, scope: Scope, depth: int = 0) -> dict[str, Argument]
         return None
     match node:
         case ast.Name():
-            found = scope.find(node.id, node.lineno)
-            if len(found) == 1 and isinstance(found[0].value, ast.expr) and not found[0].conditional:
-                return _spread(found[0].value, found[0].scope, depth + 1)
+            bindings = scope.find(node.id, node.lineno)
+            if len(bindings) == 1 and isinstance(bindings[0].value, ast.expr) and not bindings[0].conditional:
+                return _spread(bindings[0].value, bindings[0].scope, depth + 1)
         case ast.Call() if isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
-            pairs = [(word.arg, word.value) for word in node.keywords]
+            pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]
             if all(name for name, _ in pairs):
-                return {name: Argument(value_of(one, scope), one, scope) for name, one in pairs}
+                return {name: Argument(value_of(value, scope), value, scope) for name, value in pairs}
         case ast.Dict():
-            found = {}
+            arguments = {}
             for key, value in zip(node.keys, node.values, strict=True):
                 if key is None:
                     inner = _spread(value, scope, depth + 1)
                     if inner is None:
                         return None
-                    found |= inner
+                    arguments |= inner
                 elif isinstance(key, ast.Constant) and isinstance(key.value, str):
-                    found[key.value] = Argument(value_of(value, scope), value, scope)
+                    arguments[key.value] = Argument(value_of(value, scope), value, scope)
                 else:
                     return None
-            return found
+            return arguments
     return None

@@ -22,38 +22,37 @@ from typing import Any, ClassVar
 _REDIRECTED = "_answers_for_trl_jax"
 
 
-def redirect_trainer_methods(kind: type) -> None:
-    """Patch the methods of transformers' Trainer, `kind`, to call our trainer's method if `self` is our trainer.
+def redirect_trainer_methods(cls: type) -> None:
+    """Patch the methods of transformers' Trainer, `cls`, to call our trainer's method if `self` is our trainer.
 
     Other trainers, including TRL's, are not affected.
     """
-    if _REDIRECTED in vars(kind):
+    if _REDIRECTED in vars(cls):
         return
-    for name, method in list(vars(kind).items()):
+    for name, method in list(vars(cls).items()):
         if inspect.isfunction(method) and not name.startswith("__"):
-            setattr(kind, name, _redirecting(name, method))
-    setattr(kind, _REDIRECTED, True)
+            setattr(cls, name, _redirect(name, method))
+    setattr(cls, _REDIRECTED, True)
 
 
-def _redirecting(name: str, plain: Callable) -> Callable:
-    @functools.wraps(plain)
+def _redirect(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = [cls for cls in type(self).__mro__ if cls.__module__.partition(".")[0] == "trl_jax"]
         if not ours:
-            return plain(self, *args, **kwargs)
-        own = next((vars(cls)[name] for cls in ours if name in vars(cls)), None)
-        if own is None:
+            return original(self, *args, **kwargs)
+        override = next((vars(cls)[name] for cls in ours if name in vars(cls)), None)
+        if override is None:
             raise TypeError(refusal(name, type(self)))
-        return own(self, *args, **kwargs)
+        return override(self, *args, **kwargs)
 
     return method
 
 
-def refusal(name: str, kind: type) -> str:
-    """The error message if our trainer, of this `kind`, does not have the method of transformers' Trainer that was
-    called."""
-    instead = kind._never_called.get(name, "Leave it out, or call a method that the trainer has.")
-    return f"transformers.Trainer.{name} was called with a {kind.__name__}; trainers of trl_jax have none. {instead}"
+def refusal(name: str, cls: type) -> str:
+    """The error message for a call of a method of transformers' Trainer that our trainer class `cls` does not have."""
+    advice = cls._never_called.get(name, "Leave it out, or call a method that the trainer has.")
+    return f"transformers.Trainer.{name} was called with a {cls.__name__}; trainers of trl_jax have none. {advice}"
 
 
 # ---- transformers' callbacks without its models
@@ -114,12 +113,12 @@ def import_without_models() -> None:
 
 
 def _import_trainer_utils(utils: Any) -> None:
-    asked, utils.is_peft_available = utils.is_peft_available, lambda: False
+    is_available, utils.is_peft_available = utils.is_peft_available, lambda: False
     try:
         module = import_module("transformers.trainer_utils")
     finally:
-        utils.is_peft_available = asked
-    module.is_peft_available = asked
+        utils.is_peft_available = is_available
+    module.is_peft_available = is_available
     module.PeftMixedModel, module.PeftModel = (_Elsewhere("peft", name) for name in ("PeftMixedModel", "PeftModel"))
 
 
@@ -135,12 +134,12 @@ def _import_trackers(name: str) -> None:
 def _import_activations() -> None:
     """Import it with stand-ins for modules of torch. If another release of transformers needs the real ones, it is
     imported normally later."""
-    known = set(sys.modules)
+    loaded = set(sys.modules)
     sys.modules.update({name: _Absent(name) for name in _SHARDED})
     try:
         import_module(_ACTIVATIONS)
     except Exception:  # transformers' own errors will be raised again by the normal import
-        for name in sys.modules.keys() - known:
+        for name in sys.modules.keys() - loaded:
             if name.startswith("transformers."):
                 del sys.modules[name]
     finally:
@@ -179,8 +178,8 @@ def load_without_videos(module: ModuleType) -> None:
     if importlib.util.find_spec("torchvision") is None:
 
         def from_pretrained(name: Any, *arguments: Any, **options: Any) -> NoVideos:
-            known = inspect.signature(module.get_video_processor_config).parameters.keys() & options.keys()
-            return NoVideos(module.get_video_processor_config(name, **{key: options[key] for key in known}))
+            accepted = inspect.signature(module.get_video_processor_config).parameters.keys() & options.keys()
+            return NoVideos(module.get_video_processor_config(name, **{key: options[key] for key in accepted}))
 
         module.AutoVideoProcessor.from_pretrained = staticmethod(from_pretrained)
 
@@ -202,17 +201,17 @@ def load_pixtral_processor(module: ModuleType) -> None:
 
 def accept_no_videos(processor_mixin: type) -> None:
     """Let processors be created and saved with a `NoVideos`."""
-    plain_check, plain_dict = processor_mixin.check_argument_for_proper_class, processor_mixin.to_dict
+    original_check, original_to_dict = processor_mixin.check_argument_for_proper_class, processor_mixin.to_dict
 
-    @functools.wraps(plain_check)
+    @functools.wraps(original_check)
     def check(self: Any, argument_name: str, argument: Any) -> Any:
-        return NoVideos if isinstance(argument, NoVideos) else plain_check(self, argument_name, argument)
+        return NoVideos if isinstance(argument, NoVideos) else original_check(self, argument_name, argument)
 
-    @functools.wraps(plain_dict)
+    @functools.wraps(original_to_dict)
     def to_dict(self: Any) -> dict[str, Any]:
-        found = plain_dict(self)
-        absent = {name: value.settings for name, value in found.items() if isinstance(value, NoVideos)}
-        plain = {name: value for name, value in found.items() if name not in absent}
-        return plain | {name: settings for name, settings in absent.items() if settings}
+        attributes = original_to_dict(self)
+        absent = {name: value.settings for name, value in attributes.items() if isinstance(value, NoVideos)}
+        others = {name: value for name, value in attributes.items() if name not in absent}
+        return others | {name: settings for name, settings in absent.items() if settings}
 
     processor_mixin.check_argument_for_proper_class, processor_mixin.to_dict = check, to_dict

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from trl_jax.cli import torch_cuda
-from trl_jax.cli.main import watching_templates
+from trl_jax.cli.main import watch_chat_template
 from trl_jax.cli.transformers_patches import (
     accept_no_videos,
     import_without_models,
@@ -67,7 +67,7 @@ _PACKAGES = (
     "trl", "trl.commands", "trl.experimental", "trl.extras", "trl.scripts", "trl.trainer",
     *(f"trl.experimental.{name}" for name in EXPERIMENTAL),
 )  # fmt: skip
-_PREFER_THEIRS = {"add_response_schema"}  # ours knows fewer templates than the installed trl
+_PREFER_INSTALLED = {"add_response_schema"}  # ours knows fewer templates than the installed trl
 _TRL_VERSION = "1.16.0"  # the release of TRL whose API trl_jax has
 _IN_CHILDREN = Path(__file__).parent / "children"
 
@@ -179,10 +179,10 @@ class FrontModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__version__" and self.__name__ == "trl" and spec_of("trl") is None:
             return _TRL_VERSION
-        theirs = name.startswith("__") or (name in _PREFER_THEIRS and spec_of("trl") is not None)
-        value = _NOWHERE if theirs else self._ours(name)
-        if value is _NOWHERE:
-            value = self._theirs(name)
+        from_installed = name.startswith("__") or (name in _PREFER_INSTALLED and spec_of("trl") is not None)
+        value = _MISSING if from_installed else self._from_trl_jax(name)
+        if value is _MISSING:
+            value = self._from_installed_trl(name)
         vars(self)[name] = value
         return value
 
@@ -199,7 +199,7 @@ class FrontModule(ModuleType):
                 self.__name__, name,
             )  # fmt: skip
 
-    def _ours(self, name: str) -> Any:
+    def _from_trl_jax(self, name: str) -> Any:
         if (inner := f"{self.__name__}.{name}") in MODULES:
             return importlib.import_module(inner)
         for module in MODULES[self.__name__]:
@@ -207,15 +207,15 @@ class FrontModule(ModuleType):
             # Excludes what our module itself imports.
             if name in public_names(ours):
                 return getattr(ours, name)
-        return _NOWHERE
+        return _MISSING
 
-    def _theirs(self, name: str) -> Any:
+    def _from_installed_trl(self, name: str) -> Any:
         """The name in the installed trl, or a placeholder for a name of TRL that trl_jax does not implement."""
-        found = _NOWHERE if spec_of(self.__name__) is None else _of_real(self.__name__, name)
-        if found is _NOWHERE:  # a submodule that trl itself imported
-            found = sys.modules.get(f"{self.__name__}.{name}", _NOWHERE)
-        if found is not _NOWHERE:
-            return found
+        value = _MISSING if spec_of(self.__name__) is None else _installed_attribute(self.__name__, name)
+        if value is _MISSING:  # a submodule that trl itself imported
+            value = sys.modules.get(f"{self.__name__}.{name}", _MISSING)
+        if value is not _MISSING:
+            return value
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         from trl_jax.trainer.overrides import NEAR, check_not_experimental, placeholder
@@ -225,25 +225,25 @@ class FrontModule(ModuleType):
             return placeholder(name)
         names = sorted({n for m in MODULES[self.__name__] for n in public_names(importlib.import_module(m))})
         close = ", ".join(difflib.get_close_matches(name, names, n=3)) or "no similar name"
-        without = "" if spec_of("trl") else ", and trl is not installed"
-        raise ImportError(f"{self.__name__} has no {name} in trl_jax{without}. Closest: {close}.")
+        note = "" if spec_of("trl") else ", and trl is not installed"
+        raise ImportError(f"{self.__name__} has no {name} in trl_jax{note}. Closest: {close}.")
 
 
-def _of_real(fullname: str, name: str) -> Any:
-    if fullname.startswith(_ON_THEIR_BASES):  # executed with our bases, they would raise
+def _installed_attribute(fullname: str, name: str) -> Any:
+    if fullname.startswith(_NEED_TRL_BASES):  # executed with our bases, they would raise
         if name.startswith("__"):
-            return _NOWHERE
+            return _MISSING
         with _installed_trl():
-            return getattr(importlib.import_module(fullname), name, _NOWHERE)
+            return getattr(importlib.import_module(fullname), name, _MISSING)
     try:
         return getattr(_real(fullname), name)
     except AttributeError:
-        return _NOWHERE
+        return _MISSING
 
 
-_NOWHERE = object()
+_MISSING = object()
 # Modules of ours whose counterparts in trl derive from a trainer that we replace.
-_ON_THEIR_BASES = tuple(f"trl.experimental.{name}" for name in EXPERIMENTAL if name not in TRAINERS)
+_NEED_TRL_BASES = tuple(f"trl.experimental.{name}" for name in EXPERIMENTAL if name not in TRAINERS)
 _REAL: dict[str, ModuleType] = {}
 
 
@@ -253,10 +253,10 @@ def public_names(module: ModuleType) -> set[str]:
         return set(module.__all__)
     if "_WHERE" in vars(module):
         return set(module._WHERE)
-    return {name for name, value in vars(module).items() if not name.startswith("_") and _is_ours(value)}
+    return {name for name, value in vars(module).items() if not name.startswith("_") and _is_from_trl_jax(value)}
 
 
-def _is_ours(value: Any) -> bool:
+def _is_from_trl_jax(value: Any) -> bool:
     return isinstance(value, type | _FUNCTION) and value.__module__.partition(".")[0] == "trl_jax"
 
 
@@ -310,31 +310,31 @@ class Adjusting(Loader):
 
 
 def _accept_old_arguments(module: ModuleType) -> None:
-    kind = module.TrainingArguments
-    plain = kind.__init__
-    known = inspect.signature(plain).parameters
+    cls = module.TrainingArguments
+    original = cls.__init__
+    parameters = inspect.signature(original).parameters
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def init(self, *args: Any, **kwargs: Any) -> None:
-        kwargs, environment, notes = translate_old_names(kwargs, known)
+        kwargs, environment, notes = translate_old_names(kwargs, parameters)
         _warn(environment, notes)
-        plain(self, *args, **kwargs)
+        original(self, *args, **kwargs)
 
-    kind.__init__ = init
+    cls.__init__ = init
 
 
 def _accept_old_flags(module: ModuleType) -> None:
-    kind = module.HfArgumentParser
-    plain, plain_init = kind.parse_args_into_dataclasses, kind.__init__
+    cls = module.HfArgumentParser
+    original_parse, original_init = cls.parse_args_into_dataclasses, cls.__init__
 
-    @functools.wraps(plain_init)
+    @functools.wraps(original_init)
     def init(self, dataclass_types: Any = None, **options: Any) -> None:
         from trl_jax.scripts.utils import drop_duplicate_fields  # imports the module that is patched here
 
-        kinds = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types or ()
-        plain_init(self, drop_duplicate_fields(kinds), **options)
+        types = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types or ()
+        original_init(self, drop_duplicate_fields(types), **options)
 
-    @functools.wraps(plain)
+    @functools.wraps(original_parse)
     def parse(self, args: list[str] | None = None, *others: Any, **options: Any) -> tuple:
         from trl_jax.legacy.arguments import modern_flags
         from trl_jax.scripts.utils import allow_bare_booleans  # both import the module that is patched here
@@ -343,9 +343,9 @@ def _accept_old_flags(module: ModuleType) -> None:
         names = {action.dest for action in self._actions}
         flags, environment, notes = modern_flags(list(sys.argv[1:] if args is None else args), names)
         _warn(environment, notes)
-        return plain(self, flags, *others, **options)
+        return original_parse(self, flags, *others, **options)
 
-    kind.__init__, kind.parse_args_into_dataclasses = init, parse
+    cls.__init__, cls.parse_args_into_dataclasses = init, parse
 
 
 def _warn(environment: dict[str, str], notes: list[str]) -> None:
@@ -354,16 +354,16 @@ def _warn(environment: dict[str, str], notes: list[str]) -> None:
         warnings.warn(note, FutureWarning, stacklevel=3)
 
 
-def _arguments(module: ModuleType) -> None:
+def _patch_training_args(module: ModuleType) -> None:
     torch_cuda.patch_bf16(module)
     torch_cuda.patch_tf32(module)
     _accept_old_arguments(module)
 
 
-def _tokenizers(module: ModuleType) -> None:
+def _patch_tokenizers(module: ModuleType) -> None:
     _restore_encode_plus(module)
-    kind = module.PreTrainedTokenizerBase
-    kind.apply_chat_template = watching_templates(kind.apply_chat_template)
+    cls = module.PreTrainedTokenizerBase
+    cls.apply_chat_template = watch_chat_template(cls.apply_chat_template)
 
 
 def _restore_encode_plus(module: ModuleType) -> None:
@@ -379,13 +379,13 @@ def _restore_encode_plus(module: ModuleType) -> None:
 
 def _accept_our_adapters(module: ModuleType) -> None:
     """Make `peft.get_peft_model` accept our LoraConfig, which `trl.get_peft_config` returns."""
-    plain = module.get_peft_model
+    original = module.get_peft_model
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def get_peft_model(model: Any, peft_config: Any, *args: Any, **options: Any) -> Any:
         from trl_jax.hub.torch_objects import as_pefts  # slow to import
 
-        return plain(model, as_pefts(peft_config), *args, **options)
+        return original(model, as_pefts(peft_config), *args, **options)
 
     module.get_peft_model = get_peft_model
     if "get_peft_model" in vars(package := sys.modules.get("peft", module)):
@@ -454,8 +454,8 @@ class _StandIn(ModuleType):
                 return _Rank
             if name == "prepare_model_for_kbit_training":
                 return lambda model, *args, **options: model  # a trainer prepares the model by itself
-            where = "trl_jax.hub.auto" if "PeftModel" in name else "trl_jax.hub.peft_config"
-            return getattr(importlib.import_module(where), name)
+            module = "trl_jax.hub.auto" if "PeftModel" in name else "trl_jax.hub.peft_config"
+            return getattr(importlib.import_module(module), name)
         raise ImportError(f"{self.__name__} is not installed, and {name} is not in trl_jax. {ADVICE[self.__name__]}")
 
 
@@ -515,7 +515,7 @@ def _imported_by_script() -> bool:
         if "importlib.util" in file or file.endswith("util.py") or frame.f_back is None:
             return False
         frame = frame.f_back
-    return torch_cuda.of_script(file)
+    return torch_cuda.is_script_file(file)
 
 
 def _remember_missing() -> None:
@@ -558,9 +558,9 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.video_processing_auto": load_without_videos,
     "transformers.models.pixtral": load_pixtral_processor,
     "transformers.processing_utils": lambda module: accept_no_videos(module.ProcessorMixin),
-    "transformers.tokenization_utils_base": _tokenizers,
+    "transformers.tokenization_utils_base": _patch_tokenizers,
     "transformers.trainer": lambda module: redirect_trainer_methods(module.Trainer),
-    "transformers.training_args": _arguments,
+    "transformers.training_args": _patch_training_args,
     "transformers.utils": torch_cuda.patch_bf16,
     "transformers.utils.quantization_config": _quantize_without_torch,
 }
