@@ -100,30 +100,31 @@ def _raced(started: list[lanes.Lane], segments: int) -> list[lanes.Lane]:
                     lane.facts |= lane.pipe.recv()
             except EOFError:
                 print(f"{lane.name} ended at turn {segment}", flush=True)
-                started = [other for other in started if other is not lane]
+                started = [running for running in started if running is not lane]
     return started
 
 
 def _rows(work: str, started: list[lanes.Lane], args: Any) -> list[dict[str, Any]]:
     """The table of one work, a row per arm; ratios are computed per segment."""
-    own, segment = [lane for lane in started if lane.name.startswith(f"{work}:")], accelerator_turns.WORKS[work].segment
-    if not own:
+    arms = [lane for lane in started if lane.name.startswith(f"{work}:")]
+    segment = accelerator_turns.WORKS[work].segment
+    if not arms:
         return []
-    rates = [lanes.rates_of(lane, args.warm_up)[:-1] for lane in own]
+    rates = [lanes.rates_of(lane, args.warm_up)[:-1] for lane in arms]
     return [
         {
             "arm": lane.name,
             "ms a step": common.spread(1e3 * seconds / segment for seconds in lane.seconds[args.warm_up : -1]),
             "tokens/s": common.spread(rate),
-            "times": common.spread(mine / other for mine, other in zip(rate, rates[0], strict=True)),
+            "times": common.spread(ours / base for ours, base in zip(rate, rates[0], strict=True)),
             "MFU": median(rate) * lane.facts["flops"] / accelerator_turns.PEAK,
             "device GB": lane.facts["device GB"],
             "first step s": lane.facts["first step s"],
             "compile s": lane.facts["compile s"],
-            "loss apart": lanes.apart(own[0], lane, "loss"),
+            "loss apart": lanes.apart(arms[0], lane, "loss"),
             "losses": [round(entry["loss"], 5) for entry in lane.facts["logs"]],
         }
-        for lane, rate in zip(own, rates, strict=True)
+        for lane, rate in zip(arms, rates, strict=True)
     ]
 
 

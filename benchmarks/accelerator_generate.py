@@ -46,7 +46,7 @@ def main() -> None:
 def measured(side: str, model: Path, args: Any) -> list[dict[str, Any]]:
     import numpy as np
 
-    run, found = _SIDES[side](model, args.device), []
+    run, rows = _SIDES[side](model, args.device), []
     for count in args.completions:
         ids = np.random.default_rng(0).integers(5, 8000, (args.prompts, args.prompt)).repeat(count, axis=0)
         mask, times = np.ones_like(ids), {}
@@ -54,14 +54,14 @@ def measured(side: str, model: Path, args: Any) -> list[dict[str, Any]]:
             first, *times[new] = [_timed(run, ids, mask, new) for _ in range(1 + args.turns)]
             times[new] = median(times[new])
         step = (times[args.new] - times[1]) / max(1, args.new - 1)
-        found.append(
+        rows.append(
             {
                 "side": side, "rows": len(ids), "call s": times[args.new], "prefill s": times[1], "step ms": 1e3 * step,
                 "tokens/s": len(ids) * args.new / times[args.new], "of the limit": _limit(model, args, count) / step,
             }
         )  # fmt: skip
-        print(found[-1], flush=True)
-    return found
+        print(rows[-1], flush=True)
+    return rows
 
 
 def _timed(run: Callable, ids: Any, mask: Any, new: int) -> float:
@@ -77,8 +77,8 @@ def _options(new: int) -> dict[str, Any]:
 def _ours(model: Path, device: str) -> Callable:
     from trl_jax.hub.auto import AutoModelForCausalLM
 
-    loaded, told = AutoModelForCausalLM.from_pretrained(model), {"seed": 0, "dtype": "bfloat16"}
-    return lambda ids, mask, new: loaded.generate(input_ids=ids, attention_mask=mask, **told, **_options(new))
+    loaded, options = AutoModelForCausalLM.from_pretrained(model), {"seed": 0, "dtype": "bfloat16"}
+    return lambda ids, mask, new: loaded.generate(input_ids=ids, attention_mask=mask, **options, **_options(new))
 
 
 def _theirs(model: Path, device: str) -> Callable:
@@ -88,8 +88,8 @@ def _theirs(model: Path, device: str) -> Callable:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
 
     def run(ids, mask, new):
-        given = {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
-        return loaded.generate(**given, **_options(new)).cpu()
+        inputs = {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
+        return loaded.generate(**inputs, **_options(new)).cpu()
 
     return run
 

@@ -56,11 +56,12 @@ def build_model(folder: Path, data: Path, kind: str) -> None:
 
     texts = [row[side] for row in common.read_rows(data) for side in ("chosen", "rejected")]
     common.build_tokenizer(folder, texts, turns.VOCABULARY)
-    of = kind.removeprefix("tiny-")
-    sizes = dict(zip(_NAMES, _SIZES["tiny" if of != kind else of], strict=True), head_dim=16 if of != kind else 128)
-    groups = {"num_key_value_heads": sizes["num_attention_heads"] // (2 if of == "qwen3" else 4)}
+    model_type = kind.removeprefix("tiny-")
+    sizes = dict(zip(_NAMES, _SIZES["tiny" if kind.startswith("tiny-") else kind], strict=True))
+    sizes["head_dim"] = 16 if kind.startswith("tiny-") else 128
+    groups = {"num_key_value_heads": sizes["num_attention_heads"] // (2 if model_type == "qwen3" else 4)}
     config = AutoConfig.for_model(
-        of, **sizes, **groups, tie_word_embeddings=of == "qwen3", max_position_embeddings=8192,
+        model_type, **sizes, **groups, tie_word_embeddings=model_type == "qwen3", max_position_embeddings=8192,
         pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -131,16 +132,16 @@ def _sft(package: Any, work: Work, model: Path, options: Any, config: dict, kind
 
 
 def _lora(package: Any, work: Work, model: Path, options: Any, config: dict) -> Any:
-    asked = package.ModelConfig(use_peft=True, lora_target_modules="all-linear", lora_r=16, lora_dropout=0.0)
+    arguments = package.ModelConfig(use_peft=True, lora_target_modules="all-linear", lora_r=16, lora_dropout=0.0)
     config = config | {"model_init_kwargs": {"dtype": "bfloat16"}}
-    return _sft(package, work, model, options, config, "control", peft_config=package.get_peft_config(asked))
+    return _sft(package, work, model, options, config, "control", peft_config=package.get_peft_config(arguments))
 
 
 def _reward(package: Any, work: Work, model: Path, options: Any, config: dict) -> Any:
     config = config | {"train_sampling_strategy": "sequential", "max_length": 1024}
     count = config["max_steps"] * work.batch
-    told = {"kind": "real", "data": options.data, "pairs": count, "length": 0, "batch": work.batch, "grouped": False}
-    rows = turns.dataset(model, config, **told)
+    size = {"pairs": count, "length": 0, "batch": work.batch}
+    rows = turns.dataset(model, config, kind="real", data=options.data, grouped=False, **size)
     return package.RewardTrainer(model=str(model), args=package.RewardConfig(**config), train_dataset=rows)
 
 

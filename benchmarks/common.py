@@ -167,7 +167,7 @@ def build_llama(
     import numpy as np
     from safetensors.numpy import save_file
 
-    dice, kind = np.random.default_rng(0), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    rng, weight_dtype = np.random.default_rng(0), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     inner, keys = inner or 3 * width, width // group
     shapes = {"self_attn.q_proj": (width, width), "self_attn.o_proj": (width, width)}
     shapes |= {"self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width)}
@@ -179,7 +179,7 @@ def build_llama(
         weights |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
         weights |= {f"model.layers.{layer}.{name}.weight": None for name in norms}
     tensors = {
-        name: np.ones(width, kind) if shape is None else dice.normal(0, 0.02, shape).astype(kind)
+        name: np.ones(width, weight_dtype) if shape is None else rng.normal(0, 0.02, shape).astype(weight_dtype)
         for name, shape in weights.items()
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -67,16 +67,16 @@ def talk(work: Work, generate: Callable[[list[list[int]], int], list[list[int]]]
     """Hold the conversations; `generate` returns the next turn of each text, `completions` of each prompt at first."""
     import numpy as np
 
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
-    def drawn(count: int) -> list[int]:
-        return dice.integers(5, MODELS[work.model]["vocab_size"], count).tolist()
+    def random_tokens(count: int) -> list[int]:
+        return rng.integers(5, MODELS[work.model]["vocab_size"], count).tolist()
 
-    prompts = [drawn(work.longest) for _ in range(work.prompts)]
+    prompts = [random_tokens(work.longest) for _ in range(work.prompts)]
     texts = [list(prompt) for prompt in prompts for _ in range(work.completions)]
     for turn in range(work.turns):
-        made = generate(texts if turn else prompts, 1 if turn else work.completions)
-        texts = [text + own + drawn(work.answer) for text, own in zip(texts, made, strict=True)]
+        answers = generate(texts if turn else prompts, 1 if turn else work.completions)
+        texts = [text + answer + random_tokens(work.answer) for text, answer in zip(texts, answers, strict=True)]
     return texts
 
 
@@ -110,8 +110,8 @@ def theirs(folder: Path, work: Work) -> Callable[[int], Any]:
 
     def generate(texts: list[list[int]], group: int) -> list[list[int]]:
         ids = torch.tensor(texts).repeat_interleave(group, dim=0)
-        found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-        return found[:, ids.shape[1] :].tolist()
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+        return output[:, ids.shape[1] :].tolist()
 
     def run(turns: int) -> list[list[int]]:
         torch.manual_seed(SEED)
@@ -141,7 +141,7 @@ def race(folder: Path, work: Work, rounds: int, sides: Sequence[str]) -> list[di
         {
             "side": side,
             "later turns s": common.spread(later[side]),
-            "times": common.spread(other / own for other, own in zip(baseline, later[side], strict=True)),
+            "times": common.spread(base / ours for base, ours in zip(baseline, later[side], strict=True)),
             "first turn s": common.spread(times[side, "first"]),
             "warm-up s": cold[side, "whole"],
             "equal rows": f"{sum(map(list.__eq__, base, texts[side, 'whole']))} of {len(base)}",

@@ -49,17 +49,17 @@ def _apart(case: str, kind: str, args: Any, scratch: Path) -> list[dict[str, Any
     if not folder.exists():
         tiny.tiny_model(folder, args.model_type, head=head, num_hidden_layers=2)
     base = _run(trainer, case, folder, scratch, args.steps, kind, LAYOUTS[0], use_cpu=True)
-    found = []
+    rows = []
     for layout in args.layouts:
         name = {"case": case, "kind": kind, "layout": layout}
         try:
             run = _run(trainer, case, folder, scratch, args.steps, kind, layout, use_cpu=False)
-            found.append(name | _gaps(run, base))
+            rows.append(name | _gaps(run, base))
         except Exception as error:
             traceback.print_exc()
             unknown = dict.fromkeys(("loss", "grad_norm", "weights"), float("nan"))
-            found.append(name | unknown | {"failed": f"{type(error).__name__}: {error}"[:200]})
-    return found
+            rows.append(name | unknown | {"failed": f"{type(error).__name__}: {error}"[:200]})
+    return rows
 
 
 def _run(trainer, case, folder, scratch, steps, kind, layout, *, use_cpu):

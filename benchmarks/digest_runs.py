@@ -164,5 +164,5 @@ def _weights(folder: Path) -> dict[str, np.ndarray]:
 
 def _summary(tensor: np.ndarray) -> dict:
     digest = hashlib.sha256(f"{tensor.dtype} {tensor.shape}".encode() + tensor.tobytes()).hexdigest()[:16]
-    places = np.linspace(0, tensor.size - 1, SAMPLES).astype(int)
-    return {"sha256": digest, "samples": tensor.reshape(-1)[places].astype(float).tolist()}
+    indices = np.linspace(0, tensor.size - 1, SAMPLES).astype(int)
+    return {"sha256": digest, "samples": tensor.reshape(-1)[indices].astype(float).tolist()}

@@ -28,41 +28,41 @@ EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 
 def differences(ours: dict, theirs: dict) -> str | None:
     """A description of the differences of two results; None if they are equal. NaN equals NaN."""
-    said = [*_log_differences(ours["logs"], theirs["logs"]), *_tensor_differences(ours["tensors"], theirs["tensors"])]
-    return "; ".join(said) or None
+    logs = _log_differences(ours["logs"], theirs["logs"])
+    return "; ".join([*logs, *_tensor_differences(ours["tensors"], theirs["tensors"])]) or None
 
 
 def _log_differences(ours: list[dict], theirs: list[dict]) -> Iterator[str]:
     if len(ours) != len(theirs):
         yield f"{len(ours)} log entries, were {len(theirs)}"
     pairs = list(zip(ours, theirs, strict=False))
-    found = [
-        f"first in log entry {number}, {key}: {mine.get(key)!r}, was {other.get(key)!r}"
-        for number, (mine, other) in enumerate(pairs)
-        for key in dict.fromkeys([*other, *mine])
-        if repr(mine.get(key)) != repr(other.get(key))
+    messages = [
+        f"first in log entry {number}, {key}: {our_entry.get(key)!r}, was {their_entry.get(key)!r}"
+        for number, (our_entry, their_entry) in enumerate(pairs)
+        for key in dict.fromkeys([*their_entry, *our_entry])
+        if repr(our_entry.get(key)) != repr(their_entry.get(key))
     ]
-    if found:
-        both = [(mine, other, key) for mine, other in pairs for key in mine.keys() & other.keys() if "loss" in key]
-        gap = _distance([mine[key] for mine, _, key in both], [other[key] for _, other, key in both])
-        yield f"{found[0]}; {len(found)} figures in all, losses up to {gap:.3g} apart"
+    if messages:
+        losses = [(a[key], b[key]) for a, b in pairs for key in a.keys() & b.keys() if "loss" in key]
+        gap = _distance([a for a, _ in losses], [b for _, b in losses])
+        yield f"{messages[0]}; {len(messages)} figures in all, losses up to {gap:.3g} apart"
 
 
 def _tensor_differences(ours: dict, theirs: dict) -> Iterator[str]:
     if ours.keys() != theirs.keys():
         yield f"tensors on one side only: {sorted(ours.keys() ^ theirs.keys())}"
-    apart = {
+    distances = {
         name: _distance(ours[name]["samples"], theirs[name]["samples"])
         for name in sorted(ours.keys() & theirs.keys())
         if ours[name]["sha256"] != theirs[name]["sha256"]
     }
-    if apart:
-        worst = max(apart, key=apart.get)
-        yield f"{len(apart)} of {len(ours)} tensors, samples up to {apart[worst]:.3g} apart, in {worst}"
+    if distances:
+        worst = max(distances, key=distances.get)
+        yield f"{len(distances)} of {len(ours)} tensors, samples up to {distances[worst]:.3g} apart, in {worst}"
 
 
 def _distance(ours: list[float], theirs: list[float]) -> float:
-    gaps = (abs(mine - other) for mine, other in zip(ours, theirs, strict=True) if repr(mine) != repr(other))
+    gaps = (abs(a - b) for a, b in zip(ours, theirs, strict=True) if repr(a) != repr(b))
     return max((math.inf if math.isnan(gap) else gap for gap in gaps), default=0.0)
 
 
@@ -90,22 +90,22 @@ def main() -> None:
     mode.add_argument("--compare", type=Path, help="file of results to compare with")
     options.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=", ".join(RUNS))
     args = options.parse_args()
-    known = {} if args.compare is None else json.loads(args.compare.read_text(encoding="utf-8"))
+    recorded = {} if args.compare is None else json.loads(args.compare.read_text(encoding="utf-8"))
     results, bad = {}, 0
     for name, result in _results(args.only):
         results[name] = result
-        said = "FAILED" if result is None else "done" if args.write else _verdict(result, known.get(name))
-        bad += said not in ("same", "done")
-        print(f"{name}: {said}", flush=True)
+        verdict = "FAILED" if result is None else "done" if args.write else _verdict(result, recorded.get(name))
+        bad += verdict not in ("same", "done")
+        print(f"{name}: {verdict}", flush=True)
     if args.write and not bad:
         args.write.write_text(json.dumps(results) + "\n", encoding="utf-8")
     if bad:
         raise SystemExit(f"{bad} of {len(results)} runs " + ("failed, nothing written" if args.write else "differ"))
 
 
-def _verdict(result: dict, known: dict | None) -> str:
-    found = "the file has no such run" if known is None else differences(result, known)
-    return "same" if found is None else f"DIFFERENT: {found}"
+def _verdict(result: dict, recorded: dict | None) -> str:
+    difference = "the file has no such run" if recorded is None else differences(result, recorded)
+    return "same" if difference is None else f"DIFFERENT: {difference}"
 
 
 if __name__ == "__main__":

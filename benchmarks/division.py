@@ -38,15 +38,15 @@ def row(folder: Path, mesh: str) -> dict[str, float]:
     tx = trainer.parts.training.build_optimizer()
     state = trainer.parts.train_step.new_optimizer_state(tx)
     step = trainer.parts.train_step.compiled(tx, remat=True).lower(params, state, arrays, np.float32(0), None).compile()
-    told = step.memory_analysis()
-    found = {"weights": _held(params), "moments": _held(state)}
-    found["gradients"] = _gradients(trainer).lower(params, arrays).compile().memory_analysis().output_size_in_bytes
-    found |= {"arguments": told.argument_size_in_bytes, "beside them": told.temp_size_in_bytes}
-    found |= dict.fromkeys(KINDS.values(), 0)
+    memory = step.memory_analysis()
+    sizes = {"weights": _held(params), "moments": _held(state)}
+    sizes["gradients"] = _gradients(trainer).lower(params, arrays).compile().memory_analysis().output_size_in_bytes
+    sizes |= {"arguments": memory.argument_size_in_bytes, "beside them": memory.temp_size_in_bytes}
+    sizes |= dict.fromkeys(KINDS.values(), 0)
     for collective in cost(step.as_text()).collectives:
-        found[KINDS[collective.kind]] += collective.bytes
+        sizes[KINDS[collective.kind]] += collective.bytes
     jax.clear_caches()
-    return found
+    return sizes
 
 
 def _trainer(folder: Path, mesh: str) -> Any:
@@ -56,10 +56,10 @@ def _trainer(folder: Path, mesh: str) -> Any:
     from trl_jax.trainer.reward_config import RewardConfig
     from trl_jax.trainer.reward_trainer import RewardTrainer
 
-    said, shards = words(mesh)
+    arguments, shards = words(mesh)
     rows = [{"chosen_ids": [5, 6, 7, 1], "rejected_ids": [5, 8, 1]}] * 8
     config = {"use_cpu": True, "report_to": "none", "per_device_train_batch_size": 8 // shards, "bf16": False}
-    args = RewardConfig(str(folder / "out"), **config, **said)
+    args = RewardConfig(str(folder / "out"), **config, **arguments)
     return RewardTrainer(str(folder), args, train_dataset=Dataset.from_list(rows))
 
 
@@ -84,11 +84,11 @@ def _gradients(trainer: Any) -> Any:
         gradients = partial(_accumulate, jax.value_and_grad(loss, has_aux=True))
         return jax.jit(lambda params, batch: gradients(params, {}, batch, None)[1])
     shapes = trainer.model.params
-    places = trainer.sharding_plan.gradients(shapes)
+    shardings = trainer.sharding_plan.gradients(shapes)
     gradients = trainer.parts.train_step.sharded_step.gradients(_accumulate, loss)
     return jax.jit(
         lambda params, batch: gradients(params, {}, batch, None)[1],
-        out_shardings={path: places[path] for path in shapes},
+        out_shardings={path: shardings[path] for path in shapes},
     )
 
 
@@ -104,14 +104,14 @@ def main() -> None:
     from compat_tests import tiny
 
     eight_devices()
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         common.build_llama(folder, layers=args.layers, width=args.width, vocab_size=8192)
         tiny.tiny_tokenizer(folder)
         print(f"| MB a device | {' | '.join(COLUMNS)} |\n|{' --- |' * (1 + len(COLUMNS))}")
         for mesh in args.meshes:
-            found = row(folder, mesh)
-            print(f"| {mesh} | {' | '.join(f'{found[name] / 1e6:.1f}' for name in COLUMNS)} |", flush=True)
+            sizes = row(folder, mesh)
+            print(f"| {mesh} | {' | '.join(f'{sizes[name] / 1e6:.1f}' for name in COLUMNS)} |", flush=True)
 
 
 if __name__ == "__main__":

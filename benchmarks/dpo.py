@@ -36,8 +36,8 @@ def main() -> None:
         for trainer in args.trainers:
             for kind in args.kinds:
                 print(f"{trainer}, {kind}: {args.batch} rows a step, {args.steps} steps measured", flush=True)
-                found = report[f"{trainer}, {kind}"] = _raced(args, trainer, kind, model, Path(folder))
-                common.show(found)
+                rows = report[f"{trainer}, {kind}"] = _raced(args, trainer, kind, model, Path(folder))
+                common.show(rows)
     common.write_json(args.json, report)
 
 

@@ -39,19 +39,19 @@ def race(folder: Path, args: Any, remat: bool) -> list[dict[str, Any]]:
     from trl_jax.hub.config import read_native_config
     from trl_jax.hub.native_backend import load_native
 
-    made = {
+    engines = {
         "native": load_native(read_native_config(folder), dtype="float32", seed=0),
         "exported": load_exported(folder, dtype="float32", seed=0, head="score")[:2],
     }
     steps, ready = {}, {}
-    for name, (params, backend) in made.items():
+    for name, (params, backend) in engines.items():
         start = time.perf_counter()
         steps[name] = partial(step(backend.graph, args, remat), params)
         run(steps[name])
         ready[name] = time.perf_counter() - start
-    seconds: dict[str, list[float]] = {name: [] for name in made}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(args.rounds):
-        for name in sorted(made, reverse=turn % 2 == 0):
+        for name in sorted(engines, reverse=turn % 2 == 0):
             seconds[name].append(run(steps[name]))
     return [
         {

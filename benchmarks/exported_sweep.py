@@ -36,11 +36,11 @@ def measure(model_type: str) -> dict[str, Any]:
     row: dict[str, Any] = {"type": model_type, "ok": False}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            apart = compare(configs.build(Path(folder), model_type))
+            gaps = compare(configs.build(Path(folder), model_type))
         except Exception as error:  # continue with the next type
             return row | {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-    row |= {"ok": apart.scores < 1e-5 and apart.gradients < 1e-4, "scores": float(apart.scores)}
-    return row | {"gradients": apart.gradients, "at": apart.parameter, "seconds": time.perf_counter() - start}
+    row |= {"ok": gaps.scores < 1e-5 and gaps.gradients < 1e-4, "scores": float(gaps.scores)}
+    return row | {"gradients": gaps.gradients, "at": gaps.parameter, "seconds": time.perf_counter() - start}
 
 
 if __name__ == "__main__":

@@ -17,24 +17,24 @@ def unnoticed(folder: Path, flips: int, seed: int) -> tuple[list[str], int]:
 
     Files are drawn uniformly, so that small files are covered as well.
     """
-    dice, missed = random.Random(seed), []
+    rng, missed = random.Random(seed), []
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for _ in range(flips):
-        path = dice.choice(files)
-        whole = path.read_bytes()
-        byte, bit = dice.randrange(len(whole)), dice.randrange(8)
-        flipped = bytearray(whole)
+        path = rng.choice(files)
+        content = path.read_bytes()
+        byte, bit = rng.randrange(len(content)), rng.randrange(8)
+        flipped = bytearray(content)
         flipped[byte] ^= 1 << bit
         path.write_bytes(flipped)
         try:
             verify(folder)
         except BrokenCheckpoint as error:
-            told = str(error).startswith(f"{path} ")
+            reported = str(error).startswith(f"{path} ")
         else:
-            told = False
-        if not told:
+            reported = False
+        if not reported:
             missed.append(f"{path.relative_to(folder)}: {byte}, {bit}")
-        path.write_bytes(whole)
+        path.write_bytes(content)
     verify(folder)
     return missed, len(files)
 
@@ -51,13 +51,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as base:
         model = tiny_model(Path(base) / "model", "llama", **FACTS, tokenizer={"chat_template": True})
         args = RewardConfig(f"{base}/run", **(CONFIG | {"max_steps": 2, "eval_strategy": "no"}))
         RewardTrainer(str(model), args, train_dataset=Dataset.from_list(preference_rows(8))).train()
-        missed, files = unnoticed(Path(base, "run", "checkpoint-2"), given.flips, given.seed)
-    print(json.dumps({"flips": given.flips, "files": files, "unnoticed": missed}))
+        missed, files = unnoticed(Path(base, "run", "checkpoint-2"), options.flips, options.seed)
+    print(json.dumps({"flips": options.flips, "files": files, "unnoticed": missed}))
 
 
 if __name__ == "__main__":

@@ -65,13 +65,13 @@ def read_only(folder: Path) -> None:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as base:
-        one = size_of_one(Path(base))
+        pages_of_one = size_of_one(Path(base))
         folder = Path(base, "disk")
         folder.mkdir()
-        told = [full(folder, pages) for pages in range(one + 4, 2 * one + 20)]
+        outcomes = [full(folder, pages) for pages in range(pages_of_one + 4, 2 * pages_of_one + 20)]
         read_only(folder)
-    assert told == sorted(told), "a larger disk failed where a smaller one did not"
-    print(json.dumps({what: told.count(what) for what in ("refused", "saved")} | {"read-only": "refused"}))
+    assert outcomes == sorted(outcomes), "a larger disk failed where a smaller one did not"
+    print(json.dumps({what: outcomes.count(what) for what in ("refused", "saved")} | {"read-only": "refused"}))
 
 
 if __name__ == "__main__":

@@ -27,57 +27,57 @@ EPS = 1e-8  # default of adam_epsilon
 DRIFTS = {"rewards": "rewards less mean", "weights": "weights but gauge", "predictions": "predictions less mean"}
 
 
-def gaps(mine, other) -> dict[str, float]:
+def gaps(ours, theirs) -> dict[str, float]:
     """The largest gaps over all steps, of the weights, and of evaluation and predictions if both runs have them."""
-    every = worst(steps_of(mine.logs), steps_of(other.logs))
-    assert not [key for key in ("num_tokens", "step", "learning_rate", "epoch") if every[key]], every
-    found = {key: every[key] for key in ("loss", "grad_norm", "margin")}
-    found["rewards"] = max(every[key] for key in LEVELS)
-    found["rewards less mean"] = max(
-        abs(_spread(ours, key) - _spread(theirs, key))
-        for ours, theirs in zip(steps_of(mine.logs), steps_of(other.logs), strict=True)
+    largest = worst(steps_of(ours.logs), steps_of(theirs.logs))
+    assert not [key for key in ("num_tokens", "step", "learning_rate", "epoch") if largest[key]], largest
+    result = {key: largest[key] for key in ("loss", "grad_norm", "margin")}
+    result["rewards"] = max(largest[key] for key in LEVELS)
+    result["rewards less mean"] = max(
+        abs(_spread(our_step, key) - _spread(their_step, key))
+        for our_step, their_step in zip(steps_of(ours.logs), steps_of(theirs.logs), strict=True)
         for key in LEVELS
     )
-    assert mine.weights.keys() == other.weights.keys(), sorted(mine.weights.keys() ^ other.weights.keys())
-    found["weights"] = max(float(_gap(mine, other, name).max()) for name in other.weights)
-    found["weights but gauge"] = max(float(_gap(mine, other, name, GAUGE).max()) for name in other.weights)
-    if mine.predictions is None or other.predictions is None:
-        return found
-    theirs = timeless(other.evaluate_metrics)
-    levels = [f"eval_{key}" for key in LEVELS]
-    found["evaluation"] = max(abs(mine.evaluate_metrics[key] - theirs[key]) for key in theirs if key not in levels)
-    predicted = mine.predictions - other.predictions
-    found["predictions"] = float(np.abs(predicted).max())
-    found["predictions less mean"] = float(np.abs(predicted - predicted.mean()).max())
-    return found
+    assert ours.weights.keys() == theirs.weights.keys(), sorted(ours.weights.keys() ^ theirs.weights.keys())
+    result["weights"] = max(float(_gap(ours, theirs, name).max()) for name in theirs.weights)
+    result["weights but gauge"] = max(float(_gap(ours, theirs, name, GAUGE).max()) for name in theirs.weights)
+    if ours.predictions is None or theirs.predictions is None:
+        return result
+    our_metrics, their_metrics = ours.evaluate_metrics, timeless(theirs.evaluate_metrics)
+    compared = their_metrics.keys() - {f"eval_{key}" for key in LEVELS}
+    result["evaluation"] = max(abs(our_metrics[key] - their_metrics[key]) for key in compared)
+    predicted = ours.predictions - theirs.predictions
+    result["predictions"] = float(np.abs(predicted).max())
+    result["predictions less mean"] = float(np.abs(predicted - predicted.mean()).max())
+    return result
 
 
 def beyond(
-    found: dict[str, float], mine, other, gradients: Callable[[], dict[str, np.ndarray]]
+    result: dict[str, float], ours, theirs, gradients: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, list[str]]:
     """The gaps that exceed the parity tolerances: names of numbers, and tensors with the number of such elements. If
     the model has gauge biases, gaps that these can cause are excluded. Tensors whose exceeding elements all have an
     exact first gradient below Adam's eps are listed separately; `gradients` is only called if a weight exceeds its
     tolerance."""
-    drifting = any(GAUGE.search(name) or name.endswith(FUSED) for name in other.weights)
-    left = [key for key in found if key not in (DRIFTS if drifting else DRIFTS.values()) and key not in WEIGHTS]
-    past = [key for key in left if not found[key] <= (Marks.loss if key == "loss" else Marks.rewards)]
-    over = {name: ~(_gap(mine, other, name, GAUGE) <= Marks.rewards) for name in other.weights}
-    over = {name: elements for name, elements in over.items() if elements.any()}
-    exact, slight = gradients() if over else {}, []
-    for name, elements in over.items():
-        said = f"{name} ({elements.sum()} of {elements.size}"
+    drifting = any(GAUGE.search(name) or name.endswith(FUSED) for name in theirs.weights)
+    compared = [key for key in result if key not in (DRIFTS if drifting else DRIFTS.values()) and key not in WEIGHTS]
+    exceeding = [key for key in compared if not result[key] <= (Marks.loss if key == "loss" else Marks.rewards)]
+    elements_beyond = {name: ~(_gap(ours, theirs, name, GAUGE) <= Marks.rewards) for name in theirs.weights}
+    elements_beyond = {name: elements for name, elements in elements_beyond.items() if elements.any()}
+    exact, slight = gradients() if elements_beyond else {}, []
+    for name, elements in elements_beyond.items():
+        text = f"{name} ({elements.sum()} of {elements.size}"
         largest = np.abs(exact[name][elements]).max() if name in exact else np.inf
-        (slight if largest < EPS else past).append(f"{said}, whose first gradient is up to {largest:.1e})")
-    return {"beyond": past, "below eps": slight}
+        (slight if largest < EPS else exceeding).append(f"{text}, whose first gradient is up to {largest:.1e})")
+    return {"beyond": exceeding, "below eps": slight}
 
 
 def _spread(log: dict, key: str) -> float:
     return log[key] - log["mean_reward"]
 
 
-def _gap(mine, other, name: str, gauge: re.Pattern | None = None) -> np.ndarray:
-    gap = np.abs(mine.weights[name] - other.weights[name])
+def _gap(ours, theirs, name: str, gauge: re.Pattern | None = None) -> np.ndarray:
+    gap = np.abs(ours.weights[name] - theirs.weights[name])
     if gauge is not None and gauge.search(name):
         return np.zeros_like(gap)
     if gauge is not None and name.endswith(FUSED):

@@ -57,12 +57,12 @@ def main() -> None:
         common.build_llama(folder, **MODELS[args.model])
         weights, speed = (folder / "model.safetensors").stat().st_size, common.in_child(bandwidth, folder)
         for work in works:
-            own = common.in_child(race, folder, work, args.turns)
-            for row in own:
+            measured = common.in_child(race, folder, work, args.turns)
+            for row in measured:
                 row["limit tokens/s"] = limit(work, weights, speed)
                 row["peak MB"] = common.in_child(peak, row["side"], folder, work)
-            rows += own
-            common.show(own)
+            rows += measured
+            common.show(measured)
     if args.axis:
         common.show(rows)
     common.write_json(args.json, {"rows": rows, "options": vars(args)})
@@ -141,8 +141,8 @@ def race(folder: Path, work: Work, turns: int) -> list[dict[str, Any]]:
 
 
 def _row(side: str, work: Work, cold: float, whole: dict, prefill: dict, equal: int) -> dict[str, Any]:
-    def step(other: str) -> float:
-        return (median(whole[other]) - median(prefill[other])) / max(1, work.new - 1) * 1e3
+    def step(arm: str) -> float:
+        return (median(whole[arm]) - median(prefill[arm])) / max(1, work.new - 1) * 1e3
 
     shapes = _compiled() if side == "trl_jax" else None
     return {

@@ -46,31 +46,31 @@ def main() -> None:
     options.add_argument("--runs", type=int, nargs="+", help="numbers of the runs, from 0 on; unset, all of them")
     args = options.parse_args()
     common.prepare(args.cpus)
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(len(RUNS)) if args.runs is None else args.runs:
-            found.append(_compiled(RUNS[number], args.topology, Path(scratch)))
-            print(found[-1], flush=True)
-    common.show(found)
-    common.write_json(args.json, {"options": vars(args), "rows": found})
-    sys.exit(any(row["failed"] for row in found))
+            rows.append(_compiled(RUNS[number], args.topology, Path(scratch)))
+            print(rows[-1], flush=True)
+    common.show(rows)
+    common.write_json(args.json, {"options": vars(args), "rows": rows})
+    sys.exit(any(row["failed"] for row in rows))
 
 
 def _compiled(run: tuple[str, str, str, str], topology: str, scratch: Path) -> dict[str, Any]:
-    trainer, family, mesh, further = run
+    trainer, family, mesh, flags = run
     folder, start = _model(scratch, family, trainer == "reward"), time.perf_counter()
     command = [sys.executable, "-m", "trl_jax.cli.main", "plan", "--trainer", trainer, "--topology", topology]
     command += ["--model_name_or_path", str(folder), "--mesh_shape", mesh, "--bf16", "true", "--suggestions", "false"]
-    command += [*SHAPES.get(trainer, USUAL).split(), *further.split()]
+    command += [*SHAPES.get(trainer, USUAL).split(), *flags.split()]
     if trainer == "distillation":
         command += ["--teacher_model_name_or_path", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    told = [line for line in done.stdout.splitlines() if line.startswith("It ")]
-    said = (done.stderr.strip() or done.stdout).splitlines()
-    failed = done.returncode != 0 or not told
+    process = subprocess.run(command, capture_output=True, text=True)
+    verdicts = [line for line in process.stdout.splitlines() if line.startswith("It ")]
+    output = (process.stderr.strip() or process.stdout).splitlines()
+    failed = process.returncode != 0 or not verdicts
     return {
-        "trainer": trainer, "family": family, "mesh": mesh, "flags": further, "s": time.perf_counter() - start,
-        "told": told[-1] if told else "", "failed": said[-1] if failed else "",
+        "trainer": trainer, "family": family, "mesh": mesh, "flags": flags, "s": time.perf_counter() - start,
+        "told": verdicts[-1] if verdicts else "", "failed": output[-1] if failed else "",
     }  # fmt: skip
 
 

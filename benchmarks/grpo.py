@@ -40,9 +40,9 @@ def main() -> None:
             work = (side, args.trainer, folder, args.prompt, config, args.segment, stop)
             started.append(lanes.start(name, take, *work))
         lanes.race(started, stop // args.segment)
-        found = lanes.table(started, args)
-    common.show(found)
-    common.write_json(args.json, {"options": vars(args), "rows": found})
+        rows = lanes.table(started, args)
+    common.show(rows)
+    common.write_json(args.json, {"options": vars(args), "rows": rows})
 
 
 def _arguments() -> Any:
@@ -71,16 +71,16 @@ def _config(name: str, args: Any, folder: Path) -> dict[str, Any]:
 
 
 def take(
-    pipe: Connection, side: str, kind: str, folder: Path, length: int, config: dict, segment: int, stop: int
+    pipe: Connection, side: str, trainer_name: str, folder: Path, length: int, config: dict, segment: int, stop: int
 ) -> None:
     """Build the trainer, report it, then train as `turns.train` does."""
     package = turns.package_of(side)
     compiling = turns.count_compilation() if side == "trl_jax" else []
     count = config["max_steps"] * config["per_device_train_batch_size"] // config.get("num_generations", 1)
-    learned = {"reward_funcs": variety} if kind == "GRPO" else {"teacher_model": str(folder / "teacher")}
-    trainer = getattr(package, f"{kind}Trainer")(
+    learned = {"reward_funcs": variety} if trainer_name == "GRPO" else {"teacher_model": str(folder / "teacher")}
+    trainer = getattr(package, f"{trainer_name}Trainer")(
         model=str(folder / "model"),
-        args=getattr(package, f"{kind}Config")(**config),
+        args=getattr(package, f"{trainer_name}Config")(**config),
         train_dataset=prompts(count, length),
         **learned,
     )
@@ -91,8 +91,8 @@ def prompts(count: int, length: int) -> Any:
     import numpy as np
     from datasets import Dataset
 
-    drawn = np.random.default_rng(0).choice(list("abcdefghijklmnopqrstuvwxyz"), (count, length))
-    return Dataset.from_list([{"prompt": "".join(letters)} for letters in drawn])
+    letters = np.random.default_rng(0).choice(list("abcdefghijklmnopqrstuvwxyz"), (count, length))
+    return Dataset.from_list([{"prompt": "".join(row)} for row in letters])
 
 
 def variety(completion_ids: list[list[int]], **columns: Any) -> list[float]:

@@ -33,20 +33,20 @@ def main() -> None:
     common.prepare(args.cpus)
     for statement in STATEMENTS:  # warm the disk cache
         probe(statement)
-    found: dict[str, list] = {statement: [] for statement in STATEMENTS}
+    measured: dict[str, list] = {statement: [] for statement in STATEMENTS}
     for _ in range(args.rounds):
         for statement in STATEMENTS:
-            found[statement].append(probe(statement))
+            measured[statement].append(probe(statement))
     rows = [
         {
             "statement": statement,
             "median s (least to most)": common.spread(seconds for seconds, _ in times),
             "loads": " ".join(times[0][1]) or "none of them",
         }
-        for statement, times in found.items()
+        for statement, times in measured.items()
     ]
     common.show(rows)
-    common.write_json(args.json, found)
+    common.write_json(args.json, measured)
 
 
 def probe(statement: str) -> tuple[float, list[str]]:

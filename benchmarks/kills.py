@@ -149,20 +149,20 @@ def forked(trainer: str, folder: Path, out: Path, kill_after: float | None) -> t
             os._exit(code)
     os.close(write)
     os.read(read, 1)
-    begun = time.time()
+    start = time.time()
     if kill_after is not None:
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
-    said = b""
+    written = b""
     while part := os.read(read, 4096):  # until the child exits
-        said += part
+        written += part
     os.close(read)
     _, status = os.waitpid(child, 0)
     if kill_after is None and status:
         raise SystemExit(f"a run failed with status {status}")
-    text = said.decode()
+    text = written.decode()
     doing = {name for letter, name in DOING.items() if text.count(letter.upper()) > text.count(letter)}
-    return time.time() - begun, doing or {"training" if os.WIFSIGNALED(status) else "done"}
+    return time.time() - start, doing or {"training" if os.WIFSIGNALED(status) else "done"}
 
 
 def outcome(out: Path) -> dict[str, bytes]:
@@ -180,31 +180,31 @@ def main() -> None:
     parser.add_argument("--trainer", choices=sorted(MODELS), default="reward")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    base, dice, killed, doing = Path(tempfile.mkdtemp()), random.Random(given.seed), 0, Counter()
+    options = parser.parse_args()
+    base, rng, killed, doing = Path(tempfile.mkdtemp()), random.Random(options.seed), 0, Counter()
     model = base / "model"
     if os.fork() == 0:  # torch builds the model; its threads must not run in a process that forks
-        tiny.tiny_model(model, "llama", **MODELS[given.trainer])
+        tiny.tiny_model(model, "llama", **MODELS[options.trainer])
         os._exit(0)
     os.wait()
-    server = served(model) if given.trainer == "server" else None
-    length, _ = forked(given.trainer, model, base / "whole", None)
-    if given.kills > 5:  # measure the length with a warm compilation cache
-        length, _ = forked(given.trainer, model, base / "warm", None)
+    server = served(model) if options.trainer == "server" else None
+    length, _ = forked(options.trainer, model, base / "whole", None)
+    if options.kills > 5:  # measure the length with a warm compilation cache
+        length, _ = forked(options.trainer, model, base / "warm", None)
     else:
         length /= 3
-    wanted = outcome(base / "whole")
-    while killed < given.kills:
+    expected = outcome(base / "whole")
+    while killed < options.kills:
         out = base / f"run-{killed}"
-        for _ in range(min(dice.choice((1, 1, 2)), given.kills - killed)):
-            while (found := forked(given.trainer, model, out, dice.uniform(0, length))[1]) == {"done"}:
+        for _ in range(min(rng.choice((1, 1, 2)), options.kills - killed)):
+            while (doing_now := forked(options.trainer, model, out, rng.uniform(0, length))[1]) == {"done"}:
                 shutil.rmtree(out)  # it finished before it was killed
-            doing.update(found)
+            doing.update(doing_now)
             killed += 1
-        forked(given.trainer, model, out, None)
-        different = [name for name, content in outcome(out).items() if wanted.get(name) != content]
-        if different or len(outcome(out)) != len(wanted):
-            raise SystemExit(f"after kill {killed} (seed {given.seed}): {different} differ in {out}")
+        forked(options.trainer, model, out, None)
+        different = [name for name, content in outcome(out).items() if expected.get(name) != content]
+        if different or len(outcome(out)) != len(expected):
+            raise SystemExit(f"after kill {killed} (seed {options.seed}): {different} differ in {out}")
         shutil.rmtree(out)
     if server is not None:
         os.kill(server, signal.SIGKILL)

@@ -43,19 +43,19 @@ def start(name: str, take: Callable[..., None], *work: Any, checkout: Path | Non
 def begin(take: Callable[..., None], *work: Any) -> Connection:
     """Start an arm without waiting; its facts arrive through the pipe."""
     context = get_context("spawn")
-    here, there = context.Pipe()
-    context.Process(target=take, args=(there, *work), daemon=True).start()
-    there.close()
-    return here
+    parent, child = context.Pipe()
+    context.Process(target=take, args=(child, *work), daemon=True).start()
+    child.close()
+    return parent
 
 
 @contextlib.contextmanager
 def _importing_from(checkout: Path | None) -> Iterator[None]:
     """Processes started in this context look for modules in that folder first, because they inherit sys.path."""
-    kept = sys.path.copy()
+    path = sys.path.copy()
     sys.path[:0] = [] if checkout is None else [str(checkout.absolute())]
     yield
-    sys.path[:] = kept
+    sys.path[:] = path
 
 
 def race(lanes: Sequence[Lane], segments: int) -> None:
@@ -115,7 +115,7 @@ def table(lanes: Sequence[Lane], args: Any, other_steps: Sequence[str] = ()) -> 
             "step s": common.spread(seconds / args.segment for seconds in lane.seconds[warm:]),
             "tokens/s": common.spread(rates[lane.name]),
             f"times {base.name}": common.spread(
-                own / other for own, other in zip(rates[lane.name], rates[base.name], strict=True)
+                ours / base_rate for ours, base_rate in zip(rates[lane.name], rates[base.name], strict=True)
             ),
             "compile s": lane.facts["compile s"],
             "first step s": lane.facts["first step s"],
@@ -128,7 +128,7 @@ def table(lanes: Sequence[Lane], args: Any, other_steps: Sequence[str] = ()) -> 
 
 def _that_counts(lane: Lane, lanes: Sequence[Lane]) -> Lane:
     """The arm that provides a lane's token counts: itself, or, if its trainer does not log them, another one."""
-    return next(one for one in (lane, *lanes) if "num_tokens" in one.facts["logs"][0])
+    return next(arm for arm in (lane, *lanes) if "num_tokens" in arm.facts["logs"][0])
 
 
 def rates_of(lane: Lane, warm: int, counting: Lane | None = None) -> list[float]:

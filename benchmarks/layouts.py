@@ -37,10 +37,10 @@ def measured(folder: Path, family: str, name: str, dtype: str) -> dict:
 
     folder.mkdir()
     model = AutoModelForSequenceClassification.from_pretrained(variants.build(folder, family, name))
-    found = {"variant": f"{family} {name}"}
+    row = {"variant": f"{family} {name}"}
     for layout, (loss, gradient) in zip(PACKED, apart(model, dtype=dtype), strict=True):
-        found |= {f"{layout} loss": float(loss), f"{layout} gradient": float(gradient)}
-    return found
+        row |= {f"{layout} loss": float(loss), f"{layout} gradient": float(gradient)}
+    return row
 
 
 if __name__ == "__main__":

@@ -47,19 +47,19 @@ def build(folder: Path, millions: int, width: int, dtype: str) -> tuple[float, f
     return sum(sizes), max(sizes)
 
 
-def row(side: str, dtype: str, size: float, largest: float, found: dict[str, float]) -> dict:
+def row(side: str, dtype: str, size: float, largest: float, figures: dict[str, float]) -> dict:
     return {
         "loader": side,
         "on disk": dtype,
         "float32 MB": size,
         "largest tensor MB": largest,
-        "allocated at most MB": found["allocated"],
-        "of the size": found["allocated"] / size,
-        "copies + tensors": (found["allocated"] - size) / largest,
-        "resident at most MB": found["resident"],
-        "of the size ": found["resident"] / size,
-        "kept MB": found["kept"],
-        "seconds": found["seconds"],
+        "allocated at most MB": figures["allocated"],
+        "of the size": figures["allocated"] / size,
+        "copies + tensors": (figures["allocated"] - size) / largest,
+        "resident at most MB": figures["resident"],
+        "of the size ": figures["resident"] / size,
+        "kept MB": figures["kept"],
+        "seconds": figures["seconds"],
     }
 
 
@@ -74,12 +74,12 @@ def measure(side: str, folder: str) -> dict[str, float]:
         start = time.perf_counter()
         model = load(folder)
         seconds = time.perf_counter() - start
-    kept = common.memory("RssAnon") - allocated
+    retained = common.memory("RssAnon") - allocated
     del model
     return {
         "allocated": sampler.most - allocated,
         "resident": common.memory() - resident,
-        "kept": kept,
+        "kept": retained,
         "seconds": seconds,
     }
 

@@ -74,13 +74,13 @@ def one(side: str, mode: str, folder: str, steps: int, tokens: int) -> dict[str,
         tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
         per_device_train_batch_size=4, max_steps=steps, model_init_kwargs={"dtype": "bfloat16"},
     )  # fmt: skip
-    how = {}
+    options = {}
     if mode != "full":
-        how["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="SEQ_CLS")
+        options["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="SEQ_CLS")
     if mode == "qlora":
-        held = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        how["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **held)
-    trainer = package.RewardTrainer(model=folder, args=args, train_dataset=rows, callbacks=[Clock()], **how)
+        format = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **format)
+    trainer = package.RewardTrainer(model=folder, args=args, train_dataset=rows, callbacks=[Clock()], **options)
     trainer.train()
     gaps = sorted(after - before for before, after in zip(times[1:], times[2:], strict=False))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -96,24 +96,24 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # side, mode, folder: for the child processes
-    given = parser.parse_args()
-    if given.one is not None:
-        print(json.dumps(one(*given.one, given.steps, given.tokens)))
+    options = parser.parse_args()
+    if options.one is not None:
+        print(json.dumps(one(*options.one, options.steps, options.tokens)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        build(Path(folder), given.width, given.layers)
-        sizes = ["--steps", str(given.steps), "--tokens", str(given.tokens)]
+        build(Path(folder), options.width, options.layers)
+        sizes = ["--steps", str(options.steps), "--tokens", str(options.tokens)]
         print("| | " + " | ".join(("seconds a step", "peak GB")) + " |\n| --- | --- | --- |")
-        for mode in given.modes:
-            for side in given.sides:
+        for mode in options.modes:
+            for side in options.sides:
                 command = [sys.executable, __file__, "--one", side, mode, folder, *sizes]
                 ran = subprocess.run(command, capture_output=True, text=True, check=False)
                 if ran.returncode:
                     print(f"| {mode}, {side} | failed: {ran.stderr.strip().splitlines()[-1]} | |", flush=True)
                     continue
-                found = json.loads(ran.stdout.strip().splitlines()[-1])
-                told = " | ".join(f"{value:.3g}" for value in found.values())
-                print(f"| {mode}, {side} | {told} |", flush=True)
+                result = json.loads(ran.stdout.strip().splitlines()[-1])
+                cells = " | ".join(f"{value:.3g}" for value in result.values())
+                print(f"| {mode}, {side} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

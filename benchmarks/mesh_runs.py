@@ -34,20 +34,20 @@ def run(folder, rows, mesh: str, layout: str, accumulation: int = 1, scores: boo
     from compat_tests import tiny
     from compat_tests.parity.reference import run_ours
 
-    asked = {"eval_rows": tiny.preference_rows(21, seed=9), "predict_rows": tiny.preference_rows(11, seed=8)}
-    said, shards = words(mesh)
+    evaluation = {"eval_rows": tiny.preference_rows(21, seed=9), "predict_rows": tiny.preference_rows(11, seed=8)}
+    arguments, shards = words(mesh)
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):  # transformers prints each log
         return run_ours(
             folder,
             rows,
             out,
-            **(asked if scores else {}),
+            **(evaluation if scores else {}),
             per_device_train_batch_size=PAIRS // shards // accumulation,
             per_device_eval_batch_size=PAIRS // shards,
             gradient_accumulation_steps=accumulation,
             batch_layout=layout,
             logging_strategy="steps",
-            **said,
+            **arguments,
             **config,
         )
 
@@ -59,7 +59,7 @@ class Side:
     model: str
     folder: Path
     rows: list[dict]
-    made: dict = field(default_factory=dict)
+    cache: dict = field(default_factory=dict)
 
     def config(self, way: str) -> dict:
         in_order = {"train_sampling_strategy": "sequential"} if way in ("ragged", "refilled") else {}
@@ -71,32 +71,32 @@ class Side:
         return self.rows[:-LACKING] + last
 
     def alone(self, layout: str, way: str):
-        if (layout, way) not in self.made:
-            how = self.config(way) | _adapter("trl_jax", way)
-            self.made[layout, way] = run(self.folder, self.rows_of(way), "data:1", layout, _passes(way), **how)
-        return self.made[layout, way]
+        if (layout, way) not in self.cache:
+            config = self.config(way) | _adapter("trl_jax", way)
+            self.cache[layout, way] = run(self.folder, self.rows_of(way), "data:1", layout, _passes(way), **config)
+        return self.cache[layout, way]
 
     def trls(self, way: str):
         from compat_tests.parity.reference import run_trl
 
-        if way not in self.made:
+        if way not in self.cache:
             sizes = {"per_device_train_batch_size": PAIRS // _passes(way), "gradient_accumulation_steps": _passes(way)}
-            how = self.config(way) | _adapter("peft", way) | sizes
+            config = self.config(way) | _adapter("peft", way) | sizes
             with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):
-                self.made[way] = run_trl(self.folder, self.rows_of(way), out, **how)
-        return self.made[way]
+                self.cache[way] = run_trl(self.folder, self.rows_of(way), out, **config)
+        return self.cache[way]
 
     def row(self, mesh: str, layout: str, way: str) -> dict[str, dict[str, float]]:
         """The gaps between a run on a mesh and the runs on one device and of TRL."""
-        how = self.config(way) | _adapter("trl_jax", way)
-        mine = run(self.folder, self.rows_of(way), mesh, layout, _passes(way), **how)
+        config = self.config(way) | _adapter("trl_jax", way)
+        ours = run(self.folder, self.rows_of(way), mesh, layout, _passes(way), **config)
         if way == "ragged" and words(mesh)[1] > 1:
             way = "refilled"
-        others = {"one device": self.alone(layout, way), "TRL": self.trls(way)}
-        found = {name: gaps(mine, other) for name, other in others.items()}
+        references = {"one device": self.alone(layout, way), "TRL": self.trls(way)}
+        gaps_of = {name: gaps(ours, reference) for name, reference in references.items()}
         return {
-            name: gap | beyond(gap, mine, others[name], partial(self.first_gradients, way))
-            for name, gap in found.items()
+            name: gap | beyond(gap, ours, references[name], partial(self.first_gradients, way))
+            for name, gap in gaps_of.items()
         }
 
     def first_gradients(self, way: str) -> dict[str, np.ndarray]:
@@ -105,14 +105,14 @@ class Side:
 
         if way == "lora":  # the base has no gradients
             return {}
-        if (way, "exact") not in self.made:
+        if (way, "exact") not in self.cache:
             step = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_steps": 1}
-            how = self.config(way) | step | {"per_device_train_batch_size": PAIRS}
+            config = self.config(way) | step | {"per_device_train_batch_size": PAIRS}
             with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):
-                left = run_trl(self.folder, self.rows_of(way), out, double=True, **how).weights
-            before = read_weights(self.folder)
-            self.made[way, "exact"] = {name: before[name] - left[name] for name in before if name in left}
-        return self.made[way, "exact"]
+                trained = run_trl(self.folder, self.rows_of(way), out, double=True, **config).weights
+            initial = read_weights(self.folder)
+            self.cache[way, "exact"] = {name: initial[name] - trained[name] for name in initial if name in trained}
+        return self.cache[way, "exact"]
 
 
 def _passes(way: str) -> int:
@@ -122,5 +122,5 @@ def _passes(way: str) -> int:
 def _adapter(package: str, way: str) -> dict:
     if way != "lora":
         return {}
-    kind = importlib.import_module(package).LoraConfig
-    return {"peft_config": kind(r=4, target_modules="all-linear", task_type="SEQ_CLS")}
+    lora_config = importlib.import_module(package).LoraConfig
+    return {"peft_config": lora_config(r=4, target_modules="all-linear", task_type="SEQ_CLS")}

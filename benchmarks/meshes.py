@@ -60,14 +60,14 @@ def main() -> None:
         return
     os.environ.setdefault("TQDM_DISABLE", "1")
     eight_devices()
-    found = []
+    rows = []
     for row in race(args):
-        found.append(row)
+        rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
         if args.rows:
             with args.rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-    report(found)
+    report(rows)
 
 
 def _options() -> argparse.ArgumentParser:
@@ -93,14 +93,14 @@ def race(args: argparse.Namespace) -> Iterator[dict]:
             side = Side(model, Path(folder), rows)
             for layout, way, mesh in itertools.product(args.layouts, args.ways, args.meshes):
                 if fits(model, layout, mesh, way):
-                    start, named = time.time(), {"model": model, "layout": layout, "way": way, "mesh": mesh}
-                    yield named | side.row(mesh, layout, way) | {"seconds": round(time.time() - start)}
+                    start, labels = time.time(), {"model": model, "layout": layout, "way": way, "mesh": mesh}
+                    yield labels | side.row(mesh, layout, way) | {"seconds": round(time.time() - start)}
 
 
-def report(found: list[dict]) -> None:
+def report(runs: list[dict]) -> None:
     """Print the worst gaps for each model, layout and way, to one device and to TRL; then those beyond tolerances."""
     for yardstick in YARDSTICKS:
-        kinds = itertools.groupby(sorted(found, key=_kind), _kind)
+        kinds = itertools.groupby(sorted(runs, key=_kind), _kind)
         table = [(kind, [row[yardstick] for row in rows]) for kind, rows in kinds]
         columns = list(dict.fromkeys(key for _, rows in table for key in rows[0] if key not in BEYOND))
         print(f"\nFrom {yardstick}:\n")
@@ -108,11 +108,11 @@ def report(found: list[dict]) -> None:
         for kind, rows in table:
             cells = [f"{max(row[key] for row in rows):.1e}" if key in rows[0] else "" for key in columns]
             print(f"| {' | '.join([*kind, str(len(rows)), *cells])} |")
-    print(f"\n{len(found)} runs on meshes.")
+    print(f"\n{len(runs)} runs on meshes.")
     for key, title in BEYOND.items():
-        past = [f"{row['model']} {row['layout']} {row['way']} {row['mesh']} from {yardstick}: {', '.join(over)}"
-                for row in found for yardstick in YARDSTICKS if (over := row[yardstick][key])]  # fmt: skip
-        print(f"{title}: {'; '.join(past) or 'none'}.")
+        exceeding = [f"{row['model']} {row['layout']} {row['way']} {row['mesh']} from {yardstick}: {', '.join(names)}"
+                for row in runs for yardstick in YARDSTICKS if (names := row[yardstick][key])]  # fmt: skip
+        print(f"{title}: {'; '.join(exceeding) or 'none'}.")
 
 
 def _kind(row: dict) -> tuple[str, str, str]:

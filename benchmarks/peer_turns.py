@@ -271,12 +271,12 @@ def _model(folder: Path, mesh: Any) -> Any:
     from transformers import AutoConfig
     from tunix.models.qwen3 import model, params
 
-    known = AutoConfig.from_pretrained(folder)
+    published = AutoConfig.from_pretrained(folder)
     config = model.ModelConfig(
-        num_layers=known.num_hidden_layers, vocab_size=known.vocab_size, embed_dim=known.hidden_size,
-        hidden_dim=known.intermediate_size, num_heads=known.num_attention_heads, head_dim=known.head_dim,
-        num_kv_heads=known.num_key_value_heads, norm_eps=known.rms_norm_eps,
-        rope_theta=known.rope_parameters["rope_theta"], use_tied_embedding=known.tie_word_embeddings,
+        num_layers=published.num_hidden_layers, vocab_size=published.vocab_size, embed_dim=published.hidden_size,
+        hidden_dim=published.intermediate_size, num_heads=published.num_attention_heads, head_dim=published.head_dim,
+        num_kv_heads=published.num_key_value_heads, norm_eps=published.rms_norm_eps,
+        rope_theta=published.rope_parameters["rope_theta"], use_tied_embedding=published.tie_word_embeddings,
     )  # fmt: skip
     return params.create_model_from_safe_tensors(str(folder), config, mesh, dtype=jnp.float32)
 

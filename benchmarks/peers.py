@@ -128,16 +128,16 @@ def _config(name: str, task: str, args: Any, folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _interpreter(python: Path) -> Iterator[None]:
     """Processes started in this context use that interpreter, its packages, and the modules of this checkout."""
-    asked = [str(python), "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
-    found = subprocess.run(asked, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
-    kept = sys.path.copy()
-    sys.path[:] = [str(ROOT), *json.loads(found.stdout)]
+    command = [str(python), "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
+    process = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+    path = sys.path.copy()
+    sys.path[:] = [str(ROOT), *json.loads(process.stdout)]
     multiprocessing.set_executable(str(python))
     try:
         yield
     finally:
         multiprocessing.set_executable(sys.executable)
-        sys.path[:] = kept
+        sys.path[:] = path
 
 
 if __name__ == "__main__":

@@ -53,20 +53,21 @@ def planned(model: str, topology: str, mesh: str, pairs: int, length: int, layou
         }  # fmt: skip
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         subprocess.run([sys.executable, "-m", "trl_jax.cli.main", "plan", *words], check=True, stdout=sys.stderr)
-        found = json.loads(Path(f"{folder}/plan.json").read_text())
-        print(json.dumps(found), file=sys.stderr)
-        return found
+        plan = json.loads(Path(f"{folder}/plan.json").read_text())
+        print(json.dumps(plan), file=sys.stderr)
+        return plan
 
 
-def row(model: str, topology: str, mesh: str, pairs: int, found: dict) -> str:
-    told = found["compiled"]
-    cost, bound = told["cost"] or {"collectives": [], "flops": 0}, found["bound"] or {}
-    sent = sum(one["sent"] for one in cost["collectives"])
+def row(model: str, topology: str, mesh: str, pairs: int, plan: dict) -> str:
+    compiled = plan["compiled"]
+    cost, bound = compiled["cost"] or {"collectives": [], "flops": 0}, plan["bound"] or {}
+    sent = sum(collective["sent"] for collective in cost["collectives"])
     cells = [
-        model, topology, mesh, f"{pairs} x {found['one']['length']:,}",
-        f"{(found['memory']['parameters'] + found['memory']['moments']) / GIB:.2f} GiB",
-        f"{told['peak'] / GIB:.2f} GiB", "yes" if found["fits"] else "no", f"{sent / GIB:.2f} GiB",
-        f"{cost['flops'] / 1e12:.1f}", f"{1000 * max(bound.values(), default=0):.0f} ms", f"{told['seconds']:.0f} s",
+        model, topology, mesh, f"{pairs} x {plan['one']['length']:,}",
+        f"{(plan['memory']['parameters'] + plan['memory']['moments']) / GIB:.2f} GiB",
+        f"{compiled['peak'] / GIB:.2f} GiB", "yes" if plan["fits"] else "no", f"{sent / GIB:.2f} GiB",
+        f"{cost['flops'] / 1e12:.1f}", f"{1000 * max(bound.values(), default=0):.0f} ms",
+        f"{compiled['seconds']:.0f} s",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -76,10 +77,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=range(len(ROWS)))
     parser.add_argument("--length", type=int, default=1024, help="tokens of each text")
     parser.add_argument("--layout", default="padded", help="batch_layout; 'auto' takes streams, which compile longer")
-    given = parser.parse_args()
+    options = parser.parse_args()
     print("| model | chips | mesh | pairs x tokens a chip | given | peak | fits | sent | TFLOP | at least | compiled |")
-    for number in given.rows:
-        print(row(*ROWS[number], planned(*ROWS[number], given.length, given.layout)), flush=True)
+    for number in options.rows:
+        print(row(*ROWS[number], planned(*ROWS[number], options.length, options.layout)), flush=True)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def race(folder: Path, args: Any) -> list[dict[str, Any]]:
         batches, done = Batches(model, settings, prompts, stream=TorchGenerator(0), batch_size=args.batch), {}
 
         def take(completions: Any) -> None:
-            done.update({one.number: one.generated_tokens for one in completions})
+            done.update({completion.number: completion.generated_tokens for completion in completions})
 
         batches(take) if refilled else batches.in_batches(by_length, take)
         return done

@@ -29,8 +29,8 @@ def run(whose: str, folder: Path, out: Path, count: int, **config) -> None:
     """Run `count` processes to the end, with eight pairs per micro-batch over all of them."""
     from compat_tests.mesh.launching import launch
 
-    start, given = time.time(), CONFIG | {"per_device_train_batch_size": 8 // count} | config
-    results = launch(whose, folder, out, config=[given] * count, seconds=1800)
+    start, settings = time.time(), CONFIG | {"per_device_train_batch_size": 8 // count} | config
+    results = launch(whose, folder, out, config=[settings] * count, seconds=1800)
     for number, (code, text) in enumerate(results):
         if code:
             sys.exit(f"{whose}, process {number} of {count}: exit code {code}\n{text[-4000:]}")
@@ -41,12 +41,12 @@ def left(logs: Path, folder: Path):
     """Read the log and the weights of a finished run or a checkpoint."""
     from compat_tests.parity.reference import Run, read_weights
 
-    found = json.loads(logs.read_text())
-    return Run(found["log_history"] if isinstance(found, dict) else found, folder, read_weights(folder))
+    log = json.loads(logs.read_text())
+    return Run(log["log_history"] if isinstance(log, dict) else log, folder, read_weights(folder))
 
 
-def row(name: str, mine, wanted) -> None:
-    print(f"| {name} | {' | '.join(f'{gap:.1e}' for gap in gaps(mine, wanted).values())} |", flush=True)
+def row(name: str, run, reference) -> None:
+    print(f"| {name} | {' | '.join(f'{gap:.1e}' for gap in gaps(run, reference).values())} |", flush=True)
 
 
 def main() -> None:
@@ -61,28 +61,28 @@ def main() -> None:
     os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     from compat_tests import tiny
 
-    with tempfile.TemporaryDirectory() as made:
-        folder = tiny.tiny_model(Path(made) / "model", args.model)
-        quarter, out = args.steps // 4, Path(made) / "0"
-        theirs = {"max_steps": args.steps, "pairs": args.pairs}
-        ours = theirs | {"save_strategy": "steps", "save_steps": quarter, "batch_layout": args.layout}
-        run("trl", folder, out, args.count, **theirs)
-        run("ours", folder, out, args.count, mesh_shape=args.mesh.format(count=args.count), **ours)
-        wanted = left(out / "trl.json", out / "trl" / "final")
-        mine, name = left(out / "ours.json", out / "ours" / "final"), f"{args.count}"
-        columns = gaps(mine, wanted)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = tiny.tiny_model(Path(scratch) / "model", args.model)
+        quarter, out = args.steps // 4, Path(scratch) / "0"
+        their_config = {"max_steps": args.steps, "pairs": args.pairs}
+        our_config = their_config | {"save_strategy": "steps", "save_steps": quarter, "batch_layout": args.layout}
+        run("trl", folder, out, args.count, **their_config)
+        run("ours", folder, out, args.count, mesh_shape=args.mesh.format(count=args.count), **our_config)
+        reference = left(out / "trl.json", out / "trl" / "final")
+        ours, name = left(out / "ours.json", out / "ours" / "final"), f"{args.count}"
+        columns = gaps(ours, reference)
         print(f"| processes | {' | '.join(columns)} |\n|{' --- |' * (1 + len(columns))}")
         if args.pairs % PAIRS == 0:
-            one = Path(made) / "one"
-            run("trl", folder, one, 1, **theirs)
-            row("TRL's one", left(one / "trl.json", one / "trl" / "final"), wanted)
-        row(name, mine, wanted)
+            single = Path(scratch) / "one"
+            run("trl", folder, single, 1, **their_config)
+            row("TRL's one", left(single / "trl.json", single / "trl" / "final"), reference)
+        row(name, ours, reference)
         for turn, count in enumerate((args.count // 2, 1, args.count), start=1):
-            before, out, name = out, Path(made) / str(turn), f"{name}, then {count}"
-            resume = str(before / "ours" / f"checkpoint-{turn * quarter}")
-            run("ours", folder, out, count, mesh_shape=f"data:{count}", resume=resume, **ours)
+            previous, out, name = out, Path(scratch) / str(turn), f"{name}, then {count}"
+            resume = str(previous / "ours" / f"checkpoint-{turn * quarter}")
+            run("ours", folder, out, count, mesh_shape=f"data:{count}", resume=resume, **our_config)
             last = out / "ours" / f"checkpoint-{args.steps}"
-            row(name, left(last / "trainer_state.json", last), wanted)
+            row(name, left(last / "trainer_state.json", last), reference)
 
 
 if __name__ == "__main__":

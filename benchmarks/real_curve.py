@@ -69,12 +69,12 @@ def measure(args: Any, folder: Path) -> tuple[dict[str, dict], dict[str, tuple[f
         "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
     runs = {
-        side: common.in_child(train, side, model, args.data, args.pairs, args.eval, folder / side, config | own)
-        for side, own in zip(SIDES, ({}, {"remat_policy": args.remat_policy}), strict=True)
+        side: common.in_child(train, side, model, args.data, args.pairs, args.eval, folder / side, config | extra)
+        for side, extra in zip(SIDES, ({}, {"remat_policy": args.remat_policy}), strict=True)
     }
     if args.exact:
-        where = folder / "exact"
-        runs[EXACT] = common.in_child(train, "trl", model, args.data, args.pairs, args.eval, where, config, True)
+        exact_folder = folder / "exact"
+        runs[EXACT] = common.in_child(train, "trl", model, args.data, args.pairs, args.eval, exact_folder, config, True)
     final = {side: folder / side / "final" for side in SIDES}
     weights = {"both": common.in_child(furthest_weights, *final.values())}
     for side in SIDES if args.exact else ():
@@ -155,17 +155,17 @@ def deviations(theirs_run: dict, ours_run: dict) -> list[dict]:
     """For each logged key: the largest absolute deviation, its step, the value there, and the tests' tolerance."""
     from compat_tests.parity.marks import Marks, allowed, timeless
 
-    found: dict[str, dict] = {}
+    rows: dict[str, dict] = {}
     for theirs, ours in zip(theirs_run["logs"], ours_run["logs"], strict=True):
         step = theirs["step"]
         theirs, ours = timeless(theirs), timeless(ours)
         for key, value in theirs.items():
             gap, mark = abs(ours[key] - value), allowed(key, value, Marks())
-            row = found.setdefault(key, {"key": key, "largest": -1.0, "at step": step, "beyond mark": 0})
+            row = rows.setdefault(key, {"key": key, "largest": -1.0, "at step": step, "beyond mark": 0})
             row["beyond mark"] += gap > mark
             if gap > row["largest"]:
                 row |= {"largest": float(gap), "at step": step, "value": value, "mark": mark}
-    return list(found.values())
+    return list(rows.values())
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def measure(args: Any, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     samples = []
     if before and after:
-        shown = zip(run.asked, before, after, strict=True)
-        samples = [{"asked": asked[-1]["content"], "before": old, "after": new} for asked, old, new in shown]
+        samples_of = zip(run.asked, before, after, strict=True)
+        samples = [{"asked": prompt[-1]["content"], "before": old, "after": new} for prompt, old, new in samples_of]
         if run.wanted is not None:
             figures |= {"exact before": exact(before, run.wanted), "exact after": exact(after, run.wanted)}
     return {
@@ -104,9 +104,9 @@ def answers(run: Run) -> list[str]:
     return [text.strip() for text in texts]
 
 
-def exact(found: Sequence[str], wanted: Sequence[str]) -> float:
+def exact(answers: Sequence[str], expected: Sequence[str]) -> float:
     """The fraction of answers that are exactly the wanted text."""
-    return sum(one == right for one, right in zip(found, wanted, strict=True)) / len(wanted)
+    return sum(answer == text for answer, text in zip(answers, expected, strict=True)) / len(expected)
 
 
 def curve(logs: Sequence[dict[str, Any]], task: str) -> list[dict[str, Any]]:
@@ -154,10 +154,10 @@ def _clock(stop: int | None) -> Any:
                 now = time.process_time()
                 self.seconds += [] if self._last is None else [now - self._last]
                 self._last = now
-            shown = [f"{name} {logs[name]:.4g}" for name in SHOWN if name in logs]
-            if shown:
-                past = time.perf_counter() - self._start
-                print(f"{past:6.0f} s  step {state.global_step}: {', '.join(shown)}", flush=True)
+            metrics = [f"{name} {logs[name]:.4g}" for name in SHOWN if name in logs]
+            if metrics:
+                elapsed = time.perf_counter() - self._start
+                print(f"{elapsed:6.0f} s  step {state.global_step}: {', '.join(metrics)}", flush=True)
 
         def on_train_begin(self, args, state, control, **kwargs):
             self._start = time.perf_counter()
@@ -165,13 +165,13 @@ def _clock(stop: int | None) -> Any:
     return Clock()
 
 
-def config_of(args: Any, folder: Path, **own: Any) -> dict[str, Any]:
+def config_of(args: Any, folder: Path, **overrides: Any) -> dict[str, Any]:
     """The trainer arguments that all runs share, with `own` ones."""
     return {
         "output_dir": str(folder / "out"), "seed": args.seed, "logging_steps": 1, "eval_strategy": "steps",
         "eval_on_start": True, "bf16": False, "use_cpu": True, "gradient_checkpointing": False,
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-    } | own  # fmt: skip
+    } | overrides  # fmt: skip
 
 
 def grpo(package: Any, args: Any, folder: Path) -> Run:
@@ -252,10 +252,10 @@ def sft(package: Any, args: Any, folder: Path) -> Run:
 
 def person(dice: random.Random, names: Sequence[str], cities: Sequence[str]) -> dict[str, Any]:
     """A sentence about a person, and its content as JSON."""
-    known = {"name": dice.choice(names), "city": dice.choice(cities), "age": dice.randint(18, 90)}
+    facts = {"name": dice.choice(names), "city": dice.choice(cities), "age": dice.randint(18, 90)}
     system = {"role": "system", "content": "Reply in JSON."}
-    asked = user(dice.choice(SENTENCES).format(**known))
-    return {"prompt": [system, asked], "completion": [assistant(json.dumps(known))]}
+    request = user(dice.choice(SENTENCES).format(**facts))
+    return {"prompt": [system, request], "completion": [assistant(json.dumps(facts))]}
 
 
 def _lora(side: str) -> Any:
@@ -318,8 +318,8 @@ def first_layers(folder: Path, out: Path, layers: int) -> None:
         raise ValueError(f"{folder} has {config['num_hidden_layers']} layers; the student wants fewer, got {layers}.")
     (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}), encoding="utf-8")
     tensors = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if _layer(name) < layers}
-    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    first = {name: tensor for name, tensor in tensors.items() if _layer(name) < layers}
+    save_file(first, out / "model.safetensors", metadata={"format": "pt"})
 
 
 def _layer(name: str) -> int:
@@ -331,8 +331,8 @@ def _layer(name: str) -> int:
 def _parts(rows: Sequence[dict], train: int, held_out: int, prompt: Callable[[dict], Any]) -> tuple[list, list]:
     """The first `train` rows, and the last `held_out` rows whose prompts are not among them."""
     first = list(rows[:train])
-    known = [prompt(row) for row in first]
-    others = [row for row in rows[train:] if prompt(row) not in known]
+    seen = [prompt(row) for row in first]
+    others = [row for row in rows[train:] if prompt(row) not in seen]
     if len(others) < held_out:
         raise ValueError(f"--data has {len(others)} short dialogues to hold out, wanted {held_out}.")
     return first, others[-held_out:]

@@ -67,11 +67,11 @@ def once(base: Path, trees: dict) -> dict[str, float]:
 def aside(run_dir: Path, trees: dict) -> float:
     """Seconds until the next step may start: the arrays are copied, and a thread saves them."""
     background, start = AsyncSaver(), time.perf_counter()
-    held = host_copy(trees)
+    on_host = host_copy(trees)
 
     def write(folder: Path) -> None:
-        save_file(held["params"], folder / "model.safetensors")
-        write_progress(folder, [], {"optimizer": held["optimizer"]}, progress_json(LoopProgress(), {}))
+        save_file(on_host["params"], folder / "model.safetensors")
+        write_progress(folder, [], {"optimizer": on_host["optimizer"]}, progress_json(LoopProgress(), {}))
 
     save_checkpoint(str(run_dir), write, events_of(2), {"dataset": None}, begin=background.begin)
     blocked = time.perf_counter() - start
@@ -84,11 +84,11 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=300, help="of the weights; a checkpoint has three times that")
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    given = parser.parse_args()
+    options = parser.parse_args()
     count = 10
-    params = {str(i): jnp.full((given.megabytes * 1_000_000 // 4 // count,), i, jnp.float32) for i in range(count)}
+    params = {str(i): jnp.full((options.megabytes * 1_000_000 // 4 // count,), i, jnp.float32) for i in range(count)}
     trees = {"params": params, "optimizer": {"mu": params, "nu": params}}
-    runs = [once(given.folder, jax.block_until_ready(trees)) for _ in range(given.times)]
+    runs = [once(options.folder, jax.block_until_ready(trees)) for _ in range(options.times)]
     medians = {name: round(median(run[name] for run in runs), 3) for name in runs[0]}
     written = medians["write"] + medians["onto the disk"]
     medians["digest / (write, onto the disk)"] = round(medians["digest"] / written, 3)

@@ -34,8 +34,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.data is not None:
             turns.build_small(Path(folder) / "real", args.data, 2, 64)
-            found = common.in_child(compiling, Path(folder) / "real", args.data, args.steps)
-            print(f"{args.steps} steps of 8 real pairs; these compiled a shape: {found}")
+            shapes = common.in_child(compiling, Path(folder) / "real", args.data, args.steps)
+            print(f"{args.steps} steps of 8 real pairs; these compiled a shape: {shapes}")
             return
         rows = [row for axis in args.axes for row in _along(axis, args, Path(folder))]
     common.show(rows)
@@ -59,7 +59,7 @@ def _arguments():
 
 
 def _along(axis: str, args: Any, folder: Path) -> list[dict]:
-    found = []
+    points = []
     for size in AXES[axis]:
         if args.most is not None and size > args.most:
             continue
@@ -68,8 +68,8 @@ def _along(axis: str, args: Any, folder: Path) -> list[dict]:
         if not model.exists():
             common.build_llama(model, layers=sizes["layers"], width=args.width, vocab_size=VOCABULARY)
         seconds, peak = common.in_child(timed, model, sizes["tokens"], sizes["pairs"], args.repeats)
-        found.append({"axis": axis, "size": size, "step s": median(seconds), "peak MB": peak})
-    return found
+        points.append({"axis": axis, "size": size, "step s": median(seconds), "peak MB": peak})
+    return points
 
 
 def timed(model: Path, tokens: int, pairs: int, repeats: int) -> tuple[list[float], float]:
@@ -152,9 +152,9 @@ def draw(path: Path, rows: list[dict]) -> None:
 
     figure, plots = pyplot.subplots(1, len(AXES), figsize=(9, 3), sharey=True, layout="constrained")
     for plot, axis in zip(plots, AXES, strict=True):
-        own = [row for row in rows if row["axis"] == axis]
-        plot.loglog([row["size"] for row in own], [row["step s"] for row in own], "o-")
-        plot.set_xticks([row["size"] for row in own], [f"{row['size']:,}" for row in own], fontsize=7)
+        points = [row for row in rows if row["axis"] == axis]
+        plot.loglog([row["size"] for row in points], [row["step s"] for row in points], "o-")
+        plot.set_xticks([row["size"] for row in points], [f"{row['size']:,}" for row in points], fontsize=7)
         plot.minorticks_off()
         plot.set_xlabel({"tokens": "tokens a text", "pairs": "pairs a step", "layers": "layers"}[axis])
         plot.grid(True, which="both", alpha=0.3)

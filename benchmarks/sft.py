@@ -89,7 +89,7 @@ def _race(args: Any, kind: str, model: Path, folder: Path) -> list[Lane]:
 
 
 def _alone(args: Any, folder: Path, grows: str, sizes: list[int]) -> list[dict]:
-    found = []
+    table = []
     for size in sizes:
         model = _model(args, folder, size if grows == "vocabularies" else sft_turns.turns.VOCABULARY)
         length = {"length": size} if grows == "lengths" else {}
@@ -97,8 +97,8 @@ def _alone(args: Any, folder: Path, grows: str, sizes: list[int]) -> list[dict]:
             side, config, rows = _work(name, args, "control", folder)
             config["max_length"] = max(config["max_length"], *length.values(), 0)
             measured = common.in_child(sft_turns.peak, side, model, rows | length, config)
-            found.append({grows: size, "arm": name} | measured)
-    return found
+            table.append({grows: size, "arm": name} | measured)
+    return table
 
 
 if __name__ == "__main__":

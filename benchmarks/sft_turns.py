@@ -53,8 +53,8 @@ def _build(folder: Path, model_type: str, layers: int, width: int, vocabulary: i
     }  # fmt: skip
     if model_type == "qwen3":  # rope_theta of the published models, and of all qwen3 in Tunix 0.1.7
         sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    known = AutoConfig.for_model(model_type).to_dict()
-    config = AutoConfig.for_model(model_type, **{name: size for name, size in sizes.items() if name in known})
+    defaults = AutoConfig.for_model(model_type).to_dict()
+    config = AutoConfig.for_model(model_type, **{name: size for name, size in sizes.items() if name in defaults})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
@@ -95,7 +95,7 @@ def dataset(model: Path, *, kind: str, data: Path, count: int, length: int) -> A
 def messages(text: str) -> list[dict[str, str]]:
     """The messages of a text of hh-rlhf."""
     _, *parts = _TURN.split(text)
-    return [{"role": _ROLES[role], "content": said} for role, said in zip(parts[::2], parts[1::2], strict=True)]
+    return [{"role": _ROLES[role], "content": content} for role, content in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def peak(side: str, model: Path, rows: dict, config: dict) -> dict[str, float]:

@@ -53,22 +53,22 @@ def main() -> None:
     args = options.parse_args()
     common.prepare(args.cpus)
     with tempfile.TemporaryDirectory() as folder:
-        found = {kind: measure(Path(folder), kind, args.arms, args.rounds) for kind in args.kinds}
-    common.show([row for kind, times in found.items() for row in table(kind, times)])
-    common.write_json(args.json, found)
+        measured = {kind: measure(Path(folder), kind, args.arms, args.rounds) for kind in args.kinds}
+    common.show([row for kind, times in measured.items() for row in table(kind, times)])
+    common.write_json(args.json, measured)
 
 
 def measure(folder: Path, kind: str, arms: list[str], rounds: int) -> dict[str, list[list[float]]]:
     """For each arm the FIGURES of each round, after an unmeasured round that warms the disk cache."""
     model = build(folder)
-    found: dict[str, list[list[float]]] = {arm: [] for arm in arms}
+    figures: dict[str, list[list[float]]] = {arm: [] for arm in arms}
     for number in range(-1, rounds):
         for arm in arms:
             rows = write_rows(folder, kind, seed=number if arm.endswith("other rows") else 100)
             cache = tempfile.mkdtemp(dir=folder) if arm.endswith("cold") else folder / arm.replace(" ", "")
             times = run(arm, kind, model, rows, cache)
-            found[arm] += [times] if number >= 0 else []
-    return found
+            figures[arm] += [times] if number >= 0 else []
+    return figures
 
 
 def run(arm: str, kind: str, model: Path, rows: Path, cache: Path | str) -> list[float]:
@@ -97,10 +97,10 @@ def write_rows(folder: Path, kind: str, seed: int) -> Path:
     return path
 
 
-def table(kind: str, found: dict[str, list[list[float]]]) -> list[dict[str, str | float]]:
-    trl = [median(column) for column in zip(*found["TRL"], strict=True)] if "TRL" in found else None
+def table(kind: str, figures: dict[str, list[list[float]]]) -> list[dict[str, str | float]]:
+    trl = [median(column) for column in zip(*figures["TRL"], strict=True)] if "TRL" in figures else None
     rows = []
-    for arm, times in found.items():
+    for arm, times in figures.items():
         columns = list(zip(*times, strict=True))
         row = {"run": f"{kind}, {arm}"} | dict(zip(FIGURES, map(common.spread, columns), strict=True))
         row["end, times TRL's"] = median(columns[2]) / trl[2] if trl else None

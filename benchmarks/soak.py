@@ -60,15 +60,15 @@ def main() -> None:
     steps = parser.parse_args().steps
     with tempfile.TemporaryDirectory() as folder:
         samples = soak(Path(folder), steps)
-    settled, told = samples[len(samples) // 10 :], {"steps": steps}
+    settled, report = samples[len(samples) // 10 :], {"steps": steps}
     for name in ("MB", "handles", "threads"):
         values = np.asarray([entry[name] for entry in settled])
         slope = np.polyfit([entry["step"] for entry in settled], values, 1)[0] * 1000
         ends = {"first": float(values[0]), "last": float(values[-1]), "highest": float(values.max())}
-        told[name] = ends | {"a thousand steps": round(slope, 3)}
+        report[name] = ends | {"a thousand steps": round(slope, 3)}
         scaled = (values - values.min()) / max(values.max() - values.min(), 1e-9) * (len(_BARS) - 1)
         print(f"{name:8}", "".join(_BARS[int(value)] for value in scaled))
-    print(json.dumps(told))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

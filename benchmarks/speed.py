@@ -147,7 +147,7 @@ def table(raced: list[Lane], args: Any) -> list[dict]:
 
 def _row(lane: Lane, base: Lane, args: Any) -> dict:
     warm, steps = window(args, lane.facts)
-    measured, theirs = (one.seconds[warm // args.segment :] for one in (lane, base))
+    measured, theirs = (arm.seconds[warm // args.segment :] for arm in (lane, base))
     tokens, filled, places = (
         sum(islice(cycle(lane.facts[name]), warm, warm + steps)) for name in ("tokens", "filled", "places")
     )
@@ -156,7 +156,7 @@ def _row(lane: Lane, base: Lane, args: Any) -> dict:
         "arm": lane.name,
         "step s": common.spread(seconds / args.segment for seconds in measured),
         f"times faster than {base.name}": common.spread(
-            other / own for other, own in zip(theirs, measured, strict=True)
+            base_seconds / ours for base_seconds, ours in zip(theirs, measured, strict=True)
         ),
         "pairs/s": tokens / pair / sum(measured),
         "useful tokens/s": tokens / sum(measured),

@@ -141,8 +141,8 @@ def _batches(trainer: Any, side: str) -> dict[str, Any]:
     places: positions in the arrays.
     """
     batches = trainer.get_train_dataloader()
-    found = [_ours(batch) for batch in batches.steps] if side == "trl_jax" else [_theirs(batch) for batch in batches]
-    tokens, filled, places, shapes = zip(*found, strict=True)
+    sizes = [_ours(batch) for batch in batches.steps] if side == "trl_jax" else [_theirs(batch) for batch in batches]
+    tokens, filled, places, shapes = zip(*sizes, strict=True)
     return {"tokens": tokens, "filled": filled, "places": places, "shapes": len(set(shapes))}
 
 

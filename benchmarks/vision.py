@@ -45,9 +45,9 @@ def main() -> None:
                 work = (side, trainer, folder / "model", args.side, config, args.lora)
                 started.append(lanes.start(name, take, *work, args.segment, stop))
             lanes.race(started, stop // args.segment)
-            found = report[trainer] = lanes.table(started, args)
+            rows = report[trainer] = lanes.table(started, args)
             print(f"{trainer}: images of {args.side} x {args.side}, {args.steps} steps measured", flush=True)
-            common.show(found)
+            common.show(rows)
     common.write_json(args.json, report)
 
 
@@ -74,13 +74,13 @@ def _arguments() -> Any:
 
 
 def _config(name: str, trainer: str, args: Any, folder: Path) -> dict[str, Any]:
-    own = {"per_device_train_batch_size": args.pairs, "max_length": None}
+    sizes = {"per_device_train_batch_size": args.pairs, "max_length": None}
     if trainer == "GRPO":
-        own = {
+        sizes = {
             "per_device_train_batch_size": args.prompts * args.completions, "num_generations": args.completions,
             "max_completion_length": args.completion,
         }  # fmt: skip
-    return own | {
+    return sizes | {
         "output_dir": str(folder / name), "max_steps": args.warm_up + args.steps, "bf16": False, "use_cpu": True,
         "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": args.segment,
     }  # fmt: skip
@@ -166,14 +166,14 @@ def rows(kind: str, count: int, pixels: int) -> Any:
     def message(role: str, length: int) -> list[dict[str, str]]:
         return [{"role": role, "content": "".join(dice.choice(letters, length))}]
 
-    made = []
+    rows = []
     for _ in range(count):
         picture = Image.fromarray(dice.integers(0, 256, (pixels, pixels, 3), dtype=np.uint8))
         row = {"prompt": message("user", 32), "images": [picture]}
         if kind == "DPO":
             row |= {name: message("assistant", 64) for name in ("chosen", "rejected")}
-        made.append(row)
-    return Dataset.from_list(made)
+        rows.append(row)
+    return Dataset.from_list(rows)
 
 
 def variety(completion_ids: list[list[int]], **columns: Any) -> list[float]:

@@ -32,15 +32,16 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=False)
     prompts = [row["prompt"] for row in test] * 8
-    how = {"max_new_tokens": MOST_TOKENS, "do_sample": True, "top_k": 0, "num_return_sequences": options.n}
-    drawn = AutoModelForCausalLM.from_pretrained(policy).generate_text(prompts, tokenizer, seed=options.seed, **how)
+    sampling = {"max_new_tokens": MOST_TOKENS, "do_sample": True, "top_k": 0, "num_return_sequences": options.n}
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    completions = model.generate_text(prompts, tokenizer, seed=options.seed, **sampling)
     best = []
-    for prompt, answers in zip(prompts, drawn, strict=True):
+    for prompt, answers in zip(prompts, completions, strict=True):
         scores = scored(judge, tokenizer, prompt, answers)
         best.append(answers[int(scores.argmax())])
-    for prompt, answers, answer in list(zip(prompts, drawn, best, strict=True))[: len(test)]:
+    for prompt, answers, answer in list(zip(prompts, completions, best, strict=True))[: len(test)]:
         print(f"{prompt[0]['content']:<24} first: {answers[0].strip():<10} best of {options.n}: {answer.strip()}")
-    first, last = share_of_sorted([answers[0] for answers in drawn]), share_of_sorted(best)
+    first, last = share_of_sorted([answers[0] for answers in completions]), share_of_sorted(best)
     print(f"\nThe share of correct answers went from {first:.2f} to {last:.2f}.")
 
 
@@ -83,8 +84,9 @@ def said(answer: str) -> list[dict]:
 
 def scored(judge: PreTrainedModel, tokenizer, prompt: list[dict], answers: list[str]) -> np.ndarray:
     """The reward of each answer to a prompt."""
-    whole = [prompt + said(answer.strip()) for answer in answers]
-    rows = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=True, padding=True, return_tensors="np")
+    conversations = [prompt + said(answer.strip()) for answer in answers]
+    options = {"tokenize": True, "return_dict": True, "padding": True, "return_tensors": "np"}
+    rows = tokenizer.apply_chat_template(conversations, **options)
     return np.asarray(judge(rows["input_ids"], rows["attention_mask"]).logits[:, 0])
 
 

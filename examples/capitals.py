@@ -40,11 +40,11 @@ def chats() -> tuple[list[dict], list[dict]]:
     """Chats for training, and held-out ones: one of the questions for every fourth country."""
     train, test = [], []
     for number, (country, city) in enumerate(CAPITALS.items()):
-        for way, question in enumerate(ASKED):
-            asked = [{"role": "user", "content": question.format(country)}]
-            answered = [{"role": "assistant", "content": ANSWER.format(country, city)}]
-            held_back = number % 4 == 0 and way == number // 4
-            (test if held_back else train).append({"prompt": asked, "completion": answered})
+        for kind, question in enumerate(ASKED):
+            prompt = [{"role": "user", "content": question.format(country)}]
+            completion = [{"role": "assistant", "content": ANSWER.format(country, city)}]
+            held_back = number % 4 == 0 and kind == number // 4
+            (test if held_back else train).append({"prompt": prompt, "completion": completion})
     return train, test
 
 
@@ -65,8 +65,8 @@ def answers(folder: Path, rows: list[dict]) -> list[str]:
         for row, ids in zip(logits, texts, strict=True):
             if ids[-1] != tokenizer.eos_token_id:
                 ids.append(int(np.argmax(row[len(ids) - 1])))
-    said = [ids[start:] for ids, start in zip(texts, starts, strict=True)]
-    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in said]
+    completions = [ids[start:] for ids, start in zip(texts, starts, strict=True)]
+    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
 
 
 def show(rows: list[dict], column: str, before: list[str], after: list[str]) -> None:

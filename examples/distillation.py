@@ -35,9 +35,9 @@ def main() -> None:
     trainer.save_model(str(out / "final"))
     print(f"Trained three times in {time.perf_counter() - began:.0f} seconds.\n")
     show_divergence(trainer.state.log_history, out / "divergence.svg")
-    known, before, after = (share_sorted(folder, test) for folder in (teacher, student, out / "final"))
+    best, before, after = (share_sorted(folder, test) for folder in (teacher, student, out / "final"))
     print(
-        f"Sorted answers to held-out questions: teacher {known:.2f}, student {before:.2f} before and {after:.2f} after."
+        f"Sorted answers to held-out questions: teacher {best:.2f}, student {before:.2f} before and {after:.2f} after."
     )
     print(f"The model is in {out / 'final'}.")
 
@@ -75,8 +75,8 @@ def make_trainer(
 
 
 def share_sorted(folder: Path, rows: list[dict]) -> float:
-    found = answers(folder, rows * 16)
-    scores = is_sorted([[{"content": text}] for text in found])
+    texts = answers(folder, rows * 16)
+    scores = is_sorted([[{"content": text}] for text in texts])
     return sum(scores) / len(scores)
 
 

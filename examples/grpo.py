@@ -70,17 +70,17 @@ def questions() -> tuple[list[dict], list[dict]]:
 
 def is_sorted(completions, **columns) -> list[float]:
     """Reward 1.0 for an answer of exactly three increasing digits."""
-    said = [messages[0]["content"].split() for messages in completions]
-    return [float(len(digits) == 3 and digits == sorted(set(DIGITS) & set(digits))) for digits in said]
+    answers = [messages[0]["content"].split() for messages in completions]
+    return [float(len(digits) == 3 and digits == sorted(set(DIGITS) & set(digits))) for digits in answers]
 
 
 def fine_tuned(train: list[dict], out: Path, seed: int, *, in_order: bool = False, **shape: int) -> Path:
     """Fine-tune to answer with three digits, sorted if `in_order`. Returns the folder of the model."""
     start = tiny_model.build(out / "start", [*texts(train), " ".join(DIGITS)], seed=seed, **shape)
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
     rows = []
     for row in train * 40:
-        digits = drawn.sample(DIGITS, 3)
+        digits = rng.sample(DIGITS, 3)
         answer = " ".join(sorted(digits) if in_order else digits)
         rows.append({"prompt": row["prompt"], "completion": [{"role": "assistant", "content": answer}]})
     args = SFTConfig(

@@ -42,8 +42,8 @@ class PointwiseTask(Task):
 
     def metrics(self, sums: list[dict[str, np.ndarray]], split: str) -> dict[str, float]:
         names = ("rows", "squared", "absolute")
-        found = joined(sums, dict.fromkeys(names, np.sum), count="rows")
-        rows, squared, absolute = (float(found[name].sum()) for name in names)
+        totals = joined(sums, dict.fromkeys(names, np.sum), count="rows")
+        rows, squared, absolute = (float(totals[name].sum()) for name in names)
         return {"mse": squared / rows, "mae": absolute / rows} if rows else {}
 
     def predictions(self, outputs: np.ndarray, num_examples: int) -> np.ndarray:
@@ -72,7 +72,7 @@ WORDS = {"thanks": 1.0, "carefully": 0.5, "maybe": -0.5, "whatever": -1.0}
 
 
 def main(folder: Path) -> None:
-    pairs = [(one, other) for one in WORDS for other in WORDS]
+    pairs = [(first, second) for first in WORDS for second in WORDS]
     rows = [{"prompt": "How? ", "completion": " ".join(pair), "rating": sum(map(WORDS.get, pair))} for pair in pairs]
     data = Dataset.from_list(rows).train_test_split(test_size=3, seed=0)
     model = tiny_model.build(folder / "start", ("How? " + row["completion"] for row in rows), vocab_size=300)

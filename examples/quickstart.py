@@ -124,16 +124,16 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict]]
 
 def check_saved(folder: Path, test: Dataset, predictions: np.ndarray) -> None:
     conversations = [row["prompt"] + row[answer] for answer in ("chosen", "rejected") for row in test]
-    apart = float(np.abs(scores(folder, conversations) - np.asarray(predictions)[:, 0]).max())
-    if apart > 1e-4:
-        raise SystemExit(f"The scores of {folder} differ from the trainer's by {apart:.1e}, expected at most 1e-4.")
-    print(f"Loaded {folder} again: {len(conversations)} scores differ from the trainer's by at most {apart:.0e}.\n")
+    gap = float(np.abs(scores(folder, conversations) - np.asarray(predictions)[:, 0]).max())
+    if gap > 1e-4:
+        raise SystemExit(f"The scores of {folder} differ from the trainer's by {gap:.1e}, expected at most 1e-4.")
+    print(f"Loaded {folder} again: {len(conversations)} scores differ from the trainer's by at most {gap:.0e}.\n")
 
 
 def score_two(folder: Path) -> None:
-    asked = {"role": "user", "content": QUESTION}
+    question = {"role": "user", "content": QUESTION}
     both = [HELPFUL, DISMISSIVE]
-    rewards = scores(folder, [[asked, {"role": "assistant", "content": answer}] for answer in both])
+    rewards = scores(folder, [[question, {"role": "assistant", "content": answer}] for answer in both])
     print(QUESTION)
     for reward, answer in zip(rewards, both, strict=True):
         print(f"  {reward:+.2f}  {answer}")

@@ -50,8 +50,8 @@ def main() -> None:
     trainer.save_model(str(out / "final"))
 
     right = score(out / "final", test)
-    for name, found in right.items():
-        print(f"On {len(found)} new pictures, {np.mean(found):.0%} of answers to {QUESTIONS[name]!r} are right.")
+    for name, answers in right.items():
+        print(f"On {len(answers)} new pictures, {np.mean(answers):.0%} of answers to {QUESTIONS[name]!r} are right.")
     history = [entry for entry in trainer.state.log_history if "eval_mean_token_accuracy" in entry]
     points = [(entry["step"], entry["eval_mean_token_accuracy"]) for entry in history]
     curve = write_svg(out / "curve.svg", [Curve("token accuracy of answers about new pictures", points, 0.0, 1.0)])
@@ -61,16 +61,16 @@ def main() -> None:
 
 def rows(generator: np.random.Generator, count: int) -> Dataset:
     """Questions about pictures, half of them about the background color."""
-    made = []
+    examples = []
     for number in range(count):
         digit, color = str(generator.integers(10)), str(generator.choice(list(COLORS)))
         about = ("color", "digit")[number % 2]
-        made.append({
+        examples.append({
             "prompt": [{"role": "user", "content": QUESTIONS[about]}],
             "completion": [{"role": "assistant", "content": {"color": color, "digit": digit}[about]}],
             "image": draw(generator, digit, COLORS[color]), "about": about,
         })  # fmt: skip
-    return Dataset.from_list(made)
+    return Dataset.from_list(examples)
 
 
 def draw(generator: np.random.Generator, digit: str, color: tuple[int, ...]) -> Image.Image:
@@ -143,15 +143,17 @@ def score(folder: Path, test: Dataset) -> dict[str, list[bool]]:
     model = AutoModelForImageTextToText.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
-    seen = processor(images=list(test["image"]), return_tensors="np")
-    holder = START + IMAGE * int(seen["image_grid_thw"][0].prod() // 4) + END
+    images = processor(images=list(test["image"]), return_tensors="np")
+    holder = START + IMAGE * int(images["image_grid_thw"][0].prod() // 4) + END
     texts = [f"{tiny_model.USER}{holder}{prompt[0]['content']}{tiny_model.EOS}<assistant>" for prompt in test["prompt"]]
     ids = tokenizer(texts, padding=True, return_tensors="np", add_special_tokens=False)
-    done = model.generate(**ids, **seen, max_new_tokens=6, do_sample=False)
-    answers = tokenizer.batch_decode(done[:, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-    wanted = [completion[0]["content"] for completion in test["completion"]]
-    right = [answer.strip() == own for answer, own in zip(answers, wanted, strict=True)]
-    return {name: [own for own, about in zip(right, test["about"], strict=True) if about == name] for name in QUESTIONS}
+    outputs = model.generate(**ids, **images, max_new_tokens=6, do_sample=False)
+    answers = tokenizer.batch_decode(outputs[:, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    expected = [completion[0]["content"] for completion in test["completion"]]
+    right: dict[str, list[bool]] = {name: [] for name in QUESTIONS}
+    for about, answer, correct in zip(test["about"], answers, expected, strict=True):
+        right[about].append(answer.strip() == correct)
+    return right
 
 
 if __name__ == "__main__":
