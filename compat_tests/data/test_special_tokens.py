@@ -13,6 +13,7 @@ from trl_jax.data.chat import (
     settle,
     settle_chat_template,
     settle_generation,
+    settle_ids,
     warn_of_shared_pad,
     with_eos,
 )  # fmt: skip
@@ -21,6 +22,14 @@ from trl_jax.data.chat import (
 @pytest.fixture(autouse=True)
 def _warn_afresh():
     chat._warn_shared.cache_clear()
+
+
+def test_a_vision_language_config_has_the_pad_id_in_its_text_config_only():
+    """As in TRL, whose saved config.json has no other."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("llava_next")
+    settle_ids(config, tiny_tokenizer(), eos=True)
+    assert config.text_config.pad_token_id == 0 and "pad_token_id" not in config.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ def test_the_processor_that_was_passed_is_saved_as_in_trl(model, llava, tmp_path
         out = tmp_path / package.__name__
         trainer(package, "SFT", given, out, messages(2), processing_class=processor).save_model(out)
         saved.append([(out / name).read_text() for name in ("processor_config.json", "tokenizer_config.json")])
+        parts = json.loads((out / "config.json").read_text())
+        saved[-1] += [parts["dtype"], *(parts[name].get("dtype") for name in ("text_config", "vision_config"))]
     assert json.loads(saved[0][0])["image_processor"]["image_mean"] == [0.1, 0.2, 0.3] and saved[1] == saved[0]
     assert not (out / "preprocessor_config.json").exists()
 

@@ -149,6 +149,40 @@ def test_a_scheduler_continues_where_it_is(folder, tmp_path):
     assert found[1][1] == pytest.approx(found[0][1], abs=1e-5)
 
 
+def test_the_first_step_takes_a_rate_that_is_set_after_the_scheduler_was_made(folder, tmp_path):
+    """As torch's does; the scheduler sets the later ones."""
+    for schedule_of in (lambda tx: get_cosine_schedule_with_warmup(tx, 0, 4), by_half):
+        found = []
+        for package in (trl, trl_jax):
+            model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+            tx, rates = torch.optim.AdamW(model.parameters(), lr=1e-3), Rates()
+            schedule = schedule_of(tx)
+            tx.param_groups[0]["lr"] = 1e-2
+            trainer = make(
+                package, model, tmp_path, config=CONFIG, optimizers=(tx, schedule), callbacks=[rates],
+                processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+            )  # fmt: skip
+            trainer.train()
+            found.append((rates.seen, [log["loss"] for log in trainer.state.log_history[:3]]))
+        assert [step[-1] for step in found[1][0]] == [pytest.approx(step[-1]) for step in found[0][0]]
+        assert found[1][1] == pytest.approx(found[0][1], abs=1e-4)
+
+
+def by_half(tx):
+    return torch.optim.lr_scheduler.StepLR(tx, 1, 0.5)
+
+
+class ReplacedStep(TrainerCallback):
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        optimizer.step = print
+
+
+def test_a_step_that_a_script_replaces_is_refused(folder, tmp_path):
+    trainer = make(trl_jax, folder, tmp_path, config=CONFIG, callbacks=[ReplacedStep()])
+    with pytest.raises(AttributeError, match="optimizer.step was set, which no step reads: the step is compiled"):
+        trainer.train()
+
+
 class OneGroup(TrainerCallback):
     def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         optimizer.param_groups[1]["lr"] = 0.5
@@ -193,7 +227,16 @@ def test_what_it_cannot_follow_is_refused(folder, tmp_path):
     hooked.register_step_post_hook(print)
     parameters[0].grad = torch.ones_like(parameters[0])
     used.step()
+    wrapped, waiting = torch.optim.AdamW(parameters), torch.optim.AdamW(parameters)
+    wrapped.step, stays = print, get_cosine_schedule_with_warmup(waiting, 1, 3)
+    stays.step = print
+    two = torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}])
+    both = get_cosine_schedule_with_warmup(two, 1, 3)
+    two.param_groups[0]["lr"] = 1.0
     cases = (
+        (wrapped, None, "the step of the AdamW was replaced by the script's print"),
+        (waiting, stays, "step of the LambdaLR was replaced by the script"),
+        (two, both, r"lr of the parameter groups is \[1.0, 0.0\] and initial_lr is \[0.001, 0.001\]"),
         (hooked, None, "the SGD has a hook of the script, print"),
         (used, None, "the AdamW has taken steps, and its state is not read"),
         (plain, get_cosine_schedule_with_warmup(used, 1, 3), "the LambdaLR was made for another optimizer"),

@@ -168,11 +168,9 @@ def _warn_shared(token: str) -> None:
 
 
 def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
-    """Copy the tokenizer's pad id into the model's config and its text config and, if `eos`, its EOS id into the
-    latter."""
+    """Copy the tokenizer's pad id into the model's text config and, if `eos`, its EOS id."""
     text = config.get_text_config()
-    for part in (config, text):
-        part.pad_token_id = tokenizer.pad_token_id
+    text.pad_token_id = tokenizer.pad_token_id
     if eos:
         text.eos_token_id = tokenizer.eos_token_id
 

@@ -528,6 +528,9 @@ def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]
         written.pop("num_labels", None)  # transformers derives it from id2label
     written.pop("torch_dtype", None)
     written["dtype"] = dtype
+    for part in ("text_config", "vision_config"):
+        if isinstance(written.get(part), dict):
+            written[part] = {**written[part], "dtype": dtype}
     if "text_config" not in raw:  # older files keep these keys at the top level
         changed = dict(changed)
         changed |= changed.pop("text_config", {})

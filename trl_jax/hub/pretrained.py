@@ -679,7 +679,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         """Compute scores or logits of token ids: JAX arrays, or torch tensors if `input_ids` is one.
 
         Args:
-            input_ids: int `[rows, T]`, padded with `config.pad_token_id` on either side.
+            input_ids: int `[rows, T]`, padded with the config's `pad_token_id` on either side.
             attention_mask: `[rows, T]`, 0 for tokens to mask out; None masks nothing.
             token_type_ids: all zeros, as tokenizers return them for single texts. Decoders ignore it.
             labels: int `[rows, T]`, the token ids, -100 for those without a loss; adds `loss` to the output of a

@@ -6,6 +6,7 @@ A script passes or seeds them, and TRL's checkpoints contain the states of optim
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import sys
 import warnings
@@ -168,7 +169,16 @@ def param_groups(optimizer: Any, *models: Any) -> list[ParamGroup]:
 
 
 def check_unused(optimizer: Any) -> None:
-    """Raise ValueError for a torch optimizer with hooks or with averages of earlier steps, which JAX would ignore."""
+    """Raise ValueError for a torch optimizer with hooks, with a `step` of the script or with averages of earlier steps,
+    which JAX would ignore."""
+    step = vars(optimizer).get("step", type(optimizer).step)
+    if "_wrapped_by_lr_sched" in dir(step):  # a scheduler notes in it that it was called
+        step = step.__wrapped__
+    if step is not type(optimizer).step:
+        raise ValueError(
+            f"optimizers: the step of the {type(optimizer).__name__} was replaced by the script's "
+            f"{function_name(step)}, which would never be called. Use a TrainerCallback, or an optax transformation."
+        )
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     if hooks:
         raise ValueError(
@@ -197,11 +207,16 @@ def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
             f"optimizers: the {type(scheduler).__name__} was made for another optimizer, whose learning rate it sets. "
             "Make it for the optimizer that is passed with it."
         )
-    base = float(scheduler.base_lrs[0]) if "base_lrs" in vars(scheduler) else 0.0
+    if replaced := [name for name in ("step", "get_lr", "get_last_lr") if name in vars(scheduler)]:
+        raise ValueError(
+            f"optimizers: {replaced[0]} of the {type(scheduler).__name__} was replaced by the script, which would "
+            "never be called. Use a LambdaLR with one function for all groups."
+        )
+    first = _rate_of_first_step(scheduler, optimizer)
     if type(scheduler) is schedulers.LambdaLR:
-        factor, done = scheduler.lr_lambdas[0], scheduler.last_epoch
+        base, factor, done = float(scheduler.base_lrs[0]), scheduler.lr_lambdas[0], scheduler.last_epoch
         if all(other is factor for other in scheduler.lr_lambdas):
-            return lambda step: base * factor(done + step)
+            return lambda step: base * factor(done + step) if step else first
     simple = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"
     kinds = {getattr(schedulers, name) for name in simple.split()}
     if type(scheduler) not in kinds or len(set(scheduler.base_lrs)) > 1:
@@ -211,8 +226,7 @@ def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
             f"for all groups, and, if all groups have the same learning rate, {', '.join(simple.split())}. Or pass a "
             "function of the step, as in optimizers=(optax.adamw(1.0), lambda step: 1e-4)."
         )
-    replayed = _with_optimizer_of_its_own(scheduler)
-    rates = [float(replayed.get_last_lr()[0])]
+    replayed, rates = _with_optimizer_of_its_own(scheduler), [first]
 
     def rate(step: int) -> float:
         while len(rates) <= step:
@@ -223,6 +237,27 @@ def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
         return rates[step]
 
     return rate
+
+
+def _rate_of_first_step(scheduler: Any, optimizer: Any) -> float:
+    """The `lr` of the first parameter group: torch's first step takes it as it is, also if the script set it later.
+
+    Raises:
+        ValueError: the groups' rates are not the same multiples of their initial ones.
+    """
+    groups = optimizer.param_groups
+    initial = [float(group.get("initial_lr", group["lr"])) for group in groups]
+    rates = {"lr": [float(group["lr"]) for group in groups]}
+    if "base_lrs" in vars(scheduler):
+        rates["base_lrs"] = list(map(float, scheduler.base_lrs))
+    for name, values in rates.items():
+        pairs = zip(values, initial, strict=True)
+        if not all(math.isclose(rate * initial[0], values[0] * at_first, rel_tol=1e-9) for rate, at_first in pairs):
+            raise ValueError(
+                f"optimizers: {name} of the parameter groups is {values} and initial_lr is {initial}. The ratio between "
+                "the groups is fixed here: set lr where the optimizer is created, before its scheduler."
+            )
+    return rates["lr"][0]
 
 
 def _with_optimizer_of_its_own(scheduler: Any) -> Any:

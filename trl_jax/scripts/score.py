@@ -151,8 +151,9 @@ class Scorer:
     def __init__(self, loaded: LoadedModel):
         self.checkpoint, self.tokenizer, self.digests = loaded.checkpoint, loaded.tokenizer, loaded.digests
         self.model = self.checkpoint.load(_SEED)
-        if self.model.config.pad_token_id is None:
-            self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        self._config = self.model.config.get_text_config()
+        if self._config.pad_token_id is None:
+            self._config.pad_token_id = self.tokenizer.pad_token_id
 
     def __call__(self, rows: list[Row]) -> list[dict[str, Any]]:
         """Add the scores to the rows.
@@ -164,7 +165,7 @@ class Scorer:
 
         ids = [side for row in rows for side in self._ids(row)]
         length = max(map(len, ids))
-        pad = self.model.config.pad_token_id or 0
+        pad = self._config.pad_token_id or 0
         tokens = np.full((len(ids), length), pad, np.int64)
         mask = np.zeros((len(ids), length), np.int64)
         for row, token_ids in enumerate(ids):

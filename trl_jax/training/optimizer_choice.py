@@ -47,6 +47,14 @@ class ShownOptimizer(Optimizer):
         ]
         return shown
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("choice", "param_groups"):
+            raise AttributeError(
+                f"optimizer.{name} was set, which no step reads: the step is compiled. Change gradients in the loss, "
+                "weights in a TrainerCallback, or pass an optax transformation as in optimizers=(optax.sgd(1.0), None)."
+            )
+        super().__setattr__(name, value)
+
 
 class ParamGroup(MutableMapping):
     """One of torch's parameter groups. `lr` is the rate of the next step. Setting it affects that step only, as in

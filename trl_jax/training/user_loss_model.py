@@ -255,7 +255,7 @@ class ScoreModel(BoundModel):
     """A model with a score head: `logits` `[rows, 1]`."""
 
     def _outputs_of(self, call: Call) -> Outputs:
-        last = jnp.max(jnp.where(call.tokens != self.config.pad_token_id, call.positions, 0), axis=1)
+        last = jnp.max(jnp.where(call.tokens != self.config.get_text_config().pad_token_id, call.positions, 0), axis=1)
         self.outputs.append(call.run(reads_of_rows(last, call.tokens.shape[1])))
         return Outputs(logits=self.outputs[-1][:, None])
 
