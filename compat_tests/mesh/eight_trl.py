@@ -55,3 +55,30 @@ def test_the_curve_is_trls(trainer, mesh, shards, layout, trl, checkpoint, tmp_p
     for mine, other in zip(ours.logs, theirs.logs, strict=True):
         assert_same(mine, other)
     assert_same_weights(ours.weights, theirs.weights, 1e-3)
+
+
+def test_a_loss_that_multiplies_by_the_number_of_processes_is_trls(trl, checkpoint, tmp_path):
+    """As transformers' own does, because ranks take the mean of their gradients."""
+    import jax.numpy as jnp
+    import optax
+    from datasets import Dataset
+
+    import trl_jax
+
+    class Summed(trl_jax.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            labels = inputs["labels"][:, 1:]
+            losses = optax.softmax_cross_entropy_with_integer_labels(outputs.logits[:, :-1], labels.clip(0))
+            loss = jnp.sum(losses * (labels != -100)) / num_items_in_batch * self.accelerator.num_processes
+            return (loss, outputs) if return_outputs else loss
+
+    config = CONFIG | {"mesh_shape": "data:2", "per_device_train_batch_size": ROWS // 2, "max_steps": 2}
+    args = trl_jax.SFTConfig(str(tmp_path), **reference.BASE | config | {"lr_scheduler_type": "constant"})
+    rows = Dataset.from_list(rows_of("SFT", 24))
+    trainer = Summed(str(checkpoint(**SMALL)), args, train_dataset=rows)
+    trainer.train()
+    assert trainer.accelerator.num_processes == 2
+    ours, theirs = steps_of(trainer.state.log_history)[0], steps_of(trl("SFT").logs)[0]
+    for name in ("loss", "grad_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from datasets import Dataset
 
 import trl_jax
 from compat_tests.effort import only_thorough, thorough
+from compat_tests.parity.dpo_cases import SMALL
+from compat_tests.parity.reference import BASE
+from compat_tests.tiny import text_rows
 from compat_tests.trainer.trainers import FACTS, make, table
 from trl_jax.core.outputs import VirtualTokens
 from trl_jax.nn.linear import Stream, stream_keys
@@ -74,8 +78,8 @@ CALM, DRAWS = (
 )
 
 
-def options(backend, key, multiple=None, **how):
-    return random_options(asked(**how), backend, key, jnp.asarray([3, 9]), multiple)
+def options(backend, key, multiple=None, *, lengths=(3, 9), concatenated=None, **how):
+    return random_options(asked(**how), backend, key, jnp.asarray(lengths), multiple, concatenated)
 
 
 def test_what_is_left_to_chance():
@@ -89,6 +93,26 @@ def test_what_is_left_to_chance():
     alone = [options(CALM, key, multiple, neftune_noise_alpha=5.0) for multiple in (None, "auto", 8)]
     assert [int(how["noise"].length) for how in alone] == [9, 9, 16]
     assert all(list(how) == ["noise"] for how in alone)
+
+
+def test_texts_that_trl_concatenates_have_the_noise_of_one_text():
+    """transformers' hook divides by the square root of the embedding's shape, [1, 12, D] for texts of 3 and 9 tokens.
+    Each device has its own micro-batch."""
+    key, noisy = jax.random.key(0), {"neftune_noise_alpha": 5.0}
+    lengths = [
+        options(CALM, key, multiple, concatenated=devices, **noisy)["noise"].length
+        for multiple, devices in ((None, 1), (8, 1), (None, 2))
+    ]
+    assert list(map(int, lengths)) == [12, 16, 6]
+
+
+def test_the_last_step_of_an_epoch_has_noise_too(checkpoint, tmp_path):
+    """Two of its micro-batches are empty. The gradient was NaN, and the update was skipped."""
+    config = {"max_steps": 2, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
+    args = trl_jax.SFTConfig(str(tmp_path), **BASE | config | {"neftune_noise_alpha": 5.0})
+    trainer = trl_jax.SFTTrainer(str(checkpoint(**SMALL)), args, train_dataset=Dataset.from_list(text_rows(4)))
+    trainer.train()
+    assert np.isfinite([log["grad_norm"] for log in trainer.state.log_history[:2]]).all()
 
 
 def test_routers_draw_without_dropout_too():

@@ -332,12 +332,16 @@ class BaseTrainer(abc.ABC):
         )
 
     def _user_loss(self, model: Any, *given: Any, **options: Any) -> Any:
-        """Call the user-defined `compute_loss`, whose `self._metrics` are those of its batch."""
-        self._loss_metrics = model.metrics
+        """Call the user-defined `compute_loss`, whose `self._metrics` are those of its batch.
+
+        Its inputs are the micro-batches of all devices, as for a single process, and the step takes no mean over
+        processes, for which losses of several processes multiply by their number.
+        """
+        world, self.accelerator.num_processes, self._loss_metrics = self.accelerator.num_processes, 1, model.metrics
         try:
             return self.compute_loss(model, *given, **options)
         finally:
-            self._loss_metrics = None
+            self.accelerator.num_processes, self._loss_metrics = world, None
 
     def _user_step(self, compute: Callable[[Any], Any], inputs: Any, num_items: Any, last: bool) -> Any:
         """Call the user-defined `training_step` on a micro-batch; `last` for the last one of a step."""

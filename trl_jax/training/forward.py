@@ -175,7 +175,8 @@ class Forward:
     def random_options(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:
         """The random options of `outputs` in training, for one pass over texts of these `lengths`."""
         setup = self._setup
-        return random_options(setup.args, setup.model.backend, key, lengths, setup.pad_to_multiple_of)
+        concatenated = setup.shards if setup.task.padding_free else None
+        return random_options(setup.args, setup.model.backend, key, lengths, setup.pad_to_multiple_of, concatenated)
 
 
 def _reference_images(images: Images | PrecomputedFeatures) -> Images | PrecomputedFeatures:
@@ -283,7 +284,12 @@ def run_key(args: BaseConfig, backend: Backend) -> jax.Array | None:
 
 
 def random_options(
-    args: BaseConfig, backend: Backend, key: jax.Array | None, lengths: jax.Array, multiple: int | str | None
+    args: BaseConfig,
+    backend: Backend,
+    key: jax.Array | None,
+    lengths: jax.Array,
+    multiple: int | str | None,
+    concatenated: int | None = None,
 ) -> dict[str, Any]:
     """The random options of the model's call in training.
 
@@ -292,6 +298,7 @@ def random_options(
     Args:
         lengths: of the texts. As in TRL, the strength of the noise depends on the padded length: the longest text,
             rounded up to the next `multiple`.
+        concatenated: the number of rows that TRL would concatenate the texts to, one per device, if it does so.
     """
     if key is None:
         return {}
@@ -300,8 +307,11 @@ def random_options(
     if not args.neftune_noise_alpha:
         return options
     multiple = multiple if isinstance(multiple, int) else 1
-    longest = -(-(jnp.max(lengths) - backend.virtual.count) // multiple) * multiple
-    return options | {"noise": Noise(args.neftune_noise_alpha, jax.random.fold_in(key, Stream.NOISE), longest)}
+    lengths = (lengths - backend.virtual.count).clip(0)
+    longest = jnp.max(lengths) if concatenated is None else jnp.sum(lengths) // concatenated
+    longest = -(-longest // multiple) * multiple
+    length = jnp.maximum(longest, 1)  # a micro-batch may be empty in the last step of an epoch
+    return options | {"noise": Noise(args.neftune_noise_alpha, jax.random.fold_in(key, Stream.NOISE), length)}
 
 
 def check_noise(args: BaseConfig, backend: Backend) -> None:
