@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from trl_jax.data.chat import opening
+from trl_jax.data.chat import prompt_options
 from trl_jax.data.chat_templates import apply_chat_template as render_messages
 from trl_jax.data.chat_templates import prepare_multimodal_messages as prepare_multimodal_messages
 from trl_jax.data.packing import pack_dataset as pack_dataset
@@ -80,7 +80,8 @@ def apply_chat_template(
     if "prompt" not in names_found:
         return {name: render(example[name]) for name in answers}
     full_texts = {name: render(example["prompt"] + example[name]) for name in answers}
-    prompt = os.path.commonprefix([render(example["prompt"], **opening(example["prompt"])), *full_texts.values()])
+    rendered_prompt = render(example["prompt"], **prompt_options(example["prompt"]))
+    prompt = os.path.commonprefix([rendered_prompt, *full_texts.values()])
     return {"prompt": prompt, **{name: text[len(prompt) :] for name, text in full_texts.items()}, **label}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from trl_jax.data.batch import IGNORED, Context, Example
 from trl_jax.data.loader import IndexedExample, StepLayout
-from trl_jax.data.packed import bins_of, greedy_bins, place
+from trl_jax.data.packed import assign_rows, greedy_bins, place
 
 SIZE, GROUP = 6, 3
 
@@ -69,7 +69,7 @@ def test_a_group_of_two_micro_batches_lies_in_each():
 
 def test_rows_are_filled_evenly_by_what_lies_in_them():
     placed = place([examples(6), examples(6)], examples=6, share_prefix=True)
-    into = bins_of(placed, 2)
+    into = assign_rows(placed, 2)
     for row in range(2):
         own = [one for one, at in zip(placed, into, strict=True) if at == row]
         assert len(own) == 6 and len({one.context for one in own}) == 2

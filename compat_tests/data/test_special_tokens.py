@@ -10,10 +10,10 @@ from trl_jax.data import chat
 from trl_jax.data.chat import (
     PartsTokenizer,
     check_template,
-    settle,
-    settle_chat_template,
-    settle_generation,
-    settle_ids,
+    copy_ids_to_generation_config,
+    copy_special_ids,
+    set_chat_template,
+    set_special_tokens,
     warn_of_shared_pad,
     with_eos,
 )  # fmt: skip
@@ -21,14 +21,14 @@ from trl_jax.data.chat import (
 
 @pytest.fixture(autouse=True)
 def _warn_afresh():
-    chat._warn_shared.cache_clear()
+    chat._warn_of_shared_pad_once.cache_clear()
 
 
 def test_a_vision_language_config_has_the_pad_id_in_its_text_config_only():
     """As in TRL, whose saved config.json has no other."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model("llava_next")
-    settle_ids(config, tiny_tokenizer(), eos=True)
+    copy_special_ids(config, tiny_tokenizer(), eos=True)
     assert config.text_config.pad_token_id == 0 and "pad_token_id" not in config.to_dict()
 
 
@@ -46,7 +46,7 @@ def test_a_vision_language_config_has_the_pad_id_in_its_text_config_only():
 )
 def test_tokens_are_set_on_the_tokenizer_itself(made, asked, eos, pad):
     tokenizer = tiny_tokenizer(**made)
-    assert settle(tokenizer, **asked) is tokenizer
+    assert set_special_tokens(tokenizer, **asked) is tokenizer
     assert (tokenizer.eos_token, tokenizer.pad_token) == (eos, pad)
 
 
@@ -54,7 +54,7 @@ def test_tokens_are_set_on_the_tokenizer_itself(made, asked, eos, pad):
 def test_a_token_outside_the_vocabulary_is_refused(argument):
     tokenizer = tiny_tokenizer()
     with pytest.raises(ValueError, match=rf"The specified `{argument}` \('<nope>'\) is not found in the vocabulary"):
-        settle(tokenizer, **{argument: "<nope>"})
+        set_special_tokens(tokenizer, **{argument: "<nope>"})
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("</s>", "<pad>")
     assert len(tokenizer) == len(tiny_tokenizer())
 
@@ -62,14 +62,14 @@ def test_a_token_outside_the_vocabulary_is_refused(argument):
 def test_neither_pad_nor_eos():
     tokenizer = tiny_tokenizer(pad=None, eos=None, bos="<s>")
     with pytest.raises(ValueError, match="neither a pad nor an EOS token.*pad_token=.*eos_token="):
-        settle(tokenizer)
+        set_special_tokens(tokenizer)
 
 
 def test_pad_equal_to_eos_is_warned_of_once_per_process(caplog):
-    warn_of_shared_pad(settle(tiny_tokenizer()))
+    warn_of_shared_pad(set_special_tokens(tiny_tokenizer()))
     assert not caplog.messages
     for _ in range(3):
-        warn_of_shared_pad(settle(tiny_tokenizer(pad=None)))
+        warn_of_shared_pad(set_special_tokens(tiny_tokenizer(pad=None)))
     assert len(caplog.messages) == 1
     assert "both '</s>', so the score is read at the last token before the EOS, as in TRL" in caplog.text
 
@@ -79,7 +79,7 @@ def test_a_template_file_is_read(name, tmp_path):
     file = tmp_path / name
     file.write_text("{{ messages[0]['content'] }} – ś", encoding="utf-8")
     tokenizer = tiny_tokenizer()
-    assert settle_chat_template(tokenizer, str(file), rows=600) == (600, [])
+    assert set_chat_template(tokenizer, str(file), rows=600) == (600, [])
     assert tokenizer.chat_template == "{{ messages[0]['content'] }} – ś"
 
 
@@ -89,23 +89,23 @@ def test_another_tokenizer_s_template_comes_with_its_tokens(tmp_path):
     source.chat_template = "{{ 'cloned' }}"
     source.save_pretrained(tmp_path)
     size = len(tokenizer.get_vocab())
-    assert settle_chat_template(tokenizer, str(tmp_path), rows=size + 3) == (size + 3, [size, size + 1, size + 2])
+    assert set_chat_template(tokenizer, str(tmp_path), rows=size + 3) == (size + 3, [size, size + 1, size + 2])
     assert tokenizer.chat_template == "{{ 'cloned' }}" and tokenizer.convert_tokens_to_ids("<new>") == size
     assert tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>"]) == [size + 1, size + 2]
     with pytest.raises(ValueError, match=r"adds 1 new tokens \(<new>\), .* Resize the checkpoint's embedding"):
-        settle_chat_template(tiny_tokenizer(), str(tmp_path), rows=size)
+        set_chat_template(tiny_tokenizer(), str(tmp_path), rows=size)
     whole = -(-(size + 1) // 64) * 64
     for rows in (size, 600):  # spare rows are removed
         grown = tiny_tokenizer()
-        assert settle_chat_template(grown, str(tmp_path), rows=rows, can_resize=True) == (whole, [*range(size, whole)])
+        assert set_chat_template(grown, str(tmp_path), rows=rows, can_resize=True) == (whole, [*range(size, whole)])
 
 
 def test_other_template_sources_are_refused(tmp_path):
     for place in ("org/model", str(tmp_path)):
         with pytest.raises(ValueError, match="is neither a .jinja or .j2 file nor a folder or Hub name of a tokenizer"):
-            settle_chat_template(tiny_tokenizer(), place, rows=600)
+            set_chat_template(tiny_tokenizer(), place, rows=600)
     with pytest.raises(FileNotFoundError, match="gone.jinja': no such file"):
-        settle_chat_template(tiny_tokenizer(), str(tmp_path / "gone.jinja"), rows=600)
+        set_chat_template(tiny_tokenizer(), str(tmp_path / "gone.jinja"), rows=600)
 
 
 BY_PARTS = (
@@ -218,7 +218,7 @@ def test_the_eos_id_of_a_generation_config_is_trls(before, tmp_path):
     args = trl.SFTConfig(str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none", eos_token="</s>")
     rows = datasets.Dataset.from_list([{"text": "bread"}])
     theirs = trl.SFTTrainer(model, args=args, train_dataset=rows).model.generation_config
-    tokenizer = settle(tiny_tokenizer(pad="</s>"), eos_token="</s>")
+    tokenizer = set_special_tokens(tiny_tokenizer(pad="</s>"), eos_token="</s>")
     assert tokenizer.eos_token_id == 0
-    settle_generation(ours, tokenizer, eos=True)
+    copy_ids_to_generation_config(ours, tokenizer, eos=True)
     assert ours.eos_token_id == theirs.eos_token_id

@@ -113,7 +113,7 @@ def test_an_edited_template_is_trls(name, newline, monkeypatch):
     file, seen = twins()[name], 0
     plain = file.with_name(f"{name}.jinja").read_text(encoding="utf-8")
     wanted = file.read_text(encoding="utf-8")
-    monkeypatch.setattr(chat_templates, "_of_trl", lambda text: None)
+    monkeypatch.setattr(chat_templates, "_trl_training_template", lambda text: None)
     found = chat_templates.training_template(plain.replace("\n", newline))
     assert chat_templates.has_generation_markers(found) and chat_templates.edited(found) is None
     for talk in (*TALKS.values(), *MORE_TALKS):

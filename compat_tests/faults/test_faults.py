@@ -455,7 +455,7 @@ def test_row32_a_tokenizer_without_pad_and_eos(good, tmp_path):
 
 
 def test_row33_pad_equal_to_eos_is_warned_of_once(good, tmp_path, caplog):
-    chat._warn_shared.cache_clear()
+    chat._warn_of_shared_pad_once.cache_clear()
     for _ in range(2):
         trainer(good, tmp_path, processing_class=tiny_tokenizer(pad="</s>"))
     text = "pad_token and eos_token are both '</s>', so the score is read at the last token before the EOS"

@@ -194,32 +194,32 @@ class Extras(NamedTuple):
         sizes = (examples, texts, reads)
         return Extras(
             *(
-                {name: np.zeros((*leading, size), np.float32) for name in of}
-                for of, size in zip(self, sizes, strict=True)
+                {name: np.zeros((*leading, size), np.float32) for name in names}
+                for names, size in zip(self, sizes, strict=True)
             )
         )
 
-    def write_example(self, index: tuple[int, ...], slot: int, examples: int, own: Extras) -> None:
+    def write_example(self, index: tuple[int, ...], slot: int, examples: int, example_extras: Extras) -> None:
         """Write an example's numbers per example and per text into a pass.
 
         Args:
             index: index of the pass.
             slot: slot of the example among the pass's E `examples`.
-            own: the example's extras.
+            example_extras: the example's extras.
         """
         for name, values in self.example.items():
-            values[index][slot] = own.example[name]
+            values[index][slot] = example_extras.example[name]
         for name, values in self.text.items():
-            values[index][slot::examples] = own.text[name]
+            values[index][slot::examples] = example_extras.text[name]
 
-    def write_reads(self, index: tuple[int, ...], start: int, count: int, text: int, own: Extras) -> None:
+    def write_reads(self, index: tuple[int, ...], start: int, count: int, text: int, example_extras: Extras) -> None:
         """Write the numbers of the `count` reads of one text, starting at read `start` of a pass.
 
         Raises:
             ValueError: the number of values is not `count`.
         """
         for name, values in self.read.items():
-            numbers = own.read[name][text]
+            numbers = example_extras.read[name][text]
             if len(numbers) != count:
                 raise ValueError(
                     f"extras.read[{name!r}] has {len(numbers)} numbers for text {text}, which has {count} targets. "
@@ -318,8 +318,8 @@ class Example(NamedTuple):
         """
         labels = np.array(self.labels[text], np.int64)
         labels[np.cumsum([0, *self.documents[:-1]])] = IGNORED
-        at = np.flatnonzero(labels != IGNORED)
-        return at - 1, labels[at]
+        indices = np.flatnonzero(labels != IGNORED)
+        return indices - 1, labels[indices]
 
     @property
     def tokens(self) -> int:
@@ -340,13 +340,13 @@ class Example(NamedTuple):
         if not virtual.count:
             return self
         predicted = predicted and virtual.read and not self.documents
-        texts = tuple(_each_preceded(virtual.ids, ids, self.spans_of(ids)) for ids in self.texts)
+        texts = tuple(_prepend(virtual.ids, ids, self.spans_of(ids)) for ids in self.texts)
         labels = []
         for text_labels in self.labels:
             text_labels, spans = np.array(text_labels, np.int64), self.spans_of(text_labels)
             if not predicted:
                 text_labels[[start for start, _ in spans]] = IGNORED
-            labels.append(_each_preceded(np.full(virtual.count, IGNORED), text_labels, spans))
+            labels.append(_prepend(np.full(virtual.count, IGNORED), text_labels, spans))
         documents = [tokens + virtual.count for tokens in self.documents]
         context = self.context and self.context._replace(tokens=self.context.tokens + virtual.count)
         changes = {"documents": documents, "context": context, "virtual": virtual.count}
@@ -356,14 +356,14 @@ class Example(NamedTuple):
         """Positions of the tokens `start` to `end` of a text: `[n]` if `axes` is None, else `[n, axes]`."""
         if self.positions and axes is not None:
             return self.positions[text][start:end]
-        counted = np.arange(end - start, dtype=np.int32)
-        return counted if axes is None else np.repeat(counted[:, None], axes, axis=1)
+        indices = np.arange(end - start, dtype=np.int32)
+        return indices if axes is None else np.repeat(indices[:, None], axes, axis=1)
 
 
-def _each_preceded(before: np.ndarray, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Concatenate the spans of `ids`, each preceded by `before`."""
+def _prepend(prefix: np.ndarray, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Concatenate the spans of `ids`, each preceded by `prefix`."""
     ids = np.asarray(ids)
-    return np.concatenate([part for start, end in spans for part in (before, ids[start:end])])
+    return np.concatenate([part for start, end in spans for part in (prefix, ids[start:end])])
 
 
 class Columns(NamedTuple):

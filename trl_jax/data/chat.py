@@ -25,17 +25,17 @@ from trl_jax.data.checks import cell_error
 
 logger = logging.getLogger(__name__)
 
-_MULTIPLE = 64  # TRL rounds resized embeddings up to a multiple of this
+_EMBEDDING_MULTIPLE = 64  # TRL rounds resized embeddings up to a multiple of this
 # Arguments of apply_chat_template in a row that change the tokens but not the text.
 ABOUT_TOKENS = {"padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs", "sanitize_control_tokens"}
-_SHOWN = 2000  # characters kept of an error message from a template
-_WANTED = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
+_MAX_ERROR_LENGTH = 2000  # characters kept of an error message from a template
+_VALID_CONTENT = "a string, or a non-empty list of messages, each with a 'role' and a 'content'"
 
 
 # Special tokens
 
 
-def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | None = None) -> Any:
+def set_special_tokens(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | None = None) -> Any:
     """Set `eos_token` and `pad_token` on the tokenizer and return it.
 
     The tokenizer is modified in place, as in TRL: scripts read `tokenizer.pad_token` after building the trainer, and it
@@ -45,7 +45,7 @@ def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | Non
         ValueError: a token is not in the vocabulary, or there is neither a pad nor an EOS token.
     """
     if eos_token is not None:
-        _check_known(tokenizer, "eos_token", eos_token)
+        _check_in_vocabulary(tokenizer, "eos_token", eos_token)
     pad = pad_token or tokenizer.pad_token or eos_token or tokenizer.eos_token
     if pad is None:
         raise ValueError(
@@ -53,14 +53,14 @@ def settle(tokenizer: Any, *, eos_token: str | None = None, pad_token: str | Non
             "Pass a token of its vocabulary as pad_token=... in the trainer's config, or as eos_token=... to use it "
             "for both."
         )
-    _check_known(tokenizer, "pad_token", pad)
+    _check_in_vocabulary(tokenizer, "pad_token", pad)
     if eos_token is not None:
         tokenizer.eos_token = eos_token
     tokenizer.pad_token = pad
     return tokenizer
 
 
-def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bool = False) -> tuple[int, list[int]]:
+def set_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bool = False) -> tuple[int, list[int]]:
     """Set the tokenizer's chat template from a .jinja or .j2 file (UTF-8), or from another tokenizer (folder or name).
 
     Another tokenizer's added tokens and EOS token are copied with its template.
@@ -80,7 +80,7 @@ def settle_chat_template(tokenizer: Any, path: str, *, rows: int, can_resize: bo
     """
     file = Path(path)
     if not is_template_file(path):
-        new = clone_into(tokenizer, str(path), rows=rows, multiple=_MULTIPLE if can_resize else 0)
+        new = clone_into(tokenizer, str(path), rows=rows, multiple=_EMBEDDING_MULTIPLE if can_resize else 0)
         return len(tokenizer.get_vocab()) if can_resize else rows, new
     if not file.is_file():
         raise FileNotFoundError(f"chat_template_path={str(path)!r}: no such file.")
@@ -102,7 +102,7 @@ def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0
     Raises:
         ValueError: there are more new tokens than spare rows.
     """
-    source, vocabulary = _loaded(source_path), tokenizer.get_vocab()
+    source, vocabulary = _load_source(source_path), tokenizer.get_vocab()
     new = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
     needed = len(vocabulary) + len(new)
     if multiple:
@@ -116,10 +116,10 @@ def clone_into(tokenizer: Any, source_path: str, *, rows: int, multiple: int = 0
     tokenizer.chat_template = source.get_chat_template()
     tokenizer.add_tokens(new)
     tokenizer.eos_token = source.eos_token
-    return tokenizer.convert_tokens_to_ids([token.content for token in new] + _fill(tokenizer, rows))
+    return tokenizer.convert_tokens_to_ids([token.content for token in new] + _add_extra_tokens(tokenizer, rows))
 
 
-def _loaded(path: str) -> Any:
+def _load_source(path: str) -> Any:
     try:
         return load_tokenizer(path)
     except (OSError, ValueError) as error:
@@ -130,7 +130,7 @@ def _loaded(path: str) -> Any:
         ) from error
 
 
-def _fill(tokenizer: Any, size: int) -> list[str]:
+def _add_extra_tokens(tokenizer: Any, size: int) -> list[str]:
     """Add <extra_id_n> tokens until the vocabulary has `size`; returns the new ones."""
     added, number = [], 0
     while len(tokenizer.get_vocab()) < size:
@@ -141,7 +141,7 @@ def _fill(tokenizer: Any, size: int) -> list[str]:
     return added
 
 
-def _check_known(tokenizer: Any, argument: str, token: str) -> None:
+def _check_in_vocabulary(tokenizer: Any, argument: str, token: str) -> None:
     vocabulary = tokenizer.get_vocab()
     if token not in vocabulary:
         raise ValueError(
@@ -154,11 +154,11 @@ def _check_known(tokenizer: Any, argument: str, token: str) -> None:
 def warn_of_shared_pad(tokenizer: Any) -> None:
     """If the pad token is the EOS token, warn about the position at which scores are read."""
     if tokenizer.pad_token == tokenizer.eos_token:
-        _warn_shared(tokenizer.pad_token)
+        _warn_of_shared_pad_once(tokenizer.pad_token)
 
 
 @cache
-def _warn_shared(token: str) -> None:
+def _warn_of_shared_pad_once(token: str) -> None:
     """Warn once per process and token (cached)."""
     logger.warning(
         "pad_token and eos_token are both %r, so the score is read at the last token before the EOS, as in TRL. Set "
@@ -167,7 +167,7 @@ def _warn_shared(token: str) -> None:
     )
 
 
-def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
+def copy_special_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
     """Copy the tokenizer's pad id into the model's text config and, if `eos`, its EOS id."""
     text = config.get_text_config()
     text.pad_token_id = tokenizer.pad_token_id
@@ -175,15 +175,15 @@ def settle_ids(config: Any, tokenizer: Any, *, eos: bool) -> None:
         text.eos_token_id = tokenizer.eos_token_id
 
 
-def settle_generation(config: Any, tokenizer: Any, *, eos: bool, replaces: bool = False) -> None:
+def copy_ids_to_generation_config(config: Any, tokenizer: Any, *, eos: bool, replaces: bool = False) -> None:
     """Copy the pad id into a generation_config and, if `eos`, insert the EOS id at the front of its EOS ids or, if
     `replaces`, let it replace them, as `clone_chat_template` does."""
     config.pad_token_id = tokenizer.pad_token_id
-    others = _as_list(config.eos_token_id)
+    eos_ids = _as_list(config.eos_token_id)
     if replaces:
         config.eos_token_id = tokenizer.eos_token_id
-    elif eos and tokenizer.eos_token_id not in others:
-        config.eos_token_id = [tokenizer.eos_token_id, *others]
+    elif eos and tokenizer.eos_token_id not in eos_ids:
+        config.eos_token_id = [tokenizer.eos_token_id, *eos_ids]
 
 
 def align(config: Any, generation_config: Any, tokenizer: Any) -> dict[str, int]:
@@ -199,17 +199,17 @@ def align(config: Any, generation_config: Any, tokenizer: Any) -> dict[str, int]
         The ids that changed, by name.
     """
     text, updated = config.get_text_config(), {}
-    known, generating = text.to_dict(), {} if generation_config is None else generation_config.to_dict()
+    text_values, generation_values = text.to_dict(), {} if generation_config is None else generation_config.to_dict()
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
-        own = getattr(tokenizer, name)
-        found, ends = _as_list(known.get(name)), _as_list(generating.get(name))
-        if own is None or (own in found and (generation_config is None or own in ends)):
+        token_id = getattr(tokenizer, name)
+        ids, generation_ids = _as_list(text_values.get(name)), _as_list(generation_values.get(name))
+        if token_id is None or (token_id in ids and (generation_config is None or token_id in generation_ids)):
             continue
-        updated[name], several = own, name == "eos_token_id"
-        listed = several and isinstance(known.get(name), list)
-        setattr(text, name, _first(own, found) if listed else own)
+        updated[name], is_eos = token_id, name == "eos_token_id"
+        is_list = is_eos and isinstance(text_values.get(name), list)
+        setattr(text, name, _move_to_front(token_id, ids) if is_list else token_id)
         if generation_config is not None:
-            setattr(generation_config, name, _first(own, ends) if several else own)
+            setattr(generation_config, name, _move_to_front(token_id, generation_ids) if is_eos else token_id)
     return updated
 
 
@@ -217,8 +217,8 @@ def _as_list(ids: int | list[int] | None) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def _first(own: int, others: list[int]) -> list[int]:
-    return [own, *(other for other in others if other != own)]
+def _move_to_front(token_id: int, ids: list[int]) -> list[int]:
+    return [token_id, *(other for other in ids if other != token_id)]
 
 
 def check_pad(tokenizer: Any, vocab_size: int) -> None:
@@ -272,7 +272,7 @@ def template_options(row: dict[str, Any], where: str) -> dict[str, Any]:
     return {"tools": tools, **(options or {})}
 
 
-def opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
+def prompt_options(prompt: list[dict[str, Any]]) -> dict[str, bool]:
     """The template options with which a prompt is rendered so that the answer can follow.
 
     Raises:
@@ -285,10 +285,10 @@ def opening(prompt: list[dict[str, Any]]) -> dict[str, bool]:
     return {"add_generation_prompt": not continues, "continue_final_message": continues}
 
 
-def check_unicode(found: Any, column: str, where: str) -> None:
+def check_unicode(content: Any, column: str, where: str) -> None:
     """Raise ValueError for a lone surrogate (from broken JSON escapes), which no tokenizer accepts, and for an invalid
     message."""
-    messages = [{"role": "", "content": found}] if isinstance(found, str) else found
+    messages = [{"role": "", "content": content}] if isinstance(content, str) else content
     for message in messages:
         if not isinstance(message, dict) or message.get("role") is None is message.get("from"):
             raise cell_error(where, column, message, "messages, each a dict with role and content")
@@ -296,10 +296,10 @@ def check_unicode(found: Any, column: str, where: str) -> None:
         try:
             str(text).encode()
         except UnicodeEncodeError as error:
-            shown = ascii(text[max(0, error.start - 20) : error.start + 1])
+            excerpt = ascii(text[max(0, error.start - 20) : error.start + 1])
             raise ValueError(
                 f"{where}, column {column!r}: found a lone surrogate at character {error.start:,}, at the end of "
-                f'{shown}, which is not valid Unicode. Drop surrogates with text.encode(errors="ignore").decode().'
+                f'{excerpt}, which is not valid Unicode. Drop surrogates with text.encode(errors="ignore").decode().'
             ) from error
 
 
@@ -366,48 +366,48 @@ class ProcessorTokenizer:
         Raises:
             ValueError: masks are requested, and special tokens change how the tokenizer splits the text.
         """
-        messages = self._prepared(messages)
+        messages = self._prepare(messages)
         if not tokenize:
             return apply_chat_template(self.tokenizer, messages, tokenize=False, **options)
-        found = self._tokenized(messages, **options)
-        return found if return_dict else found["input_ids"]
+        encoded = self._tokenize(messages, **options)
+        return encoded if return_dict else encoded["input_ids"]
 
-    def _tokenized(
+    def _tokenize(
         self, messages: list[dict[str, Any]], *, return_assistant_tokens_mask: bool = False, **options: Any
     ) -> dict[str, list[int]]:
-        about_text = {name: options[name] for name in options.keys() - ABOUT_TOKENS}
-        text = apply_chat_template(self.tokenizer, messages, tokenize=False, **about_text)
+        text_options = {name: options[name] for name in options.keys() - ABOUT_TOKENS}
+        text = apply_chat_template(self.tokenizer, messages, tokenize=False, **text_options)
         if ABOUT_TOKENS.isdisjoint(options) and not return_assistant_tokens_mask:
             return {"input_ids": self.ids_of([text])[0]}
         options |= {"return_dict": True, "return_assistant_tokens_mask": return_assistant_tokens_mask}
-        found = apply_chat_template(self.tokenizer, messages, tokenize=True, **options)
-        before, after = self._added_to(text)
-        ids = {"input_ids": [*before, *found["input_ids"], *after]}
+        encoded = apply_chat_template(self.tokenizer, messages, tokenize=True, **options)
+        prefix, suffix = self._special_tokens_around(text)
+        ids = {"input_ids": [*prefix, *encoded["input_ids"], *suffix]}
         if not return_assistant_tokens_mask:
             return ids
-        return ids | {"assistant_masks": [0] * len(before) + list(found["assistant_masks"]) + [0] * len(after)}
+        return ids | {"assistant_masks": [0] * len(prefix) + list(encoded["assistant_masks"]) + [0] * len(suffix)}
 
     def ids_of(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered conversations. They are tokenized together, which is faster."""
         bos, ids = self.tokenizer.bos_token, [[]] * len(texts)
         has_bos = [bos is not None and text.startswith(bos) for text in texts]
         for special in (False, True):
-            places = [place for place, has in enumerate(has_bos) if has != special]
-            if places:
-                found = self.tokenizer(text=[texts[place] for place in places], add_special_tokens=special)["input_ids"]
-                for place, own in zip(places, found, strict=True):
-                    ids[place] = own
+            indices = [index for index, starts_with_bos in enumerate(has_bos) if starts_with_bos != special]
+            if indices:
+                encoded = self.tokenizer(text=[texts[index] for index in indices], add_special_tokens=special)
+                for index, token_ids in zip(indices, encoded["input_ids"], strict=True):
+                    ids[index] = token_ids
         return ids
 
-    def _prepared(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _prepare(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return messages
 
-    def _added_to(self, text: str) -> tuple[list[int], list[int]]:
+    def _special_tokens_around(self, text: str) -> tuple[list[int], list[int]]:
         """The special tokens before and after the tokens of a rendered conversation."""
-        [whole], plain = self.ids_of([text]), self.tokenizer(text=text, add_special_tokens=False)["input_ids"]
-        for start in range(len(whole) - len(plain) + 1):
-            if whole[start : start + len(plain)] == plain:
-                return whole[:start], whole[start + len(plain) :]
+        [with_special], plain = self.ids_of([text]), self.tokenizer(text=text, add_special_tokens=False)["input_ids"]
+        for start in range(len(with_special) - len(plain) + 1):
+            if with_special[start : start + len(plain)] == plain:
+                return with_special[:start], with_special[start + len(plain) :]
         raise ValueError(
             f"The tokenizer ({type(self.tokenizer).__name__}) splits {brief(text)} differently when it adds special "
             "tokens, so the tokens of the assistant cannot be found. Use a fast tokenizer, or a chat template that "
@@ -419,7 +419,7 @@ class PartsTokenizer(ProcessorTokenizer):
     """A `ProcessorTokenizer` that makes message contents lists of parts, because templates of vision-language models
     may skip plain strings."""
 
-    def _prepared(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _prepare(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return prepare_multimodal_messages(messages)
 
 
@@ -427,11 +427,11 @@ def check_contents(row: dict[str, Any], columns: list[str], where: str, hint: st
     """Raise ValueError unless these columns of a row are all texts or all conversations; `hint` ends the error."""
     for column in columns:
         if not isinstance(row[column], str) and not is_messages(row[column]):
-            raise cell_error(where, column, row[column], _WANTED)
+            raise cell_error(where, column, row[column], _VALID_CONTENT)
     kinds = {column: "a conversation" if is_messages(row[column]) else "text" for column in columns}
     if len(set(kinds.values())) > 1:
-        found = ", ".join(f"{column!r} is {kind}" for column, kind in kinds.items())
-        raise ValueError(f"{where}: {found}; all must have the same form. {hint}")
+        described = ", ".join(f"{column!r} is {kind}" for column, kind in kinds.items())
+        raise ValueError(f"{where}: {described}; all must have the same form. {hint}")
 
 
 @contextmanager
@@ -450,7 +450,7 @@ def errors_of_template(where: str) -> Iterator[None]:
             "or leave the row out."
         ) from error
     except Exception as error:  # templates may raise any exception
-        error.args = tuple(printable(part[:_SHOWN]) if isinstance(part, str) else part for part in error.args)
+        error.args = tuple(printable(arg[:_MAX_ERROR_LENGTH]) if isinstance(arg, str) else arg for arg in error.args)
         error.add_note(f"{where}: raised by the tokenizer's chat template.")
         raise
 
@@ -459,7 +459,7 @@ def errors_of_template(where: str) -> Iterator[None]:
 
 
 def load_tokenizer(
-    place: str | Path,
+    path: str | Path,
     config: Any = None,
     *,
     trust_remote_code: bool = False,
@@ -489,21 +489,21 @@ def load_tokenizer(
     options |= {} if revision is None else {"revision": revision}
     options |= sides or {}
     try:
-        found = AutoTokenizer.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=bool(trust_remote_code), **options)
     except RecursionError as error:
-        raise ValueError(f"{place}: a JSON file of the tokenizer is nested too deeply. Download it again.") from error
-    own = getattr(found, "chat_template", "")  # mistral_common's tokenizers lack the field
-    if own is None or (own and with_processor):
-        found.chat_template = _processor_template(Path(place)) or own
-    return found
+        raise ValueError(f"{path}: a JSON file of the tokenizer is nested too deeply. Download it again.") from error
+    template = getattr(tokenizer, "chat_template", "")  # mistral_common's tokenizers lack the field
+    if template is None or (template and with_processor):
+        tokenizer.chat_template = _processor_template(Path(path)) or template
+    return tokenizer
 
 
 def _processor_template(folder: Path) -> str | None:
     """The chat template in files that only processors read; they prefer it to chat_template.jinja."""
-    config, older = folder / "processor_config.json", folder / "chat_template.json"
+    config, older_file = folder / "processor_config.json", folder / "chat_template.json"
     template = files.read(config).get("chat_template") if config.is_file() else None
-    if template is None and older.is_file():
-        template = files.read(older)["chat_template"]
+    if template is None and older_file.is_file():
+        template = files.read(older_file)["chat_template"]
     return default_template(template)
 
 

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,31 +36,31 @@ def supports_tool_calling(processing_class: Any) -> bool:
     if processing_class.chat_template is None:
         return False
     try:
-        text = _tool_talk(processing_class, {_ARGUMENT: _VALUE})
+        text = _rendered_tool_call(processing_class, {_ARGUMENT: _VALUE})
     except TemplateError:
         return False
     except TypeError:
         try:
-            text = _tool_talk(processing_class, f'{{"{_ARGUMENT}": "{_VALUE}"}}')
+            text = _rendered_tool_call(processing_class, f'{{"{_ARGUMENT}": "{_VALUE}"}}')
         except TemplateError:
             return False
     return all(word in text for word in (_TOOL, _ARGUMENT, _VALUE, _ANSWER))
 
 
-def _tool_talk(processing_class: Any, arguments: dict | str) -> str:
-    talk = _messages(processing_class, _TOOL, arguments, _ANSWER, None)
-    return apply_chat_template(processing_class, talk, tokenize=False)
+def _rendered_tool_call(processing_class: Any, arguments: dict | str) -> str:
+    messages = _tool_messages(processing_class, _TOOL, arguments, _ANSWER, None)
+    return apply_chat_template(processing_class, messages, tokenize=False)
 
 
-def _messages(processing_class: Any, tool: str, arguments: dict | str, answer: str, images: list | None) -> list:
+def _tool_messages(processing_class: Any, tool: str, arguments: dict | str, answer: str, images: list | None) -> list:
     """A question, a tool call and the tool's answer; with content parts if the processor reads images."""
     call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
-    talk = [
+    messages = [
         {"role": "user", "content": "Ask."},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": tool, "content": answer},
     ]
-    return prepare_multimodal_messages(talk, images) if _reads_images(processing_class) else talk
+    return prepare_multimodal_messages(messages, images) if _reads_images(processing_class) else messages
 
 
 def _reads_images(processing_class: Any) -> bool:
@@ -78,13 +78,13 @@ def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
 
 
 def _keeps_prefix(processing_class: Any, arguments: dict | str) -> bool:
-    seen = _reads_images(processing_class)
-    talk = _messages(processing_class, "tool", arguments, "answer", [_image()] if seen else None)
-    how = {"tokenize": True, "return_dict": False}
-    before = apply_chat_template(processing_class, talk[:2], **how)
-    whole = apply_chat_template(processing_class, talk, add_generation_prompt=True, **how)
-    before, whole = (before[0], whole[0]) if seen else (before, whole)
-    return whole[: len(before)] == before
+    has_images = _reads_images(processing_class)
+    messages = _tool_messages(processing_class, "tool", arguments, "answer", [_image()] if has_images else None)
+    options = {"tokenize": True, "return_dict": False}
+    prefix = apply_chat_template(processing_class, messages[:2], **options)
+    text = apply_chat_template(processing_class, messages, add_generation_prompt=True, **options)
+    prefix, text = (prefix[0], text[0]) if has_images else (prefix, text)
+    return text[: len(prefix)] == prefix
 
 
 def _image() -> Any:
@@ -104,8 +104,8 @@ def template_for_training(processing_class: Any) -> str | None:
     """
     template = processing_class.chat_template
     text = template["default"] if isinstance(template, dict) else template
-    kept = not supports_tool_calling(processing_class) or is_chat_template_prefix_preserving(processing_class)
-    return None if kept and has_generation_markers(text) else training_template(text)
+    keeps_prefix = not supports_tool_calling(processing_class) or is_chat_template_prefix_preserving(processing_class)
+    return None if keeps_prefix and has_generation_markers(text) else training_template(text)
 
 
 # Training templates: TRL's if trl is installed, else derived from the template and verified on sample conversations
@@ -114,10 +114,10 @@ _THINK = "<think>"
 # Marker words that no template contains, one set per speaker; tool arguments are the assistant's.
 _ASKED, _TOLD, _RULE = "user_asks_{}_4c1d", "tool_tells_{}_9b2d", "system_rules_1e8f"
 _SAID, _THOUGHT, _CALLED = "assistant_says_{}_7f3a", "assistant_thinks_{}_5c1e", "assistant_calls_3d2b"
-_OTHERS = re.compile(r"(?:user_asks|tool_tells|system_rules)_\w+")
-_OWN = re.compile(r"assistant_(?:says|thinks|calls)_\w+")
-_UNENDED = re.compile(rf"(?:{_OWN.pattern})\s*\Z")  # no end-of-turn token, so the model would not learn to stop
-_UNHEADED = re.compile(rf"\s*(?:{_OWN.pattern})\s*\S")
+_OTHER_WORDS = re.compile(r"(?:user_asks|tool_tells|system_rules)_\w+")
+_OWN_WORDS = re.compile(r"assistant_(?:says|thinks|calls)_\w+")
+_UNENDED = re.compile(rf"(?:{_OWN_WORDS.pattern})\s*\Z")  # no end-of-turn token, so the model would not learn to stop
+_UNHEADED = re.compile(rf"\s*(?:{_OWN_WORDS.pattern})\s*\S")
 _TOKENS = {f"{name}_token": f"\x02{name}\x03" for name in ("bos", "eos", "pad", "unk")}
 
 # How turns before the last may be rendered, in the order tried: exactly as in the original; each like a last turn; or
@@ -125,7 +125,7 @@ _TOKENS = {f"{name}_token": f"\x02{name}\x03" for name in ("bos", "eos", "pad", 
 _EARLIER = ("same", "like the last", "as rendered")
 
 _PLAIN = ("user", "assistant")
-_TALKS = (
+_SAMPLES = (
     (*_PLAIN, *_PLAIN),
     ("system", *_PLAIN, *_PLAIN, "user"),
     ("user", "thinking", "user", "thinking"),
@@ -150,15 +150,15 @@ def training_template(chat_template: str | dict[str, str]) -> str:
         ValueError: none of these methods works.
     """
     text = chat_template["default"] if isinstance(chat_template, dict) else chat_template
-    found = _of_trl(text) or derived(text) or edited(text)
-    if found is None:
+    template = _trl_training_template(text) or derived(text) or edited(text)
+    if template is None:
         raise ValueError(
             "The chat template is not training-compatible (missing prefix-preservation or `{% generation %}` markers) "
             "and patching is not supported for this template. Edit it by hand: wrap the assistant's content and its "
             "end-of-turn token in `{% generation %}` and `{% endgeneration %}`, and pass the file as "
             "chat_template_path. (If trl is installed, its training templates are used.)"
         )
-    return found
+    return template
 
 
 def stop_token_is_trained(tokenizer: Any, chat_template: str | None) -> bool:
@@ -167,25 +167,25 @@ def stop_token_is_trained(tokenizer: Any, chat_template: str | None) -> bool:
     If `chat_template` is None, the tokenizer's own is used. False if the template cannot render a plain conversation,
     as in TRL.
     """
-    talk = _talk("str", "user", "assistant", "user")
+    messages = _conversation("str", "user", "assistant", "user")
     options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     try:
-        found = apply_chat_template(tokenizer, talk, chat_template=chat_template, **options)
+        encoded = apply_chat_template(tokenizer, messages, chat_template=chat_template, **options)
     except (TemplateError, TypeError, ValueError):
         return False
-    said = [token for token, own in zip(found["input_ids"], found["assistant_masks"], strict=True) if own]
-    last = next((token for token in reversed(said) if tokenizer.decode([token]).strip()), None)
+    trained = [token for token, bit in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if bit]
+    last = next((token for token in reversed(trained) if tokenizer.decode([token]).strip()), None)
     return last in tokenizer.get_added_vocab().values()
 
 
-def _of_trl(chat_template: str) -> str | None:
+def _trl_training_template(chat_template: str) -> str | None:
     """Find TRL's training template; its templates come as pairs `NAME.jinja` and `NAME_training.jinja`."""
     trl = importlib.util.find_spec("trl")
-    folders = [] if trl is None else [Path(place) / "chat_templates" for place in trl.submodule_search_locations or ()]
-    for known in (file for folder in folders for file in folder.glob("*.jinja")):
-        better = known.with_name(f"{known.stem}_training.jinja")
-        if better.is_file() and known.read_text(encoding="utf-8") == chat_template:
-            return better.read_text(encoding="utf-8")
+    locations = () if trl is None else trl.submodule_search_locations or ()
+    for path in chain.from_iterable(Path(location, "chat_templates").glob("*.jinja") for location in locations):
+        training_path = path.with_name(f"{path.stem}_training.jinja")
+        if training_path.is_file() and path.read_text(encoding="utf-8") == chat_template:
+            return training_path.read_text(encoding="utf-8")
     return None
 
 
@@ -201,45 +201,48 @@ def derived(chat_template: str) -> str | None:
     if has_generation_markers(chat_template):
         return None
     try:
-        kind = next(kind for kind in ("str", "parts") if _takes(chat_template, kind))
+        kind = next(kind for kind in ("str", "parts") if _supports(chat_template, kind))
         header = _header(chat_template, kind)
         if header is None:
             return None
-        tried = ((marked(chat_template, header, as_last=earlier == "like the last"), earlier) for earlier in _EARLIER)
-        return next((found for found, earlier in tried if _stands(chat_template, found, kind, earlier)), None)
+        for earlier in _EARLIER:
+            candidate = marked(chat_template, header, as_last=earlier == "like the last")
+            if all(_is_correct(chat_template, candidate, _conversation(kind, *roles), earlier) for roles in _SAMPLES):
+                return candidate
     except Exception:  # templates may raise any exception; such a template cannot be marked
         return None
+    return None
 
 
-def _talk(kind: str, *roles: str) -> list[dict[str, Any]]:
+def _conversation(kind: str, *roles: str) -> list[dict[str, Any]]:
     """A conversation whose messages all have unique words; content is text (`kind` "str") or a list of parts."""
-    return [_message(kind, role, number) for number, role in enumerate(roles)]
+    return [_message(kind, role, index) for index, role in enumerate(roles)]
 
 
-def _message(kind: str, role: str, number: int) -> dict[str, Any]:
+def _message(kind: str, role: str, index: int) -> dict[str, Any]:
     contents = {"user": _ASKED, "tool": _TOLD, "system": _RULE, "tagged": f"{_THINK}\n{_THOUGHT}\n</think>\n\n{_SAID}"}
-    content: Any = contents.get(role, _SAID).format(*[number] * 2)
+    content: Any = contents.get(role, _SAID).format(*[index] * 2)
     if kind == "parts":
         content = [{"type": "text", "text": content}]
     message = {"role": role if role in ("user", "tool", "system") else "assistant", "content": content}
     if role == "thinking":
-        message["reasoning_content"] = _THOUGHT.format(number)
+        message["reasoning_content"] = _THOUGHT.format(index)
     if role == "calling":
         call = {"name": "look", "arguments": {"at": _CALLED}}
         message["tool_calls"] = [{"type": "function", "function": call}]
     return message | ({"name": "look"} if role == "tool" else {})
 
 
-def _takes(template: str, kind: str) -> bool:
+def _supports(template: str, kind: str) -> bool:
     """Whether a template renders contents of this kind; some raise for texts, others for parts."""
     try:
-        return _SAID.format(1) in _text(template, _talk(kind, *_PLAIN))
+        return _SAID.format(1) in _render(template, _conversation(kind, *_PLAIN))
     except (TemplateError, TypeError):
         return False
 
 
-def _text(template: str, talk: list[dict[str, Any]], **options: Any) -> str:
-    return render(template, talk, **_TOKENS, **options)[0]
+def _render(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    return render(template, messages, **_TOKENS, **options)[0]
 
 
 def _header(template: str, kind: str) -> str | None:
@@ -250,72 +253,70 @@ def _header(template: str, kind: str) -> str | None:
     with the content and end with more text (Mistral, Llama 2). If an expression renders the end of the header together
     with the content, the header stops before that expression, as in TRL's templates.
     """
-    asked = _text(template, _talk(kind, "user"))
-    prompted = _text(template, _talk(kind, "user"), add_generation_prompt=True)
-    start = len(os.path.commonprefix([asked, prompted]))
-    prompt, answered = prompted[start:], _text(template, _talk(kind, *_PLAIN))
+    question = _render(template, _conversation(kind, "user"))
+    with_prompt = _render(template, _conversation(kind, "user"), add_generation_prompt=True)
+    start = len(os.path.commonprefix([question, with_prompt]))
+    prompt, with_answer = with_prompt[start:], _render(template, _conversation(kind, *_PLAIN))
     header = prompt.split(_THINK)[0]
     if not prompt:
-        return "" if _UNHEADED.match(answered, start) else None
-    same = answered.startswith(_THINK if _THINK in prompt else "", start + len(header))
-    if asked[start:] not in ("", _TOKENS["eos_token"]) or not header or not same:
+        return "" if _UNHEADED.match(with_answer, start) else None
+    starts_content = with_answer.startswith(_THINK if _THINK in prompt else "", start + len(header))
+    if question[start:] not in ("", _TOKENS["eos_token"]) or not header or not starts_content:
         return None
-    if not answered.startswith(asked[:start] + header):
+    if not with_answer.startswith(question[:start] + header):
         return None
-    if _text(template, _talk(kind, "user", "thinking"))[start:].count(header) > 1:
+    if _render(template, _conversation(kind, "user", "thinking"))[start:].count(header) > 1:
         return ""
-    ends = [_content_starts(template, _talk(kind, "user", role)) - start for role in ("assistant", "calling")]
+    ends = [_content_start(template, _conversation(kind, "user", role)) - start for role in ("assistant", "calling")]
     return header[: min([end for end in ends if end > 0], default=len(header))]
 
 
-def _content_starts(template: str, talk: list[dict[str, Any]]) -> int:
+def _content_start(template: str, messages: list[dict[str, Any]]) -> int:
     """Where in the text the first expression with assistant content starts; 0 if this cannot be determined."""
     try:
-        parts = _text(separated(template), talk).split(SEPARATOR)
+        parts = _render(separated(template), messages).split(SEPARATOR)
     except Exception:  # for example, the template does not support tools
         return 0
-    before = 0
+    offset = 0
     for part in parts:
-        if _OWN.search(part):
-            return before
-        before += len(part)
+        if _OWN_WORDS.search(part):
+            return offset
+        offset += len(part)
     return 0
 
 
-def _stands(template: str, found: str, kind: str, earlier: str) -> bool:
-    return all(_stands_in(template, found, _talk(kind, *roles), earlier) for roles in _TALKS)
-
-
-def _stands_in(template: str, found: str, talk: list[dict[str, Any]], earlier: str) -> bool:
+def _is_correct(template: str, candidate: str, messages: list[dict[str, Any]], earlier: str) -> bool:
     """Whether a marked template is correct for a conversation, or the original does not support that conversation."""
     try:
-        text = _text(template, talk)
+        text = _render(template, messages)
     except Exception:  # templates may raise any exception for unsupported conversations
-        return _TALKS[0] != tuple(message["role"] for message in talk)
-    other, spans = render(found, talk, spans=True, **_TOKENS)
+        return _SAMPLES[0] != tuple(message["role"] for message in messages)
+    marked_text, spans = render(candidate, messages, spans=True, **_TOKENS)
     if earlier == "like the last":
-        text = other
-    if earlier != "same" and _UNENDED.search("".join(other[start:end] for start, end in spans)):
+        text = marked_text
+    if earlier != "same" and _UNENDED.search("".join(marked_text[start:end] for start, end in spans)):
         return False
     edges = [0, *(edge for span in spans for edge in span), len(text)]
     outside = "".join(text[start:end] for start, end in list(pairwise(edges))[::2])
     inside = "".join(text[start:end] for start, end in spans)
-    wanted = {word for message in talk if "tool_calls" not in message for word in _OWN.findall(str(message["content"]))}
+    contents = [str(message["content"]) for message in messages if "tool_calls" not in message]
+    expected = {word for content in contents for word in _OWN_WORDS.findall(content)}
     if earlier == "as rendered":
-        last = set(_OWN.findall(str(talk[-1]["content"])))
-        wanted = {word for word in wanted if word in last or not word.startswith("assistant_thinks")}
-        goes_on = all(_goes_on(found, talk[:i], talk[: i + 1]) for i, one in enumerate(talk) if one["role"] == "tool")
+        last = set(_OWN_WORDS.findall(str(messages[-1]["content"])))
+        expected = {word for word in expected if word in last or not word.startswith("assistant_thinks")}
+        tools = [i for i, message in enumerate(messages) if message["role"] == "tool"]
+        keeps_prefix = all(_keeps_start(candidate, messages[:i], messages[: i + 1]) for i in tools)
     else:
-        ends = [i + 1 for i, message in enumerate(talk) if message["role"] == "assistant"]
-        goes_on = text.startswith(_text(template, talk[: ends[0]]).removesuffix(_TOKENS["eos_token"]))
-        goes_on = goes_on and all(_goes_on(found, talk[:end], talk) for end in ends)
-    right = other == text and goes_on and wanted <= set(_OWN.findall(inside))
-    return right and not _OWN.search(outside) and not _OTHERS.search(inside)
+        ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+        keeps_prefix = text.startswith(_render(template, messages[: ends[0]]).removesuffix(_TOKENS["eos_token"]))
+        keeps_prefix = keeps_prefix and all(_keeps_start(candidate, messages[:end], messages) for end in ends)
+    is_same = marked_text == text and keeps_prefix and expected <= set(_OWN_WORDS.findall(inside))
+    return is_same and not _OWN_WORDS.search(outside) and not _OTHER_WORDS.search(inside)
 
 
-def _goes_on(template: str, start: list[dict[str, Any]], talk: list[dict[str, Any]]) -> bool:
+def _keeps_start(template: str, start: list[dict[str, Any]], messages: list[dict[str, Any]]) -> bool:
     """Whether the rendered start of a conversation, without a final EOS token, is a prefix of the whole one."""
-    return _text(template, talk).startswith(_text(template, start).removesuffix(_TOKENS["eos_token"]))
+    return _render(template, messages).startswith(_render(template, start).removesuffix(_TOKENS["eos_token"]))
 
 
 # Response templates, to parse tool calls with tokenizers that have none
@@ -348,11 +349,11 @@ def _turn(
     return {"defaults": {"role": "assistant"}, "start_anchor_pattern": start, "fields": fields}
 
 
-def _called(open_pattern: str, close_pattern: str, content: str = "json", **content_args: Any) -> dict[str, Any]:
+def _call_field(open_pattern: str, close_pattern: str, content: str = "json", **content_args: Any) -> dict[str, Any]:
     """The field for tool calls, with the group `name` in `open_pattern` and the arguments as content."""
-    found = {"open_pattern": open_pattern, "close_pattern": close_pattern, "content": content}
-    found |= {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
-    return found | ({"content_args": content_args} if content_args else {})
+    field = {"open_pattern": open_pattern, "close_pattern": close_pattern, "content": content}
+    field |= {"transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}
+    return field | ({"content_args": content_args} if content_args else {})
 
 
 def _argument_in_brackets(depth: int) -> str:
@@ -366,25 +367,25 @@ def _argument_in_brackets(depth: int) -> str:
 _TEXT = {"name": "text"}  # the function's annotations determine the type later
 _CHATML, _IM_END = r"<\|im_start\|>assistant\n", r"<\|im_end\|>\s*"
 # For prompts that end with <think>: everything before </think>, if it occurs, is reasoning.
-_BEGUN = "reasoning_content", {"open_pattern": r"(?=[\s\S]*?</think>)", "close_pattern": r"</think>\s*"}
+_OPEN_THINKING = "reasoning_content", {"open_pattern": r"(?=[\s\S]*?</think>)", "close_pattern": r"</think>\s*"}
 _JSON_CALL = {
     "open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "content": "json",
     "transform": {"type": "function", "function": "{content}"},
 }  # fmt: skip
-_XML_CALL = _called(
+_XML_CALL = _call_field(
     r"<tool_call>\s*<function=(?P<name>[^\n>]+)>", r"</tool_call>\s*", "xml-inline", value_parser=_TEXT,
     tag_pattern=r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
 )  # fmt: skip
 _XML_FORM = r"<tool_call>\s*<function=f>\s*<parameter=a>\s*b\s*</parameter>\s*</function>\s*</tool_call>\s*<\|im_end\|>"
 # Pattern of a rendered turn with the call f(a="b") -> response template that parses such turns.
-_FORMS = {
+_CALL_FORMATS = {
     # ChatML, calls as JSON
     rf'{_CHATML}.*<tool_call>\s*\{{"name": "f", "arguments": \{{"a": "b"\}}\}}\s*</tool_call>\s*<\|im_end\|>': _turn(
         _CHATML, _IM_END, _JSON_CALL
     ),
     # ChatML, calls as XML, the prompt ends with <think>
     rf"{_CHATML}<think></think>\s*{_XML_FORM}": _turn(
-        _CHATML + r"<think>(?:\n|</think>)?", _IM_END, _XML_CALL, thoughts=_BEGUN
+        _CHATML + r"<think>(?:\n|</think>)?", _IM_END, _XML_CALL, thoughts=_OPEN_THINKING
     ),
     # ChatML, calls as XML
     rf"{_CHATML}.*{_XML_FORM}": _turn(_CHATML, _IM_END, _XML_CALL),
@@ -392,7 +393,7 @@ _FORMS = {
     rf"{_CHATML}<\|tool_call_start\|>\[f\(a='b'\)\]<\|tool_call_end\|>": _turn(
         _CHATML,
         _IM_END,
-        _called(
+        _call_field(
             r"(?:<\|tool_call_start\|>\[|,\s*)(?P<name>\w+)\(", r"\)(?:\]<\|tool_call_end\|>)?\s*", "xml-inline",
             tag_pattern=rf"(?P<key>\w+)=(?P<value>{_argument_in_brackets(4)}|[^,)]*)",
             value_parser={"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
@@ -403,14 +404,14 @@ _FORMS = {
     r'<\|end_header_id\|>\s*\{"name": "f", "parameters": \{"a": "b"\}\}<\|eot_id\|>': _turn(
         r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n",
         r"<\|eot_id\|>\s*",
-        _called(r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*', r"\}<\|eot_id\|>\s*"),
+        _call_field(r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*', r"\}<\|eot_id\|>\s*"),
         thoughts=None,
     ),
     # channels for reasoning, content and calls (gpt-oss)
     r'assistant to=functions\.f<\|channel\|>commentary json<\|message\|>\{"a": "b"\}<\|call\|>': _turn(
         r"<\|start\|>assistant",
         r"<\|return\|>\s*",
-        _called(r"to=functions\.(?P<name>\S+?)<\|channel\|>commentary\s+json<\|message\|>", r"<\|call\|>\s*"),
+        _call_field(r"to=functions\.(?P<name>\S+?)<\|channel\|>commentary\s+json<\|message\|>", r"<\|call\|>\s*"),
         thoughts=("thinking", {"open": "<|channel|>analysis<|message|>", "close_pattern": r"<\|end\|>\s*"}),
         opens="<|channel|>final<|message|>",
     ),
@@ -418,7 +419,7 @@ _FORMS = {
     r"<\|assistant\|>.*<tool_call>f\s*<arg_key>a</arg_key>\s*<arg_value>b</arg_value>\s*</tool_call>": _turn(
         r"<\|assistant\|>",
         r"<\|user\|>\s*|$",
-        _called(
+        _call_field(
             r"<tool_call>(?P<name>[^\s<]+)\n?", r"</tool_call>\s*", "xml-inline", value_parser=_TEXT,
             tag_pattern=r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
         ),
@@ -427,7 +428,7 @@ _FORMS = {
     r'<\|turn>model\n.*<\|tool_call>call:f\{a:<\|"\|>b<\|"\|>\}<tool_call\|>': _turn(
         r"(?:<\|turn>model\n|<tool_response\|>)",
         r"(?:<turn\|>|<\|tool_response>|<eos>)\s*|$",
-        _called(
+        _call_field(
             r"<\|tool_call>call:(?P<name>\w+)", r"<tool_call\|>\s*",
             string_delims=[['<|"|>', '<|"|>']], unquoted_keys=True,
         ),
@@ -436,7 +437,7 @@ _FORMS = {
 }  # fmt: skip
 # End of a generation prompt -> response template, for templates that do not render calls.
 _THINKS = "<｜Assistant｜><think>\n"
-_WITHOUT_CALLS = {_THINKS: _turn(_THINKS, r"<｜end▁of▁sentence｜>\s*|$", None, thoughts=_BEGUN)}
+_WITHOUT_CALLS = {_THINKS: _turn(_THINKS, r"<｜end▁of▁sentence｜>\s*|$", None, thoughts=_OPEN_THINKING)}
 
 
 def response_template(tokenizer: Any) -> dict[str, Any]:
@@ -446,13 +447,13 @@ def response_template(tokenizer: Any) -> dict[str, Any]:
         ValueError: its format of tool calls is not recognized.
     """
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
-    talk = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    text = apply_chat_template(tokenizer, talk, tokenize=False)
-    for form, template in _FORMS.items():
-        if re.search(form, text, re.DOTALL):
+    messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = apply_chat_template(tokenizer, messages, tokenize=False)
+    for pattern, template in _CALL_FORMATS.items():
+        if re.search(pattern, text, re.DOTALL):
             return copy.deepcopy(template)
     if not supports_tool_calling(tokenizer):
-        prompt = apply_chat_template(tokenizer, talk[:1], tokenize=False, add_generation_prompt=True)
+        prompt = apply_chat_template(tokenizer, messages[:1], tokenize=False, add_generation_prompt=True)
         for end, template in _WITHOUT_CALLS.items():
             if prompt.endswith(end):
                 return copy.deepcopy(template)
@@ -474,25 +475,25 @@ _COMPARING = "eq equalto == ne != lt lessthan < le <= gt greaterthan > ge >= in"
 _compile = chat_template_utils._compile_jinja_template.__wrapped__  # without transformers' cache
 
 
-def _joined(pieces: Iterable[str]) -> str:
-    pieces, found, size = iter(pieces), [], 0
-    while some := list(islice(pieces, _PIECES)):
-        found.append("".join(some))
-        size += len(found[-1])
+def _join(pieces: Iterable[str]) -> str:
+    pieces, chunks, size = iter(pieces), [], 0
+    while chunk := list(islice(pieces, _PIECES)):
+        chunks.append("".join(chunk))
+        size += len(chunks[-1])
         check(size)
-    return "".join(found)
+    return "".join(chunks)
 
 
 def _bounded(name: str, function: Callable) -> Callable:
     """Wrap a filter so that it counts the size of its input and refuses to produce too large an output."""
-    before = int("jinja_pass_arg" in dir(function))  # jinja2 passes its own first argument
+    num_context_args = int("jinja_pass_arg" in dir(function))  # jinja2 passes its own first argument
 
     @functools.wraps(function)
     def bounded(*args: Any, **options: Any) -> Any:
-        own, value, given = args[:before], args[before], args[before + 1 :]
+        context, value, rest = args[:num_context_args], args[num_context_args], args[num_context_args + 1 :]
         value = counted(value) if name in _BY_ITEM else read(items(value))
-        check_growth(name, value, given, options)
-        return function(*own, value, *given, **options)
+        check_growth(name, value, rest, options)
+        return function(*context, value, *rest, **options)
 
     return bounded
 
@@ -504,21 +505,21 @@ class _Filters(dict):
         super().__setitem__(name, _bounded(name, function))
 
 
-def _compared(test: Callable) -> Callable:
+def _with_counted_values(test: Callable) -> Callable:
     return lambda *values: test(*map(read, values))
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
-    concat = staticmethod(_joined)
+    concat = staticmethod(_join)
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options, finalize=read)
-        found, self.filters = self.filters, _Filters()
-        for name, function in found.items():
+        filters, self.filters = self.filters, _Filters()
+        for name, function in filters.items():
             self.filters[name] = function
         dict.update(self.filters, {_COUNTED: counted, _READ: read})
-        self.tests = self.tests | {name: _compared(self.tests[name]) for name in _COMPARING}
+        self.tests = self.tests | {name: _with_counted_values(self.tests[name]) for name in _COMPARING}
         del self.globals["lipsum"]  # can produce any amount of text
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -543,11 +544,11 @@ class _Bounded(ImmutableSandboxedEnvironment):
             if isinstance(part.arg, nodes.Slice):
                 part.node = self._filtered(part.node, _COUNTED)
         for text in list(source.find_all(nodes.Concat)):
-            text.nodes = [self._filtered(one, _READ) for one in text.nodes]
+            text.nodes = [self._filtered(node, _READ) for node in text.nodes]
         for comparison in list(source.find_all(nodes.Compare)):
-            if not any(map(_is_constant, (comparison.expr, *(other.expr for other in comparison.ops)))):
-                for one in (comparison, *comparison.ops):
-                    one.expr = self._filtered(one.expr, _READ)
+            if not any(map(_is_constant, (comparison.expr, *(operand.expr for operand in comparison.ops)))):
+                for node in (comparison, *comparison.ops):
+                    node.expr = self._filtered(node.expr, _READ)
         return super()._generate(source, *args, **options)
 
     def _filtered(self, value: nodes.Expr, name: str) -> nodes.Filter:
@@ -590,22 +591,22 @@ def render(
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render messages with the same limits; with `spans`, also return the spans within `{% generation %}`."""
     with _limited():
-        texts, found = chat_template_utils.render_jinja_template(
+        texts, all_spans = chat_template_utils.render_jinja_template(
             [messages], chat_template=template, return_assistant_tokens_mask=spans, **variables
         )
-    return texts[0], found[0] if spans else []
+    return texts[0], all_spans[0] if spans else []
 
 
 @contextmanager
 def _limited() -> Iterator[None]:
     """Make transformers compile templates with limits."""
-    theirs = chat_template_utils._compile_jinja_template
+    original = chat_template_utils._compile_jinja_template
     chat_template_utils._compile_jinja_template = _compiled
     begin()
     try:
         yield
     finally:
-        chat_template_utils._compile_jinja_template = theirs
+        chat_template_utils._compile_jinja_template = original
         end()
 
 
@@ -623,43 +624,43 @@ def prepare_multimodal_messages(messages: list[dict[str, Any]], images: list | N
     Raises:
         ValueError: a role is unknown, or the numbers of placeholders and images differ.
     """
-    waiting, images = iter(images or ()), list(images or ())
-    messages = _in_parts(messages, len(images))
-    places = sum(_is_place(part) for message in messages for part in _parts_with_places(message))
-    if places != len(images):
+    remaining, images = iter(images or ()), list(images or ())
+    messages = _to_parts(messages, len(images))
+    count = sum(_is_placeholder(part) for message in messages for part in _placeholder_parts(message))
+    if count != len(images):
         raise ValueError(
-            f"Number of images provided ({len(images)}) does not match number of image placeholders ({places})."
+            f"Number of images provided ({len(images)}) does not match number of image placeholders ({count})."
         )
 
-    def filled(part: dict[str, Any]) -> dict[str, Any]:
-        return {**part, "image": next(waiting)} if _is_place(part) else part
+    def fill(part: dict[str, Any]) -> dict[str, Any]:
+        return {**part, "image": next(remaining)} if _is_placeholder(part) else part
 
     return [
-        {**message, "content": [filled(part) for part in parts]} if (parts := _parts_with_places(message)) else message
+        {**message, "content": [fill(part) for part in parts]} if (parts := _placeholder_parts(message)) else message
         for message in messages
     ]
 
 
-def _in_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
+def _to_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
     converted = []
     for message in messages:
         if message["role"] not in _ROLES:
             raise ValueError(f"Invalid role in message: {message['role']}. Expected {', '.join(_ROLES)}.")
         content = message.get("content")
         if isinstance(content, str):
-            before, text = [], {"type": "text", "text": content}
+            placeholders, text = [], {"type": "text", "text": content}
             if message["role"] == "user":
-                before, images = [{"type": "image"} for _ in range(images)], 0
-            message = {**message, "content": [*before, text]}
+                placeholders, images = [{"type": "image"} for _ in range(images)], 0
+            message = {**message, "content": [*placeholders, text]}
         converted.append(message)
     return converted
 
 
-def _parts_with_places(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _placeholder_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [] if message["role"] == "tool" else message.get("content") or []
 
 
-def _is_place(part: dict[str, Any]) -> bool:
+def _is_placeholder(part: dict[str, Any]) -> bool:
     return part["type"] == "image" and "image" not in part
 
 
@@ -674,7 +675,7 @@ _MAX_BITS = 2**16  # bits of an int
 _PADS = frozenset(
     "batch center expandtabs indent ljust rjust round slice to_bytes tojson wordwrap zfill".split()
 )  # filters and methods whose output size is determined by an argument
-_APART = frozenset(("split", "rsplit", "splitlines", "list"))  # filters and methods that split a text
+_SPLITTERS = frozenset(("split", "rsplit", "splitlines", "list"))  # filters and methods that split a text
 _left: ContextVar[int | None] = ContextVar("left", default=None)  # remaining work; None outside of a rendering
 
 
@@ -701,10 +702,10 @@ def check(size: int, maximum: int | None = None) -> None:
 
 def count(size: int) -> None:
     """Subtract the size of an operation from the remaining work."""
-    left = _left.get()
-    if left is not None:
-        check(size, left)
-        _left.set(left - size)
+    remaining = _left.get()
+    if remaining is not None:
+        check(size, remaining)
+        _left.set(remaining - size)
 
 
 def shallow(value: Any) -> int:
@@ -716,18 +717,18 @@ def shallow(value: Any) -> int:
 
 def deep(value: Any) -> int:
     """Recursive size of a value, counting shared parts repeatedly; stops just above MAX_WORK."""
-    size, waiting = 0, [value]
-    while waiting and size <= MAX_WORK:
-        one = waiting.pop()
+    size, stack = 0, [value]
+    while stack and size <= MAX_WORK:
+        item = stack.pop()
         size += ITEM
-        if isinstance(one, str | bytes):
-            size += len(one)
-        elif isinstance(one, Mapping):
-            waiting += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple | set | frozenset):
-            waiting += one
-        elif isinstance(one, Namespace):  # its attributes are the template's variables
-            waiting += object.__getattribute__(one, "__dict__").values()
+        if isinstance(item, str | bytes):
+            size += len(item)
+        elif isinstance(item, Mapping):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | set | frozenset):
+            stack += item
+        elif isinstance(item, Namespace):  # its attributes are the template's variables
+            stack += object.__getattribute__(item, "__dict__").values()
     return size
 
 
@@ -761,7 +762,7 @@ def read(value: Any) -> Any:
 
 def check_operands(operator: str, left: Any, right: Any) -> None:
     """Raise TooLarge if the result of an operator would be too large."""
-    sequences, whole = (str, bytes, list, tuple), isinstance(left, int) and isinstance(right, int)
+    sequences, are_ints = (str, bytes, list, tuple), isinstance(left, int) and isinstance(right, int)
     if operator == "+" and isinstance(left, sequences) and isinstance(right, sequences):
         check(len(left) + len(right))
         count(shallow(left) + shallow(right))
@@ -770,9 +771,9 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
         count(shallow(left) * max(right, 0))
     elif operator == "*" and isinstance(right, sequences) and isinstance(left, int):
         check_operands("*", right, left)
-    elif operator == "*" and whole:
+    elif operator == "*" and are_ints:
         check(left.bit_length() + right.bit_length(), _MAX_BITS)
-    elif operator == "**" and whole:
+    elif operator == "**" and are_ints:
         check(left.bit_length() * right, _MAX_BITS)
     elif operator == "%" and isinstance(left, str | bytes):
         check_growth("format", left, (right,), {})
@@ -780,37 +781,37 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
 
 def check_growth(name: str, value: Any, args: tuple, options: Mapping[str, Any]) -> None:
     """Raise TooLarge if the filter or method of this name would produce too large a result."""
-    given = [*args, *options.values()]
+    values = [*args, *options.values()]
     if name in ("format", "format_map", "strftime_now"):
-        check(deep([value, *given]) + _widths(str(value), given))
+        check(deep([value, *values]) + _widths(str(value), values))
     elif name in _PADS:
-        check(deep(value) * max([_number(one) for one in given], default=1))
-    elif name == "replace" and len(given) > 1:
-        text, old, new = map(str, (value, *given[:2]))
+        check(deep(value) * max([_factor(argument) for argument in values], default=1))
+    elif name == "replace" and len(values) > 1:
+        text, old, new = map(str, (value, *values[:2]))
         check(len(text) + text.count(old) * len(new))
     elif name == "join":
-        texts, between = (given[0], value) if isinstance(value, str) and given else (value, [*given, ""][0])
-        check(deep(texts) + shallow(texts) // ITEM * len(str(between)))
+        texts, separator = (values[0], value) if isinstance(value, str) and values else (value, [*values, ""][0])
+        check(deep(texts) + shallow(texts) // ITEM * len(str(separator)))
     elif name == "translate" and isinstance(value, str):
-        check(len(value) * deep(given) // ITEM)
-    elif name in _APART and isinstance(value, str):
-        by = given[0] if name.endswith("split") and given and isinstance(given[0], str) else ""
-        check(value.count(by) if by else len(value) // 2, _MAX_PIECES)
+        check(len(value) * deep(values) // ITEM)
+    elif name in _SPLITTERS and isinstance(value, str):
+        separator = values[0] if name.endswith("split") and values and isinstance(values[0], str) else ""
+        check(value.count(separator) if separator else len(value) // 2, _MAX_PIECES)
 
 
-def _number(given: Any) -> int:
+def _factor(argument: Any) -> int:
     """The factor by which an argument can multiply the output: a width, or the length of a fill string."""
-    return abs(given) if isinstance(given, int) else len(given) if isinstance(given, str) else 1
+    return abs(argument) if isinstance(argument, int) else len(argument) if isinstance(argument, str) else 1
 
 
-def _widths(text: str, given: Iterable[Any]) -> int:
+def _widths(text: str, arguments: Iterable[Any]) -> int:
     """Upper bound on the padding that a format string can add: the numbers in it, and numeric values if they are used
     as field widths (`*`, `{:{}}`)."""
     size = sum(int(number[:12]) for number in re.findall(r"\d+", text))
     if "*" in text or re.search(r"{[^{}]*{", text):
-        nested = [one.values() if isinstance(one, Mapping) else one for one in given]
-        values = [two for one in nested for two in (one if isinstance(one, Iterable) else [one])]
-        size += max((abs(one) for one in values if isinstance(one, int)), default=0) * len(text)
+        nested = [arg.values() if isinstance(arg, Mapping) else arg for arg in arguments]
+        values = [value for arg in nested for value in (arg if isinstance(arg, Iterable) else [arg])]
+        size += max((abs(value) for value in values if isinstance(value, int)), default=0) * len(text)
     return size
 
 
@@ -824,10 +825,10 @@ _GLM_SPOKEN = "{% set spoken = loop.index0 > 0 and messages[loop.index0 - 1].rol
 _TURN_END = "{%- elif not (ns_tr_out.flag and not has_content and not next_nt.found) -%}\n            "
 
 
-def _of_model(expression: str) -> str:
+def _mark_if_model(expression: str) -> str:
     """The expression, marked if it is in the model's turn."""
-    own = f"{_BEGIN}{expression}{_FINISH}"
-    return f"{{%- if role == 'model' -%}}{own}{{%- else -%}}{expression}{{%- endif -%}}"
+    marked_expression = f"{_BEGIN}{expression}{_FINISH}"
+    return f"{{%- if role == 'model' -%}}{marked_expression}{{%- else -%}}{expression}{{%- endif -%}}"
 
 
 def _wrapped(first: str, last: str | None = None) -> tuple[tuple[str, str, int], ...]:
@@ -835,19 +836,19 @@ def _wrapped(first: str, last: str | None = None) -> tuple[tuple[str, str, int],
     return ((first, _BEGIN + first, 1), *([] if last is None else [(last, last + _FINISH, 1)]))
 
 
-def _of_deepseek(calls: str, answers: str, *more: tuple[str, str, int]) -> tuple[tuple[str, str, int], ...]:
+def _deepseek(calls: str, answers: str, *more: tuple[str, str, int]) -> tuple[tuple[str, str, int], ...]:
     """Edits that mark assistant turns, with and without tool calls."""
-    other = f"{{%- if message['role'] == 'assistant' and {answers} %}}"
-    marks = (other, _BEGIN), ("{%- if message['role'] == 'tool' %}", "")
-    ended = (("{%- endif %}" + tag, _FINISH + "{%- endif %}" + tag + begin, 1) for tag, begin in marks)
-    return *_wrapped(calls), *ended, *more
+    other_turns = f"{{%- if message['role'] == 'assistant' and {answers} %}}"
+    marks = (other_turns, _BEGIN), ("{%- if message['role'] == 'tool' %}", "")
+    ends = (("{%- endif %}" + tag, _FINISH + "{%- endif %}" + tag + begin, 1) for tag, begin in marks)
+    return *_wrapped(calls), *ends, *more
 
 
 # For each kind of template: (old text, new text, number of occurrences that is required)
 _EDITS: tuple[tuple[tuple[str, str, int], ...], ...] = (
     # DeepSeek-R1's distilled models; reasoning of earlier turns is kept, as in TRL
-    _of_deepseek("{%- for tool in message['tool_calls']%}", "message['content'] is not none", (_CUT_THOUGHTS, "", 1)),
-    _of_deepseek(  # DeepSeek-V3; calls may now have their arguments as a dict
+    _deepseek("{%- for tool in message['tool_calls']%}", "message['content'] is not none", (_CUT_THOUGHTS, "", 1)),
+    _deepseek(  # DeepSeek-V3; calls may now have their arguments as a dict
         "{%- for tool in message['tool_calls'] %}", "'tool_calls' not in message",
         ("tool['function']['arguments'] +", "(tool['function']['arguments'] | tojson) +", 3),
     ),
@@ -868,8 +869,8 @@ _EDITS: tuple[tuple[tuple[str, str, int], ...], ...] = (
     (  # Templates that render tool answers within the model's turn (Gemma 4)
         *_wrapped("{{- '<|channel>thought\\n' +", "thinking_text + '\\n<channel|>' -}}"),
         *_wrapped("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "{{- '}<tool_call|>' -}}"),
-        ("{{- captured_content -}}", _of_model("{{- captured_content -}}"), 1),
-        (_TURN_END + "{{- '<turn|>\\n' -}}", _TURN_END + _of_model("{{- '<turn|>\\n' -}}"), 1),
+        ("{{- captured_content -}}", _mark_if_model("{{- captured_content -}}"), 1),
+        (_TURN_END + "{{- '<turn|>\\n' -}}", _TURN_END + _mark_if_model("{{- '<turn|>\\n' -}}"), 1),
     ),
 )  # fmt: skip
 
@@ -877,11 +878,11 @@ _EDITS: tuple[tuple[tuple[str, str, int], ...], ...] = (
 def edited(chat_template: str) -> str | None:
     """The template with the edits for its kind, with the same text and marks as TRL's; None if no kind matches."""
     for edits in _EDITS:
-        found = chat_template.replace("\r\n", "\n")
-        if all(found.count(old) == number for old, _, number in edits):
+        result = chat_template.replace("\r\n", "\n")
+        if all(result.count(old) == expected for old, _, expected in edits):
             for old, new, _ in edits:
-                found = found.replace(old, new)
-            return found
+                result = result.replace(old, new)
+            return result
     return None
 
 
@@ -907,8 +908,8 @@ class _Piece(NamedTuple):
 
 def separated(template: str) -> str:
     """The template with `SEPARATOR` after each text and each expression."""
-    behind = "{{ " + json.dumps(SEPARATOR) + " }}"
-    return "".join(piece.source + behind * (not piece.tag) for piece in _pieces(template))
+    separator = "{{ " + json.dumps(SEPARATOR) + " }}"
+    return "".join(piece.source + separator * (not piece.tag) for piece in _pieces(template))
 
 
 def marked(template: str, header: str, *, as_last: bool = False) -> str:
@@ -922,18 +923,18 @@ def marked(template: str, header: str, *, as_last: bool = False) -> str:
     Raises:
         ValueError: a loop has no endfor.
     """
-    found, parts, at = list(_pieces(template)), [], 0
-    while at < len(found):
-        piece = found[at]
+    pieces, parts, index = list(_pieces(template)), [], 0
+    while index < len(pieces):
+        piece = pieces[index]
         if piece.tag == "for" and piece.words[2] == "in":  # a loop with a single variable
-            end = _end_of_body(found, at)
-            body = found[at + 1 : end]
-            own = [_as_last(one) for one in body] if as_last else body
-            parts += [piece.source, _two_bodies(piece.words[1], own, body, header)]
-            at = end
+            end = _end_of_body(pieces, index)
+            body = pieces[index + 1 : end]
+            assistant_body = [_as_last(piece) for piece in body] if as_last else body
+            parts += [piece.source, _two_bodies(piece.words[1], assistant_body, body, header)]
+            index = end
             continue
         parts.append(_END if parts and piece.words == ("eos_token",) else piece.source)
-        at += 1
+        index += 1
     return "".join(parts)
 
 
@@ -955,17 +956,17 @@ def _pieces(template: str) -> Iterator[_Piece]:
             inside.append((kind, value))
 
 
-def _end_of_body(found: list[_Piece], start: int) -> int:
+def _end_of_body(pieces: list[_Piece], start: int) -> int:
     """Index of the tag that ends the body of the loop at `start`: its `endfor` or `else`."""
     opened = ["for"]
-    for at in range(start + 1, len(found)):
-        tag = found[at].tag
+    for index in range(start + 1, len(pieces)):
+        tag = pieces[index].tag
         if tag in ("if", "for"):
             opened.append(tag)
         elif tag in ("endif", "endfor"):
             opened.pop()
         if not opened or tag == "else" and opened == ["for"]:
-            return at
+            return index
     raise ValueError("a loop in the chat template has no endfor")
 
 
@@ -976,22 +977,22 @@ def _as_last(piece: _Piece) -> _Piece:
     return piece._replace(source=_PLACE.sub("true", piece.source))
 
 
-def _two_bodies(message: str, own: list[_Piece], body: list[_Piece], header: str) -> str:
-    """Combine a loop's body for assistant messages (`own`) with its body for all others.
+def _two_bodies(message: str, assistant_body: list[_Piece], body: list[_Piece], header: str) -> str:
+    """Combine a loop's body for assistant messages (`assistant_body`) with its body for all others.
 
     A break or continue within an assistant turn raises, because the captured text would be lost.
     """
-    leaves = "{{ raise_exception('the turn of the assistant ends within its loop') }}"
-    collected = "".join(leaves * (piece.tag in ("break", "continue")) + piece.source for piece in own)
+    failure = "{{ raise_exception('the turn of the assistant ends within its loop') }}"
+    collected = "".join(failure * (piece.tag in ("break", "continue")) + piece.source for piece in assistant_body)
     start = json.dumps(header, ensure_ascii=False)
-    said, behind = f"{_TURN}[{len(header)}:]", ""
+    content, rest = f"{_TURN}[{len(header)}:]", ""
     if not header:  # trailing spaces belong to the first token of the next turn
-        said, behind = f"{_TURN}.rstrip(' ')", f"{{{{ {_TURN}[({_TURN}.rstrip(' ') | length):] }}}}"
+        content, rest = f"{_TURN}.rstrip(' ')", f"{{{{ {_TURN}[({_TURN}.rstrip(' ') | length):] }}}}"
     return (
         f"{{% if {message} is mapping and {message}['role'] == 'assistant' %}}"
         f"{{% set {_TURN} %}}{collected}{{% endset %}}"
         f"{{% if {_TURN} and {_TURN}.startswith({start}) %}}{{{{ {start} }}}}"
-        f"{{% generation %}}{{{{ {said} }}}}{{% endgeneration %}}{behind}"
+        f"{{% generation %}}{{{{ {content} }}}}{{% endgeneration %}}{rest}"
         f"{{% elif {_TURN} %}}{{{{ raise_exception('a turn of the assistant has another header') }}}}{{% endif %}}"
         f"{{% else %}}{''.join(piece.source for piece in body)}{{% endif %}}"
     )

@@ -51,13 +51,13 @@ def check_labels(
     """
     where = f"the prepared {argument(name)}"
     if isinstance(dataset, IterableDataset):
-        facts = {"columns": columns, "vocab_size": vocab_size, "where": where}
-        return dataset.map(_check_stream_labels, with_indices=True, fn_kwargs=facts)
-    predicted = 0
+        arguments = {"columns": columns, "vocab_size": vocab_size, "where": where}
+        return dataset.map(_check_stream_labels, with_indices=True, fn_kwargs=arguments)
+    num_targets = 0
     for first, block in blocks(dataset, (*columns.texts, *columns.labels)):
         _check_label_block(block, first, columns, vocab_size, where)
-        predicted += _predicted(block, columns)
-    if len(dataset) and not predicted:
+        num_targets += _num_targets(block, columns)
+    if len(dataset) and not num_targets:
         longest = max(len(row) for column in columns.texts for row in dataset[column])
         logger.warning(
             f"{where} has no token to train on, so every loss will be 0.0: in all {len(dataset):,} rows, every label "
@@ -67,7 +67,7 @@ def check_labels(
     return dataset
 
 
-def _predicted(block: pa.Table, columns: Columns) -> int:
+def _num_targets(block: pa.Table, columns: Columns) -> int:
     """Number of targets: tokens with a label, except the first of each text, which has no context."""
     count = 0
     for column in columns.labels:
@@ -88,19 +88,19 @@ def _check_stream_labels(
 
 def _check_label_block(block: pa.Table, first: int, columns: Columns, vocab_size: int, where: str) -> None:
     for text, column in zip(columns.texts, columns.labels, strict=True):
-        (_, lengths), (labels, found) = list_lengths(block, text), list_lengths(block, column)
-        if (lengths != found).any():
-            row = int(np.argmax(lengths != found))
+        (_, lengths), (labels, label_lengths) = list_lengths(block, text), list_lengths(block, column)
+        if (lengths != label_lengths).any():
+            row = int(np.argmax(lengths != label_lengths))
             raise ValueError(
                 f"Row {first + row} of {where}, column {column!r}: must have {lengths[row]:,} labels, one for each id "
-                f"of {text}, got {found[row]:,}."
+                f"of {text}, got {label_lengths[row]:,}."
             )
         wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))
         if wrong.any():
-            place = int(np.argmax(wrong))
-            row = int(np.searchsorted(np.cumsum(found), place, side="right"))
+            index = int(np.argmax(wrong))
+            row = int(np.searchsorted(np.cumsum(label_lengths), index, side="right"))
             valid = f"token ids from 0 to {vocab_size - 1:,}, or {IGNORED} for tokens without a target"
-            raise cell_error(f"Row {first + row} of {where}", column, int(labels[place]), valid)
+            raise cell_error(f"Row {first + row} of {where}", column, int(labels[index]), valid)
 
 
 # Types, columns and values
@@ -111,23 +111,23 @@ def argument(name: str) -> str:
     return f"{name}_dataset" if name in ("train", "eval", "test") else name
 
 
-def as_read(dataset: Any, name: str) -> Any:
+def materialize(dataset: Any, name: str) -> Any:
     """Apply a table's transform (`Dataset.with_transform`) once to every row. Other datasets, or dicts of them, are
     returned unchanged."""
     if isinstance(dataset, dict):
-        return {key: as_read(part, f"{name}[{key!r}]") for key, part in dataset.items()}
+        return {key: materialize(part, f"{name}[{key!r}]") for key, part in dataset.items()}
     if not has_transform(dataset):
         return dataset
     logger.warning(f"{argument(name)} has a transform: it is applied once, before training, instead of in every epoch.")
-    return Dataset.from_list([dataset[number] for number in range(len(dataset))])
+    return Dataset.from_list([dataset[index] for index in range(len(dataset))])
 
 
-def images_read(dataset: Any, name: str) -> Any:
-    """Apply `as_read` to tables whose transform yields images for the first row; return others unchanged."""
+def materialize_images(dataset: Any, name: str) -> Any:
+    """Apply `materialize` to tables whose transform yields images for the first row; return others unchanged."""
     if isinstance(dataset, dict):
-        return {key: images_read(part, f"{name}[{key!r}]") for key, part in dataset.items()}
-    seen = has_transform(dataset) and len(dataset) and not {"image", "images"}.isdisjoint(dataset[0])
-    return as_read(dataset, name) if seen else dataset
+        return {key: materialize_images(part, f"{name}[{key!r}]") for key, part in dataset.items()}
+    has_image_columns = has_transform(dataset) and len(dataset) and not {"image", "images"}.isdisjoint(dataset[0])
+    return materialize(dataset, name) if has_image_columns else dataset
 
 
 def has_transform(dataset: Any) -> bool:
@@ -160,10 +160,10 @@ def check_type(dataset: Any, name: str, *, transforms: bool = False, images: boo
         if not images:
             check_no_images(dataset.column_names or (), argument(name))
         return
-    found = type(dataset).__name__
-    splits = f" with splits {list(dataset)}" if found.endswith("DatasetDict") else ""
-    fix = _FIXES.get(found, "see datasets.Dataset.from_list and datasets.Dataset.from_generator")
-    raise TypeError(f"{argument(name)} must be a Dataset or IterableDataset, got a {found}{splits}: {fix}.")
+    type_name = type(dataset).__name__
+    splits = f" with splits {list(dataset)}" if type_name.endswith("DatasetDict") else ""
+    fix = _FIXES.get(type_name, "see datasets.Dataset.from_list and datasets.Dataset.from_generator")
+    raise TypeError(f"{argument(name)} must be a Dataset or IterableDataset, got a {type_name}{splits}: {fix}.")
 
 
 def has_images(dataset: Dataset | IterableDataset) -> bool:
@@ -182,11 +182,11 @@ def has_images(dataset: Dataset | IterableDataset) -> bool:
 
 def check_no_images(columns: Collection[str], where: str) -> None:
     """Raise ValueError for a dataset with an image column if only its text would be trained on."""
-    if found := sorted({"image", "images", "pixel_values"}.intersection(columns)):
+    if image_columns := sorted({"image", "images", "pixel_values"}.intersection(columns)):
         raise ValueError(
             "The dataset appears to be vision-related (contains 'image' or 'images' keys): "
-            f"{where} has the column {found[0]!r}, and rows with images are not supported yet. To train on the text "
-            f"only, remove the column {found[0]!r} and every image part of the messages."
+            f"{where} has the column {image_columns[0]!r}, and rows with images are not supported yet. To train on the "
+            f"text only, remove the column {image_columns[0]!r} and every image part of the messages."
         )
 
 
@@ -212,14 +212,14 @@ def _media_of(part: Any) -> str | None:
     """The kind of media in a content part; None for text. (Datasets fill missing keys with None.)"""
     if not isinstance(part, Mapping):
         return None
-    named = [part.get("type"), *(key for key, value in part.items() if value is not None)]
-    return next((_MEDIA[name] for name in named if isinstance(name, str) and name in _MEDIA), None)
+    names = [part.get("type"), *(key for key, value in part.items() if value is not None)]
+    return next((_MEDIA[name] for name in names if isinstance(name, str) and name in _MEDIA), None)
 
 
-def cell_error(where: str, column: str, found: Any, valid: str) -> ValueError:
+def cell_error(where: str, column: str, value: Any, valid: str) -> ValueError:
     """The error for one value; `where` is its row, such as "Row 3 of train_dataset"."""
-    kind = "" if found is None else f" ({type(found).__name__})"
-    return ValueError(f"{where}, column {column!r}: must be {valid}, got {brief(found, 60)}{kind}.")
+    kind = "" if value is None else f" ({type(value).__name__})"
+    return ValueError(f"{where}, column {column!r}: must be {valid}, got {brief(value, 60)}{kind}.")
 
 
 def check_token_ids(
@@ -241,8 +241,8 @@ def check_token_ids(
     if not columns:  # prompts, which are not tokenized yet
         return dataset
     if isinstance(dataset, IterableDataset):
-        facts = {"columns": columns, "vocab_size": vocab_size, "max_positions": max_positions, "where": where}
-        return dataset.map(_check_stream_ids, with_indices=True, fn_kwargs=facts)
+        arguments = {"columns": columns, "vocab_size": vocab_size, "max_positions": max_positions, "where": where}
+        return dataset.map(_check_stream_ids, with_indices=True, fn_kwargs=arguments)
     for first, block in blocks(dataset, columns):
         _check_vocabulary(block, first, vocab_size, where)
         _check_lengths(block, first, max_positions, where)
@@ -254,8 +254,8 @@ def blocks(dataset: Dataset, columns: tuple[str, ...]) -> Iterator[tuple[int, pa
     if not columns:
         return  # a table without columns has no rows either
     arrow = dataset.select_columns(list(columns)).with_format("arrow")
-    for number, block in enumerate(arrow.iter(batch_size=ROWS_PER_BLOCK)):
-        yield number * ROWS_PER_BLOCK, block
+    for index, block in enumerate(arrow.iter(batch_size=ROWS_PER_BLOCK)):
+        yield index * ROWS_PER_BLOCK, block
 
 
 def list_lengths(block: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
@@ -276,23 +276,23 @@ def token_ids(values: Any, vocab_size: int, where: str) -> np.ndarray:
         ValueError: the list is empty, or a value is not an int or is out of range.
     """
     try:
-        found = np.asarray(values)
+        ids = np.asarray(values)
     except ValueError:  # lists of different lengths
-        found = np.asarray(None)
-    if found.ndim != 1 or not found.size:
+        ids = np.asarray(None)
+    if ids.ndim != 1 or not ids.size:
         raise ValueError(f"{where}: must be a list of at least one token id, got {brief(values)}.")
-    mixed = isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values))
-    if not mixed and found.dtype.kind in "iu" and found.min() >= 0 and found.max() < vocab_size:
-        return found.astype(np.int32)
-    values = found.tolist() if isinstance(values, np.ndarray) else list(values)
-    for place, value in enumerate(values):
+    has_bools = isinstance(values, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, values))
+    if not has_bools and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < vocab_size:
+        return ids.astype(np.int32)
+    values = ids.tolist() if isinstance(values, np.ndarray) else list(values)
+    for index, value in enumerate(values):
         if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
             raise ValueError(
-                f"{where}, position {place}: must be a token id from 0 to {vocab_size - 1}, got {brief(value)} "
+                f"{where}, position {index}: must be a token id from 0 to {vocab_size - 1}, got {brief(value)} "
                 f"({type(value).__name__})."
             )
         if not 0 <= value < vocab_size:
-            raise ValueError(f"{where}, position {place}: {_OUTSIDE.format(id=value, size=vocab_size)}")
+            raise ValueError(f"{where}, position {index}: {_OUTSIDE.format(id=value, size=vocab_size)}")
     return np.asarray(values, np.int32)
 
 
@@ -307,10 +307,10 @@ def row_block(row: dict[str, Any], columns: tuple[str, ...], where: str) -> pa.T
 def check_numbers(block: pa.Table, column: str, first: int, where: str, valid: str = "a finite number") -> None:
     """Raise ValueError for a row without a number, or with one that is not finite in float32."""
     numbers = block.column(column).combine_chunks()
-    kind = numbers.type
+    dtype = numbers.type
     if numbers.null_count:
         bad = numbers_of(numbers.is_null())
-    elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+    elif pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or pa.types.is_boolean(dtype):
         with np.errstate(over="ignore"):  # the loss computes in float32
             bad = ~np.isfinite(numbers_of(numbers).astype(np.float32))
     else:
@@ -383,29 +383,29 @@ def numbers_of(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
 
 
 def drop_long(
-    dataset: Dataset, lengths: np.ndarray, max_length: int | None, where: str, unit: str, about: str = ""
+    dataset: Dataset, lengths: np.ndarray, max_length: int | None, where: str, unit: str, qualifier: str = ""
 ) -> Dataset:
     """Drop the rows with more than `max_length` tokens and warn; None keeps all.
 
     Args:
         lengths: tokens of the longest text of each row, `[rows]`.
         where, unit: names of the dataset and of one row in messages, such as "train_dataset" and "pair".
-        about: "at least " if long texts were only tokenized in part.
+        qualifier: "at least " if long texts were only tokenized in part.
 
     Raises:
         ValueError: no row is left.
     """
     if max_length is None or lengths.max() <= max_length:
         return dataset
-    kept = np.flatnonzero(lengths <= max_length)
+    short_rows = np.flatnonzero(lengths <= max_length)
     total = len(lengths)
-    if not kept.size:
+    if not short_rows.size:
         raise ValueError(
             f"max_length={max_length} removes all {total:,} rows of {where}: the shortest {unit} has "
-            f"{about}{lengths.min():,} tokens. Raise max_length or pass max_length=None."
+            f"{qualifier}{lengths.min():,} tokens. Raise max_length or pass max_length=None."
         )
     logger.warning(
-        f"max_length={max_length} removed {total - len(kept):,} of {total:,} {unit}s of {where} "
-        f"(longest kept: {lengths[kept].max():,} tokens)"
+        f"max_length={max_length} removed {total - len(short_rows):,} of {total:,} {unit}s of {where} "
+        f"(longest kept: {lengths[short_rows].max():,} tokens)"
     )
-    return dataset.select(kept)
+    return dataset.select(short_rows)

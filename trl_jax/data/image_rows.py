@@ -143,7 +143,7 @@ def prompt_with_answers(
     return with_answers(read_prompt(row, answers, encoder, chat_template), encoder, max_length)
 
 
-class Read(NamedTuple):
+class PromptAndAnswers(NamedTuple):
     """A row as text: the prompt, the text that each answer adds to it, and the prompt's images."""
 
     prompt: str
@@ -153,7 +153,7 @@ class Read(NamedTuple):
 
 def read_prompt(
     row: Mapping[str, Any], answers: Sequence[str], encoder: Encoder, chat_template: str | None = None
-) -> Read:
+) -> PromptAndAnswers:
     """Render a row's prompt and answers.
 
     Raises:
@@ -171,23 +171,23 @@ def read_prompt(
         pictures, options = pictures_in(prompt), _template(chat_template) | {"tokenize": False}
         # As in TRL, rows with images pass `chat_template_kwargs` to the template, but not `tools`.
         options |= {name: value for name, value in chat.template_options(dict(row), _ROW).items() if name != "tools"}
-        talks = [[*prompt, *prepare_multimodal_messages(without_null(text))] for text in texts]
-        whole = [chat.rendered(encoder.tokenizer, talk, _ROW, **options) for talk in talks]
-        begun = chat.rendered(encoder.tokenizer, prompt, _ROW, **options, **chat.opening(prompt))
-        shared = min(sft.common_prefix(list(begun), list(text)) for text in whole)
-        prompt, texts = begun[:shared], [text[shared:] for text in whole]
-    return Read(prompt, texts, pictures)
+        conversations = [[*prompt, *prepare_multimodal_messages(without_null(text))] for text in texts]
+        full_texts = [chat.rendered(encoder.tokenizer, messages, _ROW, **options) for messages in conversations]
+        prompt_text = chat.rendered(encoder.tokenizer, prompt, _ROW, **options, **chat.prompt_options(prompt))
+        prefix_length = min(sft.common_prefix(list(prompt_text), list(text)) for text in full_texts)
+        prompt, texts = prompt_text[:prefix_length], [text[prefix_length:] for text in full_texts]
+    return PromptAndAnswers(prompt, texts, pictures)
 
 
-def with_answers(read: Read, encoder: Encoder, max_length: int | None) -> Example:
+def with_answers(texts: PromptAndAnswers, encoder: Encoder, max_length: int | None) -> Example:
     """Tokenize the prompt with each answer; only answer tokens have labels.
 
     Raises:
         ValueError: `max_length` truncates an image, or an image cannot be read.
     """
-    prompt = encoder.encode(read.prompt, read.pictures)
+    prompt = encoder.encode(texts.prompt, texts.pictures)
     examples = []
-    for answer in read.answers:
+    for answer in texts.answers:
         answer_ids = encoder.encode(answer).ids
         ids = np.concatenate([prompt.ids, answer_ids])[:max_length]
         labels = np.where(np.arange(len(ids)) < len(prompt.ids), IGNORED, ids)

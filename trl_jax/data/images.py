@@ -110,7 +110,7 @@ def join_images(shards: Sequence[Sequence[ImagePatches]], at: np.ndarray) -> Ima
         policy, *reference = (_joined_features(shards, at, sizes, tower) for tower in range(len(example.features)))
         return policy._replace(of_reference=reference[0]._replace(at=None)) if reference else policy
     joined = [_joined(images, sizes, example) for images in shards]
-    stacked = {name: np.stack([one[name] for one in joined]) for name in joined[0]}
+    stacked = {name: np.stack([arrays[name] for arrays in joined]) for name in joined[0]}
     return Images(at=at, **stacked)
 
 
@@ -119,49 +119,49 @@ def _joined_features(
 ) -> PrecomputedFeatures:
     """The precomputed features of each shard, for one tower."""
     example = next(image for images in shards for image in images)
-    own, count = example.features[tower], len(example.groups)
-    separators = own.values[count:]
+    example_features, count = example.features[tower], len(example.groups)
+    separators = example_features.values[count:]
 
-    def of_shard(images: Sequence[ImagePatches]) -> np.ndarray:
+    def join_values(images: Sequence[ImagePatches]) -> np.ndarray:
         values = [image.features[tower].values[: len(image.groups)] for image in images]
-        return np.concatenate([_padded(values, sizes.features, own.values), separators])
+        return np.concatenate([_pad(values, sizes.features, example_features.values), separators])
 
-    def deep_of_shard(images: Sequence[ImagePatches]) -> np.ndarray:
+    def join_deep(images: Sequence[ImagePatches]) -> np.ndarray:
         deep = [image.features[tower].deep.swapaxes(0, 1) for image in images]
-        return _padded(deep, sizes.features, own.deep.swapaxes(0, 1)).swapaxes(0, 1)
+        return _pad(deep, sizes.features, example_features.deep.swapaxes(0, 1)).swapaxes(0, 1)
 
-    deep = None if own.deep is None else np.stack(list(map(deep_of_shard, shards)))
-    return PrecomputedFeatures(np.stack(list(map(of_shard, shards))), deep, at)
+    deep = None if example_features.deep is None else np.stack(list(map(join_deep, shards)))
+    return PrecomputedFeatures(np.stack(list(map(join_values, shards))), deep, at)
 
 
 def _joined(images: Sequence[ImagePatches], sizes: Sizes, example: ImagePatches) -> dict[str, Any]:
     """The arrays of one shard. Fields that are None in `example` are left out."""
     starts = np.cumsum([0, *(len(image.patches) for image in images)])[:-1].tolist()
-    moved = list(zip(images, starts, strict=True))
-    found = {
-        "patches": _padded([image.patches for image in images], sizes.patches, example.patches),
-        "places": _padded([image.places for image in images], sizes.patches, example.places),
-        "groups": _padded([image.groups + start for image, start in moved], sizes.features, example.groups),
+    images_with_starts = list(zip(images, starts, strict=True))
+    arrays = {
+        "patches": _pad([image.patches for image in images], sizes.patches, example.patches),
+        "places": _pad([image.places for image in images], sizes.patches, example.places),
+        "groups": _pad([image.groups + start for image, start in images_with_starts], sizes.features, example.groups),
     }
     for names, field in ((("first", "end"), "spans"), (("window_first", "window_end"), "windows")):
         sample = getattr(example, field)
         if sample is not None:
-            spans = [getattr(image, field) + start for image, start in moved]
-            both = _padded(spans, sizes.patches, sample, fill=sizes.patches)
-            found |= dict(zip(names, both.T, strict=True))
+            spans = [getattr(image, field) + start for image, start in images_with_starts]
+            limits = _pad(spans, sizes.patches, sample, fill=sizes.patches)
+            arrays |= dict(zip(names, limits.T, strict=True))
     for field in ("table", "table_weights"):
         sample = getattr(example, field)
         if sample is not None:
-            found[field] = _padded([getattr(image, field) for image in images], sizes.patches, sample)
-    return found
+            arrays[field] = _pad([getattr(image, field) for image in images], sizes.patches, sample)
+    return arrays
 
 
-def _padded(arrays: list[np.ndarray], length: int, example: np.ndarray, fill: int = 0) -> np.ndarray:
-    whole = np.full((length, *example.shape[1:]), fill, example.dtype)
+def _pad(arrays: list[np.ndarray], length: int, example: np.ndarray, fill: int = 0) -> np.ndarray:
+    padded = np.full((length, *example.shape[1:]), fill, example.dtype)
     if arrays:
         joined = np.concatenate(arrays)
-        whole[: len(joined)] = joined
-    return whole
+        padded[: len(joined)] = joined
+    return padded
 
 
 def feature_index(tokens: np.ndarray, image_token: int, images: Sequence[ImagePatches], first: int = 0) -> np.ndarray:
@@ -176,21 +176,21 @@ def feature_index(tokens: np.ndarray, image_token: int, images: Sequence[ImagePa
         ValueError: the number of image tokens in the text differs from the number that its images need.
     """
     places = np.flatnonzero(np.asarray(tokens) == image_token)
-    wanted = sum(len(image.tokens) for image in images)
-    if len(places) != wanted:
+    count = sum(len(image.tokens) for image in images)
+    if len(places) != count:
         raise ValueError(
-            f"the text has {len(places)} image tokens, but its {len(images)} images have {wanted} features. Check that "
+            f"the text has {len(places)} image tokens, but its {len(images)} images have {count} features. Check that "
             "the chat template writes one placeholder per image, and that max_length cuts none."
         )
-    found = np.full(len(tokens), -1, np.int32)
+    indices = np.full(len(tokens), -1, np.int32)
     starts = np.cumsum([first, *(len(image.groups) for image in images)])[:-1]
     if images:
-        parts = [_moved(image.tokens, start) for image, start in zip(images, starts, strict=True)]
-        found[places] = np.concatenate(parts)
-    return found
+        parts = [_shift(image.tokens, start) for image, start in zip(images, starts, strict=True)]
+        indices[places] = np.concatenate(parts)
+    return indices
 
 
-def _moved(features: np.ndarray, first: int) -> np.ndarray:
+def _shift(features: np.ndarray, first: int) -> np.ndarray:
     """Shift feature indices by `first`; negative values (text and separators) are unchanged."""
     return np.where(features >= 0, features + first, features)
 
@@ -203,17 +203,17 @@ def grid_positions(tokens: np.ndarray, image_token: int, images: Sequence[ImageP
     the preceding text. The following text continues after the larger of the last row and the last column.
     """
     tokens = np.asarray(tokens)
-    positions, place, next_position = np.zeros((len(tokens), 3), np.int32), 0, 0
-    starts = np.flatnonzero(tokens == image_token)
+    positions, index, next_position = np.zeros((len(tokens), 3), np.int32), 0, 0
+    image_tokens = np.flatnonzero(tokens == image_token)
     for image in images:
-        begin = int(starts[np.searchsorted(starts, place)])
-        length = begin - place
-        positions[place:begin] = (next_position + np.arange(length))[:, None]
+        start = int(image_tokens[np.searchsorted(image_tokens, index)])
+        length = start - index
+        positions[index:start] = (next_position + np.arange(length))[:, None]
         next_position += length
-        size, end = image.grid, begin + len(image.tokens)
-        positions[begin:end] = np.stack(np.unravel_index(np.arange(len(image.tokens)), size), axis=1) + next_position
-        next_position, place = next_position + max(size[1:]), end
-    positions[place:] = (next_position + np.arange(len(tokens) - place))[:, None]
+        size, end = image.grid, start + len(image.tokens)
+        positions[start:end] = np.stack(np.unravel_index(np.arange(len(image.tokens)), size), axis=1) + next_position
+        next_position, index = next_position + max(size[1:]), end
+    positions[index:] = (next_position + np.arange(len(tokens) - index))[:, None]
     return positions
 
 
@@ -223,7 +223,7 @@ def grid_positions(tokens: np.ndarray, image_token: int, images: Sequence[ImageP
 def position_axes(positions: Iterable[Sequence[np.ndarray]]) -> int | None:
     """The number of position axes in a step, from the `positions` of its examples; None if positions are plain token
     indices."""
-    return next((own[0].shape[-1] for own in positions if own), None)
+    return next((texts[0].shape[-1] for texts in positions if texts), None)
 
 
 class PassImages:
@@ -250,23 +250,24 @@ class PassImages:
 
     def write(self, index: tuple, features: np.ndarray, first: int) -> None:
         """Write the feature indices `[n]` of tokens at `index`, an index into the tokens of all passes."""
-        self._at[index] = _moved(features, first)
+        self._at[index] = _shift(features, first)
 
     def joined(self) -> Images | PrecomputedFeatures | None:
         """The images of all passes, with a leading axis of passes; None if there are none."""
         if not any(self._images):
             return None
-        return _by_image_leaf(lambda leaf: leaf[:, None], join_images(self._images, self._at))
+        return _map_image_leaves(lambda leaf: leaf[:, None], join_images(self._images, self._at))
 
 
-def _by_image_leaf(
-    do: Callable[[np.ndarray], np.ndarray], images: Images | PrecomputedFeatures
+def _map_image_leaves(
+    function: Callable[[np.ndarray], np.ndarray], images: Images | PrecomputedFeatures
 ) -> Images | PrecomputedFeatures:
-    """Apply `do` to all arrays except `at`, which has the axes of tokens."""
+    """Apply `function` to all arrays except `at`, which has the axes of tokens."""
     fields = {name: leaf for name, leaf in images._asdict().items() if leaf is not None and name != "at"}
     nested = (Images, PrecomputedFeatures)
     changed = {
-        name: _by_image_leaf(do, leaf) if isinstance(leaf, nested) else do(leaf) for name, leaf in fields.items()
+        name: _map_image_leaves(function, leaf) if isinstance(leaf, nested) else function(leaf)
+        for name, leaf in fields.items()
     }
     return images._replace(**changed)
 
@@ -299,8 +300,10 @@ class TextImages(NamedTuple):
         features = np.concatenate([self.features, np.full(tokens, -1, np.int32)])
         if self.positions is None:
             return self._replace(features=features)
-        more = np.repeat(self.next_position + np.arange(tokens, dtype=np.int32)[:, None], self.positions.shape[1], 1)
-        return self._replace(features=features, positions=np.concatenate([self.positions, more]))
+        next_positions = np.repeat(
+            self.next_position + np.arange(tokens, dtype=np.int32)[:, None], self.positions.shape[1], 1
+        )
+        return self._replace(features=features, positions=np.concatenate([self.positions, next_positions]))
 
     def cut(self, tokens: int | None) -> TextImages:
         """The same images, with the text truncated to its first `tokens` tokens; None: no truncation."""
@@ -355,20 +358,20 @@ TEXT_ALONE = PromptImages(None)
 def prompt_images(texts: Sequence[TextImages], tokens: int, shards: int = 1) -> PromptImages:
     """Join the images of prompts that are padded to `tokens`. Each shard has an equal number of consecutive prompts;
     images that several prompts of a shard share are stored once."""
-    each = len(texts) // shards
-    passes = PassImages(np.zeros((shards, each, tokens), np.int32))
+    prompts_per_shard = len(texts) // shards
+    passes = PassImages(np.zeros((shards, prompts_per_shard, tokens), np.int32))
     axes = next((text.positions.shape[1] for text in texts if text.positions is not None), None)
     positions = None if axes is None else np.zeros((len(texts), tokens, axes), np.int32)
-    for number, text in enumerate(texts):
-        shard, row = divmod(number, each)
+    for index, text in enumerate(texts):
+        shard, row = divmod(index, prompts_per_shard)
         if text.images:
             first = passes.add(shard, text.images, text.key)
             passes.write((shard, row, np.arange(len(text.features))), text.features, first)
         if positions is not None:
-            positions[number, : len(text.features)] = text.positions
+            positions[index, : len(text.features)] = text.positions
     images = passes.joined()
     if images is not None:
-        images = _by_image_leaf(lambda leaf: leaf[:, 0], images)._replace(at=images.at.reshape(len(texts), tokens))
+        images = _map_image_leaves(lambda leaf: leaf[:, 0], images)._replace(at=images.at.reshape(len(texts), tokens))
         if isinstance(images, PrecomputedFeatures):
             images = images._replace(of_reference=None)
     if positions is None:
@@ -379,7 +382,7 @@ def prompt_images(texts: Sequence[TextImages], tokens: int, shards: int = 1) -> 
 
 # Checkpoints
 
-_COUNTED = {  # the array fields of ImagePatches, grouped by the meaning of their first axis
+_FIELDS_BY_AXIS = {  # the array fields of ImagePatches, grouped by the meaning of their first axis
     "patches": ("patches", "places", "spans", "windows", "table", "table_weights"),
     "groups": ("groups",),
     "tokens": ("tokens",),
@@ -389,23 +392,23 @@ _COUNTED = {  # the array fields of ImagePatches, grouped by the meaning of thei
 def images_to_arrays(texts: Sequence[TextImages | None]) -> dict[str, np.ndarray]:
     """The images of texts as a few flat arrays, by name. Images that several texts share are stored once."""
     unique = {text.key: text for text in texts if text is not None}
-    found = list(unique.values())
+    unique_texts = list(unique.values())
     numbers = {key: number for number, key in enumerate(unique)}
     arrays = {"text": np.asarray([-1 if text is None else numbers[text.key] for text in texts], np.int32)}
     arrays["keys"] = np.frombuffer(b"".join(unique), np.uint8)
-    arrays["images"] = np.asarray([len(text.images) for text in found], np.int32)
-    of_texts = [text for text in texts if text is not None]
-    arrays["features"] = np.concatenate([text.features for text in of_texts])
-    arrays["features_length"] = np.asarray([len(text.features) for text in of_texts], np.int32)
-    if of_texts[0].positions is not None:
-        arrays["positions"] = np.concatenate([text.positions for text in of_texts])
-    images = [image for text in found for image in text.images]
+    arrays["images"] = np.asarray([len(text.images) for text in unique_texts], np.int32)
+    with_images = [text for text in texts if text is not None]
+    arrays["features"] = np.concatenate([text.features for text in with_images])
+    arrays["features_length"] = np.asarray([len(text.features) for text in with_images], np.int32)
+    if with_images[0].positions is not None:
+        arrays["positions"] = np.concatenate([text.positions for text in with_images])
+    images = [image for text in unique_texts for image in text.images]
     fields = [image._asdict() for image in images]
-    for counted, names in _COUNTED.items():
-        arrays[f"num_{counted}"] = np.asarray([len(own[counted]) for own in fields], np.int32)
+    for kind, names in _FIELDS_BY_AXIS.items():
+        arrays[f"num_{kind}"] = np.asarray([len(values[kind]) for values in fields], np.int32)
         for name in names:
             if fields and fields[0][name] is not None:
-                arrays[f"image_{name}"] = np.concatenate([own[name] for own in fields])
+                arrays[f"image_{name}"] = np.concatenate([values[name] for values in fields])
     if images and images[0].grid is not None:
         arrays["grid"] = np.asarray([image.grid for image in images], np.int32)
     return arrays
@@ -414,13 +417,13 @@ def images_to_arrays(texts: Sequence[TextImages | None]) -> dict[str, np.ndarray
 def images_from_arrays(arrays: Mapping[str, np.ndarray]) -> list[TextImages | None]:
     """The inverse of `images_to_arrays`."""
     columns: dict[str, list[Any]] = {}
-    for counted, names in _COUNTED.items():
-        ends = np.cumsum(arrays[f"num_{counted}"])[:-1]
-        columns |= {n: np.split(arrays[f"image_{n}"], ends) for n in names if f"image_{n}" in arrays}
+    for kind, names in _FIELDS_BY_AXIS.items():
+        ends = np.cumsum(arrays[f"num_{kind}"])[:-1]
+        columns |= {name: np.split(arrays[f"image_{name}"], ends) for name in names if f"image_{name}" in arrays}
     if "grid" in arrays:
         columns["grid"] = [tuple(map(int, grid)) for grid in arrays["grid"]]
     count = len(arrays["num_patches"])
-    images = [ImagePatches(**{name: values[n] for name, values in columns.items()}) for n in range(count)]
+    images = [ImagePatches(**{name: values[index] for name, values in columns.items()}) for index in range(count)]
     spans = pairwise(accumulate(arrays["images"].tolist(), initial=0))
     groups = [tuple(images[start:end]) for start, end in spans]
     keys = arrays["keys"].tobytes()

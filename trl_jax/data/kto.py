@@ -54,7 +54,7 @@ def prepare(
         TypeError, ValueError: the dataset, a column or a row is invalid; a stream raises when it reaches the row.
     """
     where = checks.argument(name)
-    plain, first = tokenize.opened(dataset, name, ("prompt", "completion", *_PAIR))
+    plain, first = tokenize.peek(dataset, name, ("prompt", "completion", *_PAIR))
     has_ids, has_texts = preference.has_all(first, IDS), preference.has_all(first, _NEEDED)
     limits = {"with_kl": block is not None, "max_length": max_length, "max_prompt_length": max_prompt_length}
     if is_prepared(first, block) and (has_ids or not has_texts):
@@ -66,9 +66,9 @@ def prepare(
         plain = tokenize.with_columns(plain, IDS, where)
     else:
         plain, where = _unpaired(plain, first, where, num_proc)
-        facts = {"tokenizer": tokenizer, "where": where}
+        arguments = {"tokenizer": tokenizer, "where": where}
         options = tokenize.map_options(plain, num_proc, f"Tokenizing {where}")
-        plain = plain.map(tokenize_row, with_indices=True, fn_kwargs=facts, **options)
+        plain = plain.map(tokenize_row, with_indices=True, fn_kwargs=arguments, **options)
     plain = preference.without_full_prompts(plain, max_length, max_prompt_length, where, num_proc)
     if block is not None:
         plain = _with_kl_rows(plain, block, where)
@@ -80,11 +80,11 @@ def prepare(
 
 def check_image_columns(columns: Collection[str], where: str) -> None:
     """Raise ValueError for a dataset with images if its rows are pairs or it lacks a column."""
-    if found := [column for column in _PAIR if column in columns]:
+    if pair_columns := [column for column in _PAIR if column in columns]:
         raise ValueError(
             "Vision datasets must be in unpaired format with `completion` and `label` columns. Paired format "
-            f"(`chosen`/`rejected`) is not supported for vision datasets; {where} has the column {found[0]!r}. Unpair "
-            "your dataset first: `dataset = unpair_preference_dataset(dataset)`."
+            f"(`chosen`/`rejected`) is not supported for vision datasets; {where} has the column {pair_columns[0]!r}. "
+            "Unpair your dataset first: `dataset = unpair_preference_dataset(dataset)`."
         )
     if missing := [column for column in _NEEDED if column not in columns]:
         raise ValueError(
@@ -93,26 +93,26 @@ def check_image_columns(columns: Collection[str], where: str) -> None:
         )
 
 
-def rotated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_previous_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add to each row with images its predecessor as `KL_row`, whose answer is paired with this row's prompt to
     estimate the KL term. The first row gets the last one."""
-    return [{**row, KL_ROW: other} for row, other in zip(rows, rows[-1:] + rows[:-1], strict=True)]
+    return [{**row, KL_ROW: previous} for row, previous in zip(rows, rows[-1:] + rows[:-1], strict=True)]
 
 
 def image_example(row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
-    """An example of the prompt with its answer and, after `rotated`, also with the answer of `KL_row`.
+    """An example of the prompt with its answer and, after `with_previous_rows`, also with the answer of `KL_row`.
 
     Raises:
         ValueError: a column is missing or has the wrong format, or `max_length` truncates an image.
     """
     row = dict(row)
-    other = row.pop(KL_ROW, None)
+    kl_row = row.pop(KL_ROW, None)
     if row.get("label") not in (True, False):
         raise checks.cell_error("the row", "label", row.get("label"), "true for a desirable answer, false for others")
-    read = read_prompt(row, ("completion",), encoder)
-    if other is not None:
-        read = read._replace(answers=[*read.answers, *read_prompt(other, ("completion",), encoder).answers])
-    example = with_answers(read, encoder, max_length)
+    texts = read_prompt(row, ("completion",), encoder)
+    if kl_row is not None:
+        texts = texts._replace(answers=[*texts.answers, *read_prompt(kl_row, ("completion",), encoder).answers])
+    example = with_answers(texts, encoder, max_length)
     return example._replace(extras=Extras({"label": row["label"]}), num_primary_texts=1)
 
 
@@ -123,10 +123,10 @@ def is_prepared(columns: Any, block: int | None) -> bool:
 
 def tokenize_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
     """Tokenize a row: ids of the prompt, and the ids that the answer adds. `index` and `where` name it in errors."""
-    place = f"Row {index} of {where}"
-    read = preference.read_row(row, ("completion",), place)
-    ids = preference.split_at_prompt(*preference.tokenize_with_prompt(read, ("completion",), tokenizer, place))
-    return dict(zip(IDS, ids, strict=False))
+    row_name = f"Row {index} of {where}"
+    checked_row = preference.read_row(row, ("completion",), row_name)
+    texts = preference.tokenize_with_prompt(checked_row, ("completion",), tokenizer, row_name)
+    return dict(zip(IDS, preference.split_at_prompt(*texts), strict=False))
 
 
 def _unpaired(
@@ -146,8 +146,8 @@ def _unpaired(
     if "prompt" not in first:
         options = tokenize.map_options(dataset, num_proc, f"Extracting prompt from {where}")
         dataset = dataset.map(_with_prompt, with_indices=True, fn_kwargs={"where": where}, **options)
-    words = {} if isinstance(dataset, IterableDataset) else {"desc": f"Unpairing {where}"}
-    return unpair_preference_dataset(dataset, **words), f"the unpaired {where}"
+    options = {} if isinstance(dataset, IterableDataset) else {"desc": f"Unpairing {where}"}
+    return unpair_preference_dataset(dataset, **options), f"the unpaired {where}"
 
 
 def _with_prompt(row: dict[str, Any], index: int, where: str) -> dict[str, Any]:
@@ -158,18 +158,18 @@ def _with_kl_rows(dataset: Dataset | IterableDataset, block: int, where: str) ->
     state = tokenize.StreamState()
     if isinstance(dataset, Dataset) and len(dataset) % block == 1:
         _warn_alone(where, block, state)
-    facts = {"block": block, "where": where, "state": state}
-    return dataset.map(_kl_rows, batched=True, batch_size=block, fn_kwargs=facts)
+    arguments = {"block": block, "where": where, "state": state}
+    return dataset.map(_kl_rows, batched=True, batch_size=block, fn_kwargs=arguments)
 
 
 def _kl_rows(
     rows: dict[str, list[Any]], block: int, where: str, state: tokenize.StreamState
 ) -> dict[str, list[list[int]]]:
     """Rotate the answers of a block by one row."""
-    *others, last = rows["completion_ids"]
-    if not others:
+    *earlier_answers, last_answer = rows["completion_ids"]
+    if not earlier_answers:
         _warn_alone(where, block, state)
-    return {"KL_completion_ids": [last, *others]}
+    return {"KL_completion_ids": [last_answer, *earlier_answers]}
 
 
 def _warn_alone(where: str, block: int, state: tokenize.StreamState) -> None:
@@ -200,17 +200,17 @@ def _join_row(
     where: str,
 ) -> dict[str, list[int]]:
     """Join the prompt with each answer, truncate, and build labels from the answer's ids."""
-    place, columns = f"Row {index} of {where}", {}
+    row_name, columns = f"Row {index} of {where}", {}
     if max_prompt_length is not None:
         prompt = row["prompt_ids"]
         fits = max_length is not None and len(prompt) + len(row["completion_ids"]) <= max_length
         columns["prompt_ids"] = prompt if fits else prompt[-max_prompt_length:]
         row = {**row, **columns}
     if row["label"] not in (True, False):
-        raise checks.cell_error(place, "label", row["label"], "true for a desirable answer, false for any other")
+        raise checks.cell_error(row_name, "label", row["label"], "true for a desirable answer, false for any other")
     answers = {"completion_ids": JOINED} | ({"KL_completion_ids": KL_JOINED} if with_kl else {})
     for answer, names in answers.items():
-        columns |= zip(names, preference.join_with_prompt(row, answer, slice(max_length), place), strict=True)
+        columns |= zip(names, preference.join_with_prompt(row, answer, slice(max_length), row_name), strict=True)
     return columns
 
 

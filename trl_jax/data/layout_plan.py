@@ -34,10 +34,10 @@ class Buckets:
 
     def __call__(self, tokens: int, step: int = EARLY) -> int:
         """The smallest length >= `tokens` available at this step; the smallest of all if none is available yet."""
-        fitting = [number for number, length in enumerate(self.lengths) if tokens <= length]
-        for number in fitting:
-            if not self.serves_from or self.serves_from[number] <= step:
-                return self.lengths[number]
+        fitting = [index for index, length in enumerate(self.lengths) if tokens <= length]
+        for index in fitting:
+            if not self.serves_from or self.serves_from[index] <= step:
+                return self.lengths[index]
         if fitting:
             return self.lengths[fitting[0]]
         length = 128
@@ -68,10 +68,11 @@ def fitted(lengths: Sequence[int], bucket_cost: int) -> Buckets:
     Solved by dynamic programming over the sorted lengths.
     """
     needed, counts = np.unique(-(-np.asarray(lengths) // BLOCK) * BLOCK, return_counts=True)
-    before = np.concatenate([[0], np.cumsum(counts)])
+    below = np.concatenate([[0], np.cumsum(counts)])
     cheapest, previous = [0.0], [0]  # for the `end` shortest lengths: cost, and how many are in lower buckets
     for end in range(1, len(needed) + 1):
-        costs = [cheapest[at] + (before[end] - before[at]) * needed[end - 1] + bucket_cost for at in range(end)]
+        # The longest bucket holds the lengths from `start` to `end`.
+        costs = [cheapest[start] + (below[end] - below[start]) * needed[end - 1] + bucket_cost for start in range(end)]
         previous.append(int(np.argmin(costs)))
         cheapest.append(min(costs))
     lengths, end = [], len(needed)
@@ -84,11 +85,11 @@ def fitted(lengths: Sequence[int], bucket_cost: int) -> Buckets:
 def rounded(buckets: Buckets, lengths: Sequence[int], bucket_cost: int) -> Buckets:
     """Round bucket lengths up to 2^n or 3 * 2^n if the padding is cheap compared to a compilation, so that runs on
     other texts hit the compilation cache. Long rows are not rounded, to save memory."""
-    taken = np.bincount(np.searchsorted(buckets.lengths, lengths), minlength=len(buckets.lengths))
-    rounder = [_round(length) for length in buckets.lengths]
-    every = zip(buckets.lengths, rounder, taken, strict=True)
+    counts = np.bincount(np.searchsorted(buckets.lengths, lengths), minlength=len(buckets.lengths))
+    rounded_lengths = [_round(length) for length in buckets.lengths]
     return Buckets(tuple(sorted({
-        longer if count * (longer - length) * _ONE_IN <= bucket_cost else length for length, longer, count in every
+        longer if count * (longer - length) * _ONE_IN <= bucket_cost else length
+        for length, longer, count in zip(buckets.lengths, rounded_lengths, counts, strict=True)
     })))  # fmt: skip
 
 
@@ -111,12 +112,12 @@ def compiled_while_training(buckets: Buckets, lengths: Sequence[int], bucket_cos
     Until a length is compiled, the next longer one is used. The step from which a length is available is estimated from
     token counts rather than measured, so that results are reproducible, also after resuming.
     """
-    wanted = [buckets(int(length)) for length in lengths[:EARLY]]
-    before, serves_from = np.cumsum([0, *wanted]), {}
-    for number, length in enumerate(dict.fromkeys(wanted)):
-        serves_from[length] = min(EARLY, int(np.searchsorted(before, number // at_once * bucket_cost)))
-    for step, length in enumerate(wanted):
-        if not any(longer >= length and serves_from[longer] <= step for longer in serves_from):
+    step_lengths = [buckets(int(length)) for length in lengths[:EARLY]]
+    tokens_before, serves_from = np.cumsum([0, *step_lengths]), {}
+    for index, length in enumerate(dict.fromkeys(step_lengths)):
+        serves_from[length] = min(EARLY, int(np.searchsorted(tokens_before, index // at_once * bucket_cost)))
+    for step, length in enumerate(step_lengths):
+        if not any(available >= length and serves_from[available] <= step for available in serves_from):
             serves_from[length] = step  # training waits for this compilation
     return Buckets(buckets.lengths, tuple(serves_from.get(length, EARLY) for length in buckets.lengths))
 
@@ -172,11 +173,11 @@ def plan_layout(
         documents, virtual: see `survey`.
     """
     first = order_of(0)
-    surveyed = survey(dataset, first, columns, documents, virtual)
-    index_of = np.argsort(first)  # row -> its index in the survey
+    survey_of_epoch = survey(dataset, first, columns, documents, virtual)
+    survey_index = np.argsort(first)  # row -> its index in the survey
     steps = []
     for epoch in range(max(1, min(_EPOCHS, SURVEYED // len(first)))):
-        examples = surveyed if epoch == 0 else surveyed.visited(index_of[order_of(epoch)])
+        examples = survey_of_epoch if epoch == 0 else survey_of_epoch.visited(survey_index[order_of(epoch)])
         steps += examples.steps(batch_size, accumulation, layout, whole_micro_batches=whole_micro_batches)
     sizes = StepSize(*(np.asarray(column) for column in zip(*steps, strict=True)))
     cost = int(bucket_cost * len(steps) / max(1, run_steps))
@@ -199,10 +200,10 @@ def plan_layout(
 
 def _views(buckets: Buckets, lengths: Sequence[int], texts: Sequence[int], bucket_cost: int, rows: int) -> ViewBuckets:
     """The shapes that early steps use, and the largest one. A view length may be compiled once per packed length."""
-    of_rows = fitted(texts, int(bucket_cost * len(buckets.lengths) / (_PLACE * rows)))
+    view_buckets = fitted(texts, int(bucket_cost * len(buckets.lengths) / (_PLACE * rows)))
     early = zip(lengths[:EARLY], texts[:EARLY], strict=True)
-    shapes = {(buckets(int(length)), of_rows(int(text))) for length, text in early}
-    return ViewBuckets(tuple(sorted(shapes | {(buckets.lengths[-1], of_rows.lengths[-1])})))
+    shapes = {(buckets(int(length)), view_buckets(int(text))) for length, text in early}
+    return ViewBuckets(tuple(sorted(shapes | {(buckets.lengths[-1], view_buckets.lengths[-1])})))
 
 
 # Text lengths and shared prefixes of a dataset
@@ -243,13 +244,13 @@ class Survey:
         for start in range(0, len(tokens), size):
             step = slice(start, start + size)
             costs = packed[step].tolist()
-            into = np.arange(len(costs)) // batch_size if whole_micro_batches else greedy_bins(costs, accumulation)
-            longest_of = np.split(longest[step], range(batch_size, len(costs), batch_size))  # by micro-batch
+            row_of = np.arange(len(costs)) // batch_size if whole_micro_batches else greedy_bins(costs, accumulation)
+            longest_texts = np.split(longest[step], range(batch_size, len(costs), batch_size))  # by micro-batch
             steps.append(
                 StepSize(
-                    padded=sum(self.texts.shape[1] * len(rows) * int(rows.max()) for rows in longest_of),
+                    padded=sum(self.texts.shape[1] * len(rows) * int(rows.max()) for rows in longest_texts),
                     real=int(tokens[step].sum()),
-                    packed=int(np.bincount(into, costs).max()),
+                    packed=int(np.bincount(row_of, costs).max()),
                     text=int(longest[step].max()),
                 )
             )
@@ -268,20 +269,21 @@ def survey(
     lengths, shared, documents = [], [], documents if documents in dataset.column_names else None
     for _, block in blocks(dataset.select(order[:SURVEYED]), columns if documents is None else (*columns, documents)):
         texts = [list_lengths(block, column) for column in columns]
-        parts = 1 if documents is None else list_lengths(block, documents)[1][:, None]
-        lengths.append(np.stack([of_text for _, of_text in texts], axis=1) + virtual * parts)
+        num_documents = 1 if documents is None else list_lengths(block, documents)[1][:, None]
+        lengths.append(np.stack([text_lengths for _, text_lengths in texts], axis=1) + virtual * num_documents)
         shared.append(_shared(*texts) + virtual if len(texts) == 2 else np.zeros(block.num_rows, np.int64))
     return Survey(np.concatenate(lengths), np.concatenate(shared))
 
 
 def _shared(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """Vectorized `packed.shared_tokens`; each text is (concatenated ids, length of each row)."""
-    most = np.minimum(first[1], second[1]) - 1
-    starts = np.cumsum(most) - most
-    within = np.arange(most.sum()) - np.repeat(starts, most)
-    ids, others = (ids[np.repeat(np.cumsum(lengths) - lengths, most) + within] for ids, lengths in (first, second))
-    shared, some = most.copy(), most > 0
-    if some.any():
-        apart = np.where(ids == others, np.iinfo(np.int64).max, within)
-        shared[some] = np.minimum(np.minimum.reduceat(apart, starts[some]), most[some])
+    limit = np.minimum(first[1], second[1]) - 1
+    starts = np.cumsum(limit) - limit
+    offsets = np.arange(limit.sum()) - np.repeat(starts, limit)
+    texts = first, second
+    ids, other_ids = (ids[np.repeat(np.cumsum(lengths) - lengths, limit) + offsets] for ids, lengths in texts)
+    shared, nonempty = limit.copy(), limit > 0
+    if nonempty.any():
+        differing = np.where(ids == other_ids, np.iinfo(np.int64).max, offsets)
+        shared[nonempty] = np.minimum(np.minimum.reduceat(differing, starts[nonempty]), limit[nonempty])
     return shared

@@ -22,7 +22,7 @@ from trl_jax.data.packed import (
     PackingSpec,
     Placed,
     RowViewShape,
-    bins_of,
+    assign_rows,
     by_shard,
     filled,
     fullest_row,
@@ -72,7 +72,7 @@ class EvalChunk:
         if not isinstance(outputs[0], dict):
             return self._restored(outputs)
         by_name = {name: self._restored([output[name] for output in outputs]) for name in outputs[0]}
-        return [{name: parts[number] for name, parts in by_name.items()} for number in range(len(self.batches))]
+        return [{name: parts[index] for name, parts in by_name.items()} for index in range(len(self.batches))]
 
     def _restored(self, outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         texts = outputs[0].shape[-1] // self.passes[0][1].shape[-1]
@@ -109,8 +109,8 @@ class EvalChunks:
             yield self._chunk(gathered)
 
     def _chunk(self, indexed: list[list[IndexedExample]]) -> EvalChunk:
-        layout, batches = self._layout, [[one.example for one in batch] for batch in indexed]
-        rows = [[one.index for one in batch] for batch in indexed]
+        layout, batches = self._layout, [[item.example for item in batch] for batch in indexed]
+        rows = [[item.index for item in batch] for batch in indexed]
         passes = self._padded_passes(batches) if layout.layout == "padded" else self._packed_passes(batches)
         per_token = layout.weighting != "examples"
         parts = [loss_batch(batch, layout.batch_size, per_token=per_token) for batch in batches]
@@ -123,12 +123,12 @@ class EvalChunks:
             order = np.argsort([-example.longest for example in examples], kind="stable")
         passes, share = [], self._share
         for start in range(0, len(examples), layout.batch_size):
-            numbers = order[start : start + layout.batch_size]
-            by_share = [[examples[n] for n in numbers[at : at + share]] for at in range(0, len(numbers), share)]
+            indices = order[start : start + layout.batch_size]
+            by_share = [[examples[n] for n in indices[i : i + share]] for i in range(0, len(indices), share)]
             padding = {"pad_token_id": layout.pad_token_id, "pad_to_multiple_of": layout.pad_to_multiple_of}
             arrays = pad_examples(by_share, examples=share, count=layout.shards, **padding)
             slots = np.full(layout.batch_size, -1)
-            slots[: len(numbers)] = numbers
+            slots[: len(indices)] = indices
             passes.append((arrays, self._by_shard(slots)))
         return passes
 
@@ -136,23 +136,23 @@ class EvalChunks:
         layout = self._layout
         placed = place(batches, examples=layout.batch_size, share_prefix=layout.layout == "shared")
         # Rotary embeddings that depend on the longest text use the longest text in the batch of TRL's rank.
-        longest = dict(zip((one.slot for one in placed), longest_in_batch(placed, self._share), strict=True))
+        longest = dict(zip((entry.slot for entry in placed), longest_in_batch(placed, self._share), strict=True))
         if self._whole:
             slots = self._share
-            rows = [list(row) for _, row in groupby(placed, key=lambda one: one.slot // slots)]
-            self._lengthen(placed, max(sum(one.tokens for one in row) for row in rows))
+            rows = [list(row) for _, row in groupby(placed, key=lambda entry: entry.slot // slots)]
+            self._lengthen(placed, max(sum(entry.tokens for entry in row) for row in rows))
         else:
             slots = 2 * self._share
-            mean = sum(one.tokens for one in placed) // (len(batches) * layout.shards)
-            self._lengthen(placed, max(mean, *(one.tokens for one in placed)))
+            mean = sum(entry.tokens for entry in placed) // (len(batches) * layout.shards)
+            self._lengthen(placed, max(mean, *(entry.tokens for entry in placed)))
             rows = _fitting(placed, self._row_length, slots)
-        return [self._pass(rows[at : at + layout.shards], slots, longest) for at in range(0, len(rows), layout.shards)]
+        return [self._pass(rows[i : i + layout.shards], slots, longest) for i in range(0, len(rows), layout.shards)]
 
     def _lengthen(self, placed: list[Placed], tokens: int) -> None:
         """Make packed rows long enough for `tokens` tokens, and view rows for the longest text."""
         self._row_length = max(self._row_length, self._layout.buckets(tokens))
         if self._layout.views is not None:
-            longest = max(one.example.longest_document for one in placed)
+            longest = max(entry.example.longest_document for entry in placed)
             self._text_length = max(self._text_length, self._layout.views(self._row_length, longest)[1])
 
     def _pass(self, rows: list[list[Placed]], slots: int, longest: dict[int, int]) -> tuple[Batch, np.ndarray]:
@@ -160,15 +160,15 @@ class EvalChunks:
         layout = self._layout
         view = None if layout.views is None else RowViewShape(slots, self._text_length)
         arrays = pack_examples(
-            [one._replace(slot=slot) for row in rows for slot, one in enumerate(row)],
-            [number for number, row in enumerate(rows) for _ in row],
+            [entry._replace(slot=slot) for row in rows for slot, entry in enumerate(row)],
+            [shard for shard, row in enumerate(rows) for _ in row],
             PackingSpec(layout.pad_token_id, layout.layout == "shared", self._row_length, view),
             micro_batch=step_slots(layout.shards, 1, slots),
-            longest_texts=[longest[one.slot] for row in rows for one in row],
+            longest_texts=[longest[entry.slot] for row in rows for entry in row],
         )
         examples = np.full((layout.shards, slots), -1)
-        for number, row in enumerate(rows):
-            examples[number, : len(row)] = [one.slot for one in row]
+        for shard, row in enumerate(rows):
+            examples[shard, : len(row)] = [entry.slot for entry in row]
         return arrays, self._by_shard(examples)
 
     @property
@@ -182,15 +182,15 @@ class EvalChunks:
 
 def _fitting(placed: list[Placed], length: int, max_examples: int) -> list[list[Placed]]:
     """Pack examples into rows of at most `length` tokens and `max_examples` examples: first-fit decreasing."""
-    rows, left = [], []
-    for one in sorted(placed, key=lambda one: -one.tokens):
-        fits = (i for i, room in enumerate(left) if room >= one.tokens and len(rows[i]) < max_examples)
-        at = next(fits, len(rows))
-        if at == len(rows):
+    rows, free = [], []
+    for entry in sorted(placed, key=lambda entry: -entry.tokens):
+        fits = (i for i, space in enumerate(free) if space >= entry.tokens and len(rows[i]) < max_examples)
+        row = next(fits, len(rows))
+        if row == len(rows):
             rows.append([])
-            left.append(length)
-        rows[at].append(one)
-        left[at] -= one.tokens
+            free.append(length)
+        rows[row].append(entry)
+        free[row] -= entry.tokens
     return rows
 
 
@@ -269,8 +269,8 @@ class ExampleLoader:
             for batch in micro_batches(self._stream(), self.batch_size, drop_last=self.drop_last):
                 rows, indices, digests = zip(*batch, strict=True)
                 yield [
-                    one._replace(digest=digest)
-                    for one, digest in zip(self.examples(rows, indices), digests, strict=True)
+                    example._replace(digest=digest)
+                    for example, digest in zip(self.examples(rows, indices), digests, strict=True)
                 ]
             return
         columns = self.dataset.select_columns([name for name in self.columns.all if name in self.dataset.column_names])
@@ -288,27 +288,27 @@ class ExampleLoader:
 
     def _stream(self) -> Iterator[tuple[dict[str, Any], int, int]]:
         """The rows of a stream, with their indices and the chained digests up to them."""
-        read, digest, first = 0, 0, []
+        num_read, digest, first = 0, 0, []
         for row in self.dataset:
             digest = row_digest(row, self.columns, digest)
-            if read < self.batch_size:
-                first.append((row, read))
-            if read >= self.skipped:
-                yield row, read, digest
-            read += 1
-            if read == self.skipped:
+            if num_read < self.batch_size:
+                first.append((row, num_read))
+            if num_read >= self.skipped:
+                yield row, num_read, digest
+            num_read += 1
+            if num_read == self.skipped:
                 self._check_skipped(digest)
-        if read < self.skipped:
+        if num_read < self.skipped:
             self._check_skipped(digest)
-        missing = -read % self.batch_size if self._filling and read else 0
-        for row, index in islice(cycle(first), max(0, self.skipped - read), missing):
+        missing = -num_read % self.batch_size if self._filling and num_read else 0
+        for row, index in islice(cycle(first), max(0, self.skipped - num_read), missing):
             yield row, index, digest
 
     def examples(self, rows: Sequence[dict[str, Any]], indices: Sequence[int]) -> list[IndexedExample]:
         """Convert the rows of a micro-batch to examples."""
         if self.image_rows is not None:
             share = self.batch_size // self.step_layout.shards
-            rows = [row for at in range(0, len(rows), share) for row in self.image_rows(list(rows[at : at + share]))]
+            rows = [row for i in range(0, len(rows), share) for row in self.image_rows(list(rows[i : i + share]))]
         return [IndexedExample(self._example(row, i), int(i)) for row, i in zip(rows, indices, strict=True)]
 
     def _example(self, row: dict[str, Any], index: int) -> Example:
@@ -370,23 +370,23 @@ def fingerprint(dataset: Dataset, columns: Columns) -> str:
 def _undecoded(dataset: Dataset) -> Dataset:
     """The same rows, with images as paths and bytes instead of decoded."""
     for name, feature in dataset.features.items():
-        inner = feature.feature if isinstance(feature, List) else feature
-        if isinstance(inner, Image):
-            plain = Image(decode=False)
-            dataset = dataset.cast_column(name, List(plain) if inner is not feature else plain)
+        value_type = feature.feature if isinstance(feature, List) else feature
+        if isinstance(value_type, Image):
+            undecoded = Image(decode=False)
+            dataset = dataset.cast_column(name, List(undecoded) if value_type is not feature else undecoded)
     return dataset
 
 
 def raw_row(row: dict[str, Any]) -> str:
     """A canonical text of a row with images, in which bytes and pixels are replaced by digests."""
 
-    def described(value: Any) -> str:
+    def describe(value: Any) -> str:
         if isinstance(value, bytes):
             return f"{len(value)} bytes {xxhash.xxh3_64(value).hexdigest()}"
         pixels = np.asarray(value)  # an array or a PIL image; any other object becomes an object array
-        return repr(value) if pixels.dtype == object else f"{pixels.shape} {described(pixels.tobytes())}"
+        return repr(value) if pixels.dtype == object else f"{pixels.shape} {describe(pixels.tobytes())}"
 
-    return json.dumps(row, sort_keys=True, default=described)
+    return json.dumps(row, sort_keys=True, default=describe)
 
 
 def _lists(columns: Columns) -> tuple[str, ...]:
@@ -534,12 +534,12 @@ class StepBatch(NamedTuple):
         Args:
             values: shaped like `arrays.reads`, from a language modeling head.
         """
-        found, examples = {}, self.arrays.weight.shape[-1]
+        by_row, examples = {}, self.arrays.weight.shape[-1]
         for rows, index in zip(self.passes, np.ndindex(self.arrays.weight.shape[:-1]), strict=True):
-            own, text = values[index], self.arrays.text[index]
+            part, text = values[index], self.arrays.text[index]
             for row, slot in zip(rows, np.flatnonzero(self.arrays.weight[index]), strict=True):
-                found[row] = tuple(own[text == number * examples + slot] for number in range(self.num_texts))
-        return found
+                by_row[row] = tuple(part[text == i * examples + slot] for i in range(self.num_texts))
+        return by_row
 
 
 @dataclass(frozen=True)
@@ -612,7 +612,7 @@ class StepLayout:
             num_images=num_images,
             num_image_uses=num_image_uses,
             rows=rows,
-            passes=[[row for row, at in zip(rows, pass_of, strict=True) if at == p] for p in range(self._num_runs)],
+            passes=[[row for row, i in zip(rows, pass_of, strict=True) if i == p] for p in range(self._num_runs)],
             rows_digest=group[-1][-1].digest,
         )
 
@@ -646,9 +646,9 @@ class StepLayout:
         """`num_images` and `num_image_uses` of `StepBatch`; packed rows share no images between examples."""
         counts, uses = {}, 0
         examples = [example for run in runs for example in run]
-        for index, (example, at) in enumerate(zip(examples, pass_of, strict=True)):
-            alone = example.context is None or self.layout == "packed"
-            counts[at, index if alone else example.context.key] = len(example.images)
+        for index, (example, pass_index) in enumerate(zip(examples, pass_of, strict=True)):
+            is_unshared = example.context is None or self.layout == "packed"
+            counts[pass_index, index if is_unshared else example.context.key] = len(example.images)
             uses += len(example.images) * len(example.texts)
         return sum(counts.values()), uses
 
@@ -660,7 +660,7 @@ class StepLayout:
         """The arrays of a step, and for each example its (pass * shards + shard)."""
         padding = {"pad_token_id": self.pad_token_id, "pad_to_multiple_of": self.pad_to_multiple_of}
         arrays = pad_examples(runs, examples=self._run_examples, count=self._num_runs, weights=weights, **padding)
-        pass_of = [number for number, run in enumerate(runs) for _ in run]
+        pass_of = [index for index, run in enumerate(runs) for _ in run]
         return (arrays if self._array_shards == 1 else sharded_rows(arrays, self._array_shards)), pass_of
 
     def _packed(self, runs: list[list[Example]], weights: list[float], number: int) -> tuple[Batch, list[int]]:
@@ -670,9 +670,9 @@ class StepLayout:
         longest_texts = longest_in_batch(placed, examples)
         max_examples = self._max_examples()
         if self.whole_micro_batches:
-            row_of = [one.slot // examples for one in placed]
+            row_of = [entry.slot // examples for entry in placed]
         else:
-            row_of = bins_of(placed, self._num_runs, max_examples)
+            row_of = assign_rows(placed, self._num_runs, max_examples)
         if shards == 1 and not self.whole_micro_batches:
             micro_batch = step_slots(self._num_runs, self.accumulation, examples)
         else:
@@ -683,7 +683,7 @@ class StepLayout:
         if self.views is None:
             length = self.buckets(tokens, number)
         else:
-            length, text_length = self.views(tokens, max(one.example.longest_document for one in placed))
+            length, text_length = self.views(tokens, max(entry.example.longest_document for entry in placed))
             view = RowViewShape(max_examples, text_length)
         spec = PackingSpec(self.pad_token_id, share_prefix, length, view)
         arrays = pack_examples(placed, row_of, spec, micro_batch=micro_batch, longest_texts=longest_texts)

@@ -46,37 +46,37 @@ def step_slots(rows: int, count: int, examples: int) -> np.ndarray:
     Args:
         count, examples: micro-batches in a step, and examples in a micro-batch.
     """
-    member = np.repeat(np.eye(count, dtype=bool), examples, axis=1)
-    return np.broadcast_to(member, (rows, *member.shape))
+    membership = np.repeat(np.eye(count, dtype=bool), examples, axis=1)
+    return np.broadcast_to(membership, (rows, *membership.shape))
 
 
 def row_slots(
-    placed: Sequence[Placed], into: Sequence[int], *, rows: int, count: int, examples: int, slots: int
+    placed: Sequence[Placed], row_of: Sequence[int], *, rows: int, count: int, examples: int, slots: int
 ) -> tuple[list[Placed], np.ndarray]:
     """Number the examples within each packed row, which then needs fewer slots than the step has examples.
 
     Args:
-        into: the packed row of each example.
+        row_of: the packed row of each example.
         count, examples: micro-batches in a step, and examples in a micro-batch, over all shards.
         rows, slots: packed rows, and slots in each.
 
     Returns:
         The examples with slots within their rows, and `Batch.micro_batch`: `[rows, count, slots]`.
     """
-    member = np.zeros((rows, count, slots), bool)
-    taken, renumbered = [0] * rows, []
-    for one, row in zip(placed, into, strict=True):
-        member[row, one.slot // examples, taken[row]] = True
-        renumbered.append(one._replace(slot=taken[row]))
-        taken[row] += 1
-    return renumbered, member
+    membership = np.zeros((rows, count, slots), bool)
+    num_taken, renumbered = [0] * rows, []
+    for entry, row in zip(placed, row_of, strict=True):
+        membership[row, entry.slot // examples, num_taken[row]] = True
+        renumbered.append(entry._replace(slot=num_taken[row]))
+        num_taken[row] += 1
+    return renumbered, membership
 
 
 def sharded_rows(batch: Batch, shards: int) -> Batch:
     """Reshape the padded micro-batches of `by_shard` from `[count x shards, ...]` to `[count, shards, ...]`."""
     passes, _, examples = batch.micro_batch.shape
-    member = batch.micro_batch.reshape(passes, passes // shards, shards, examples).any(axis=2)
-    return in_shards(batch._replace(micro_batch=member), shards)
+    membership = batch.micro_batch.reshape(passes, passes // shards, shards, examples).any(axis=2)
+    return in_shards(batch._replace(micro_batch=membership), shards)
 
 
 def in_shards(batch: Batch, shards: int) -> Batch:
@@ -131,23 +131,23 @@ class PackingSpec(NamedTuple):
     view: RowViewShape | None = None
 
 
-def fullest_row(placed: Sequence[Placed], into: Sequence[int]) -> int:
+def fullest_row(placed: Sequence[Placed], row_of: Sequence[int]) -> int:
     """Number of tokens in the fullest packed row, counting each shared context once.
 
     Args:
-        into: the packed row of each example.
+        row_of: the packed row of each example.
     """
-    filled, contexts = Counter(), set()
-    for one, row in zip(placed, into, strict=True):
-        known = one.context is not None and (row, one.context) in contexts
-        filled[row] += one.tokens - (one.context_tokens if known else 0)
-        contexts.add((row, one.context))
-    return max(filled.values())
+    num_tokens, contexts = Counter(), set()
+    for entry, row in zip(placed, row_of, strict=True):
+        is_stored = entry.context is not None and (row, entry.context) in contexts
+        num_tokens[row] += entry.tokens - (entry.context_tokens if is_stored else 0)
+        contexts.add((row, entry.context))
+    return max(num_tokens.values())
 
 
 def pack_examples(
     placed: Sequence[Placed],
-    into: Sequence[int],
+    row_of: Sequence[int],
     spec: PackingSpec,
     *,
     micro_batch: np.ndarray,
@@ -157,51 +157,51 @@ def pack_examples(
 
     Args:
         placed: from `place`, or with slots from `row_slots`.
-        into: the packed row of each example.
+        row_of: the packed row of each example.
         micro_batch: `Batch.micro_batch` of each row: `[rows, M, slots]`.
         longest_texts: from `longest_in_batch`, for each example.
     """
-    batch = _empty_packed(placed, into, spec, micro_batch)
-    images = PassImages(batch.tokens) if any(one.example.images for one in placed) else None
+    batch = _empty_packed(placed, row_of, spec, micro_batch)
+    images = PassImages(batch.tokens) if any(entry.example.images for entry in placed) else None
     view = batch.packed.texts
     rows = len(micro_batch)
     end, views, reads = [0] * rows, [0] * rows, [0] * rows  # of each row: tokens, view rows and reads written so far
     contexts: dict[Hashable, list[np.ndarray]] = {}  # (row, context) -> its positions, once per branch
-    for one, row, longest in zip(placed, into, longest_texts, strict=True):
+    for entry, row, longest in zip(placed, row_of, longest_texts, strict=True):
         branches = []
-        if one.context is None:
-            places = _write(batch, row, end[row], one)
+        if entry.context is None:
+            places = _write(batch, row, end[row], entry)
         else:
-            branches = contexts.setdefault((row, one.context), [])
-            places = _write_branch(batch, row, end[row], one, branches[0] if branches else None)
-        if one.example.images:
-            first = images.add(row, one.example.images, one.slot if one.context is None else one.context)
-            for at, features in zip(places, one.example.features, strict=True):
-                images.write((row, 0, at), features, first)
-        reads[row] = _write_reads(batch, row, reads[row], one, places, spec.pad_token_id)
+            branches = contexts.setdefault((row, entry.context), [])
+            places = _write_branch(batch, row, end[row], entry, branches[0] if branches else None)
+        if entry.example.images:
+            first = images.add(row, entry.example.images, entry.slot if entry.context is None else entry.context)
+            for indices, features in zip(places, entry.example.features, strict=True):
+                images.write((row, 0, indices), features, first)
+        reads[row] = _write_reads(batch, row, reads[row], entry, places, spec.pad_token_id)
         if view is not None:
-            views[row] = _write_views(view, row, views[row], one, places, earlier_branches=len(branches))
-        branches.append(places[0][: one.context_tokens])
-        start, end[row] = end[row], max(end[row], *(1 + int(at.max()) for at in places))
+            views[row] = _write_views(view, row, views[row], entry, places, earlier_branches=len(branches))
+        branches.append(places[0][: entry.context_tokens])
+        start, end[row] = end[row], max(end[row], *(1 + int(indices.max()) for indices in places))
         batch.packed.longest[row, 0, start : end[row]] = longest
     return batch if images is None else batch._replace(images=images.joined())
 
 
-def _empty_packed(placed: Sequence[Placed], into: Sequence[int], spec: PackingSpec, micro_batch: np.ndarray) -> Batch:
+def _empty_packed(placed: Sequence[Placed], row_of: Sequence[int], spec: PackingSpec, micro_batch: np.ndarray) -> Batch:
     """A batch of padding, with room for these examples."""
     rows, _, slots = micro_batch.shape
     like, length = placed[0].example, spec.length
     num_texts = len(like.texts) * slots
-    num_reads = _num_reads(placed, into, length) if like.labels else num_texts
+    num_reads = _num_reads(placed, row_of, length) if like.labels else num_texts
     axes = None
-    if any(one.example.images for one in placed):
-        axes = position_axes(one.example.positions for one in placed)
+    if any(entry.example.images for entry in placed):
+        axes = position_axes(entry.example.positions for entry in placed)
 
     def full(shape: tuple[int, ...], value: int, dtype: type = np.int32) -> np.ndarray:
         return np.full((rows, *shape), value, dtype)
 
     shares_prompts = spec.share_prefix and len(like.texts) > 1
-    shares_contexts = any(one.context is not None for one in placed)
+    shares_contexts = any(entry.context is not None for entry in placed)
     return Batch(
         tokens=full((1, length), spec.pad_token_id),
         positions=full((1, length) if axes is None else (1, length, axes), 0),
@@ -215,7 +215,7 @@ def _empty_packed(placed: Sequence[Placed], into: Sequence[int], spec: PackingSp
             end=full((1, length), length),
             longest=full((1, length), 1),
             prompt=full((1, length), length) if shares_prompts else None,
-            texts=None if spec.view is None else _empty_view(placed, into, spec, rows),
+            texts=None if spec.view is None else _empty_view(placed, row_of, spec, rows),
             context=full((1, length), length) if shares_contexts else None,
             context_end=full((1, length), length) if shares_contexts else None,
         ),
@@ -225,17 +225,17 @@ def _empty_packed(placed: Sequence[Placed], into: Sequence[int], spec: PackingSp
     )
 
 
-def _empty_view(placed: Sequence[Placed], into: Sequence[int], spec: PackingSpec, rows: int) -> RowView:
-    count = _num_view_rows(placed, into, spec.view.examples)
-    places = np.full((rows, 1, count, spec.view.length), spec.length, np.int32)
+def _empty_view(placed: Sequence[Placed], row_of: Sequence[int], spec: PackingSpec, rows: int) -> RowView:
+    count = _num_view_rows(placed, row_of, spec.view.examples)
+    indices = np.full((rows, 1, count, spec.view.length), spec.length, np.int32)
     unused = count * spec.view.length
-    return RowView(places, np.full((rows, 1, _max_sharing(placed, into), spec.length), unused, np.int32))
+    return RowView(indices, np.full((rows, 1, _max_sharing(placed, row_of), spec.length), unused, np.int32))
 
 
-def _num_reads(placed: Sequence[Placed], into: Sequence[int], length: int) -> int:
+def _num_reads(placed: Sequence[Placed], row_of: Sequence[int], length: int) -> int:
     """Number of reads per packed row with targets: the row length, or a multiple of it if texts that share tokens need
     more. It does not depend on the exact number of targets, to limit compilations."""
-    targets = np.bincount(into, [one.example.num_targets for one in placed])
+    targets = np.bincount(row_of, [entry.example.num_targets for entry in placed])
     return max(1, -(-int(targets.max()) // length)) * length
 
 
@@ -250,30 +250,30 @@ def _places(texts: Sequence[Sequence[int]], start: int, shared: int) -> list[np.
         return [np.arange(end - len(ids), end) for ids, end in zip(texts, ends, strict=True)]
     first, second = texts
     begin, branch = start + len(first) - shared, start + len(first)
-    of_first = np.concatenate([np.arange(begin, branch), np.arange(begin - 1, start - 1, -1)])
-    return [of_first, np.concatenate([of_first[:shared], np.arange(branch, branch + len(second) - shared)])]
+    first_indices = np.concatenate([np.arange(begin, branch), np.arange(begin - 1, start - 1, -1)])
+    return [first_indices, np.concatenate([first_indices[:shared], np.arange(branch, branch + len(second) - shared)])]
 
 
-def _write(batch: Batch, row: int, start: int, one: Placed) -> list[np.ndarray]:
+def _write(batch: Batch, row: int, start: int, entry: Placed) -> list[np.ndarray]:
     """Write an example into a packed row at `start`. Returns the positions of each text's tokens."""
-    texts = one.example.texts
-    places = _places(texts, start, one.shared)
+    texts = entry.example.texts
+    places = _places(texts, start, entry.shared)
     tokens, positions, packed = batch.tokens[row, 0], batch.positions[row, 0], batch.packed
     first, end = packed.first[row, 0], packed.end[row, 0]
-    for text, (ids, at) in reversed(list(enumerate(zip(texts, places, strict=True)))):
-        tokens[at] = ids
-        for begin, stop in one.example.spans_of(ids):
-            run = at[begin:stop]
-            positions[run] = one.example.positions_of(text, begin, stop, _axes(batch))
-            first[run], end[run] = run[0], run + 1
+    for text, (ids, indices) in reversed(list(enumerate(zip(texts, places, strict=True)))):
+        tokens[indices] = ids
+        for begin, stop in entry.example.spans_of(ids):
+            span = indices[begin:stop]
+            positions[span] = entry.example.positions_of(text, begin, stop, _axes(batch))
+            first[span], end[span] = span[0], span + 1
             if packed.prompt is not None:
-                packed.prompt[row, 0, run] = run[0]
-    for at in places[: one.example.num_primary_texts]:
-        batch.router_token_count[row, 0, at[: one.example.num_routed]] += 1
-    if one.shared:  # the first text's own tokens are reversed: each attends from itself to the end of the shared prefix
-        own = places[0][one.shared :]
-        first[own], end[own] = own, places[0][0] + one.shared
-    batch.write_example((row,), one.slot, one.example, one.weight)
+                packed.prompt[row, 0, span] = span[0]
+    for indices in places[: entry.example.num_primary_texts]:
+        batch.router_token_count[row, 0, indices[: entry.example.num_routed]] += 1
+    if entry.shared:  # the first text's own tokens are reversed: each attends up to the end of the shared prefix
+        own_indices = places[0][entry.shared :]
+        first[own_indices], end[own_indices] = own_indices, places[0][0] + entry.shared
+    batch.write_example((row,), entry.slot, entry.example, entry.weight)
     return places
 
 
@@ -282,7 +282,7 @@ def _axes(batch: Batch) -> int | None:
     return batch.positions.shape[-1] if batch.positions.ndim > batch.tokens.ndim else None
 
 
-def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.ndarray | None) -> list[np.ndarray]:
+def _write_branch(batch: Batch, row: int, start: int, entry: Placed, context: np.ndarray | None) -> list[np.ndarray]:
     """Write an example with a context at `start`. Returns the positions of the text's tokens.
 
     Args:
@@ -291,64 +291,66 @@ def _write_branch(batch: Batch, row: int, start: int, one: Placed, context: np.n
     Raises:
         ValueError: the context's tokens differ from those of an earlier one with the same key.
     """
-    [ids], shared = one.example.texts, one.context_tokens
+    [ids], shared = entry.example.texts, entry.context_tokens
     tokens, positions, packed = batch.tokens[row, 0], batch.positions[row, 0], batch.packed
     if context is None:
         context, start = np.arange(start, start + shared), start + shared
         tokens[context] = ids[:shared]
     elif not np.array_equal(tokens[context], ids[:shared]):
         raise ValueError(
-            f"Two examples have the context key {one.example.context.key!r} but begin with different tokens. Use a "
+            f"Two examples have the context key {entry.example.context.key!r} but begin with different tokens. Use a "
             "different key for each context."
         )
-    own = np.arange(start, start + len(ids) - shared)
-    at = np.concatenate([context, own])
-    tokens[own], packed.end[row, 0, at] = ids[shared:], at + 1
-    positions[at] = one.example.positions_of(0, 0, len(ids), _axes(batch))
-    packed.first[row, 0, context], packed.first[row, 0, own] = context[0], start
-    packed.context[row, 0, own], packed.context_end[row, 0, own] = context[0], context[-1] + 1
-    batch.router_token_count[row, 0, at[: one.example.num_routed]] += len(
-        one.example.texts[: one.example.num_primary_texts]
+    branch = np.arange(start, start + len(ids) - shared)
+    indices = np.concatenate([context, branch])
+    tokens[branch], packed.end[row, 0, indices] = ids[shared:], indices + 1
+    positions[indices] = entry.example.positions_of(0, 0, len(ids), _axes(batch))
+    packed.first[row, 0, context], packed.first[row, 0, branch] = context[0], start
+    packed.context[row, 0, branch], packed.context_end[row, 0, branch] = context[0], context[-1] + 1
+    batch.router_token_count[row, 0, indices[: entry.example.num_routed]] += len(
+        entry.example.texts[: entry.example.num_primary_texts]
     )
-    batch.write_example((row,), one.slot, one.example, one.weight)
-    return [at]
+    batch.write_example((row,), entry.slot, entry.example, entry.weight)
+    return [indices]
 
 
-def _write_reads(batch: Batch, row: int, read: int, one: Placed, places: list[np.ndarray], pad_token_id: int) -> int:
+def _write_reads(batch: Batch, row: int, read: int, entry: Placed, places: list[np.ndarray], pad_token_id: int) -> int:
     """Write the reads of an example; reads of targets start at `read`. Returns the end.
 
     A text identical to the first one is read at the same positions. Otherwise a different summation order would make
     their outputs differ, unlike in TRL.
     """
-    texts, slots = one.example.texts, batch.weight.shape[1]
-    for number, (ids, at) in enumerate(zip(texts, places, strict=True)):
-        slot = number * slots + one.slot
-        at = (places[0] if np.array_equal(texts[0], ids) else at)[read_places(one.example, number, pad_token_id)]
+    texts, slots = entry.example.texts, batch.weight.shape[1]
+    for text, (ids, indices) in enumerate(zip(texts, places, strict=True)):
+        slot = text * slots + entry.slot
+        indices = places[0] if np.array_equal(texts[0], ids) else indices
+        indices = indices[read_places(entry.example, text, pad_token_id)]
         batch.lengths[row, slot] = len(ids)
-        if one.example.labels:
-            read = batch.write_reads((row,), read, one.slot, one.example, number, at)
+        if entry.example.labels:
+            read = batch.write_reads((row,), read, entry.slot, entry.example, text, indices)
         else:
-            batch.reads[row, slot] = at[0]
+            batch.reads[row, slot] = indices[0]
     return read
 
 
 # Row views: the texts of packed rows as rows, for attention kernels that need rows
 
 
-def _num_view_rows(placed: Sequence[Placed], into: Sequence[int], examples: int) -> int:
+def _num_view_rows(placed: Sequence[Placed], row_of: Sequence[int], examples: int) -> int:
     """Number of view rows per packed row; with documents, rounded up to a power of two to limit compilations."""
-    documents = int(np.bincount(into, [len(one.example.documents) for one in placed]).max())
+    documents = int(np.bincount(row_of, [len(entry.example.documents) for entry in placed]).max())
     return 1 << (documents - 1).bit_length() if documents else len(placed[0].example.texts) * examples
 
 
-def _max_sharing(placed: Sequence[Placed], into: Sequence[int]) -> int:
+def _max_sharing(placed: Sequence[Placed], row_of: Sequence[int]) -> int:
     """Maximum number of texts that share a token: 2, or rounded up to a power of two to limit compilations."""
-    branches = Counter((row, one.context) for one, row in zip(placed, into, strict=True) if one.context is not None)
+    pairs = zip(placed, row_of, strict=True)
+    branches = Counter((row, entry.context) for entry, row in pairs if entry.context is not None)
     return max(2, 1 << (max(branches.values(), default=1) - 1).bit_length())
 
 
 def _write_views(
-    view: RowView, row: int, number: int, one: Placed, places: list[np.ndarray], earlier_branches: int
+    view: RowView, row: int, number: int, entry: Placed, places: list[np.ndarray], earlier_branches: int
 ) -> int:
     """Write the texts of an example, or its documents, as view rows from `number` on. Returns the end.
 
@@ -356,27 +358,27 @@ def _write_views(
         places: positions of each text's tokens in the packed row.
         earlier_branches: number of earlier branches of its context in the packed row.
     """
-    if one.example.documents:
-        places = [places[0][start:end] for start, end in one.example.spans_of(one.example.texts[0])]
-    for text, at in enumerate(places):
-        shared, side = (one.shared, text) if one.context is None else (one.context_tokens, earlier_branches)
-        _write_view(view, row, number + text, at, shared if side else 0, side)
+    if entry.example.documents:
+        places = [places[0][start:end] for start, end in entry.example.spans_of(entry.example.texts[0])]
+    for text, indices in enumerate(places):
+        shared, side = (entry.shared, text) if entry.context is None else (entry.context_tokens, earlier_branches)
+        _write_view(view, row, number + text, indices, shared if side else 0, side)
     return number + len(places)
 
 
-def _write_view(view: RowView, row: int, number: int, at: np.ndarray, shared: int, side: int) -> None:
+def _write_view(view: RowView, row: int, number: int, indices: np.ndarray, shared: int, side: int) -> None:
     """Write a text as view row `number`.
 
     Args:
         row: the packed row.
-        at: positions of the text's tokens in the packed row.
+        indices: positions of the text's tokens in the packed row.
         shared: number of leading tokens that it shares with `side` earlier texts.
     """
-    at_view, back = view.places[row, 0], view.rows[row, 0]
-    own = number * at_view.shape[1] + np.arange(len(at))
-    at_view.reshape(-1)[own] = at
-    back[0, at[shared:]] = own[shared:]
-    back[side if shared else 0, at[:shared]] = own[:shared]
+    view_places, view_rows = view.places[row, 0], view.rows[row, 0]
+    view_indices = number * view_places.shape[1] + np.arange(len(indices))
+    view_places.reshape(-1)[view_indices] = indices
+    view_rows[0, indices[shared:]] = view_indices[shared:]
+    view_rows[side if shared else 0, indices[:shared]] = view_indices[:shared]
 
 
 # Padded rows: one row per text, or per document, padded to the longest
@@ -401,26 +403,26 @@ def pad_examples(
         pad_to_multiple_of: see `padded_length`.
         weights: one per micro-batch, for examples without their own weight; None: TRL's mean of means.
     """
-    every, like = [example for batch in micro_batches for example in batch], micro_batches[0][0]
-    length = padded_length(max(example.longest_document for example in every), pad_to_multiple_of)
+    all_examples, like = [example for batch in micro_batches for example in batch], micro_batches[0][0]
+    length = padded_length(max(example.longest_document for example in all_examples), pad_to_multiple_of)
     documents = max(sum(len(example.documents) for example in batch) for batch in micro_batches)
     rows = 1 << (documents - 1).bit_length() if documents else len(like.texts) * examples
-    sees = any(example.images for example in every)
-    axes = position_axes(example.positions for example in every) if sees else None
+    has_images = any(example.images for example in all_examples)
+    axes = position_axes(example.positions for example in all_examples) if has_images else None
     batch = _empty_padded(count, examples, rows, length, pad_token_id, like, axes)
-    images = PassImages(batch.tokens) if sees else None
-    for m, own in enumerate(micro_batches):
+    images = PassImages(batch.tokens) if has_images else None
+    for m, examples_of_pass in enumerate(micro_batches):
         row = read = 0
-        for slot, example in enumerate(own):
-            weight = 1.0 / (len(micro_batches) * len(own)) if weights is None else weights[m]
+        for slot, example in enumerate(examples_of_pass):
+            weight = 1.0 / (len(micro_batches) * len(examples_of_pass)) if weights is None else weights[m]
             batch.write_example((m,), slot, example, weight_of(example, weight))
-            first = [row] if documents else [number * examples + slot for number in range(len(example.texts))]
-            read = _write_padded(batch, m, slot, example, first, read, pad_token_id)
+            text_rows = [row] if documents else [text * examples + slot for text in range(len(example.texts))]
+            read = _write_padded(batch, m, slot, example, text_rows, read, pad_token_id)
             row += len(example.documents)
             if example.images:
-                seen = images.add(m, example.images, slot if example.context is None else example.context.key)
-                for at, features in zip(first, example.features, strict=True):
-                    images.write((m, at, np.arange(len(features))), features, seen)
+                first_feature = images.add(m, example.images, slot if example.context is None else example.context.key)
+                for text_row, features in zip(text_rows, example.features, strict=True):
+                    images.write((m, text_row, np.arange(len(features))), features, first_feature)
     return batch if images is None else batch._replace(images=images.joined())
 
 
@@ -428,7 +430,7 @@ def _empty_padded(
     count: int, examples: int, rows: int, length: int, pad_token_id: int, like: Example, axes: int | None
 ) -> Batch:
     tokens = np.full((count, rows, length), pad_token_id, np.int32)
-    member = np.eye(count, dtype=bool)[:, :, None]
+    membership = np.eye(count, dtype=bool)[:, :, None]
     reads = np.tile(np.arange(rows, dtype=np.int32) * length, (count, 1))
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
     if axes is not None:
@@ -445,7 +447,7 @@ def _empty_padded(
         # With a score head, a row of padding has length 1 to avoid dividing by zero; decoders ignore lengths.
         lengths=np.full((count, rows), 0 if like.labels else 1, np.int32),
         weight=np.zeros((count, examples), np.float32),
-        micro_batch=np.broadcast_to(member, (count, count, examples)),
+        micro_batch=np.broadcast_to(membership, (count, count, examples)),
         extras=empty_extras(like, count, examples=examples, reads=reads.shape[1]),
         targets=targets,
         text=text,
@@ -464,21 +466,21 @@ def _write_padded(
     """
     examples, length = batch.weight.shape[1], batch.tokens.shape[2]
     primary = range(len(example.texts))[: example.num_primary_texts]
-    for number, ids in enumerate(example.texts):
-        at = []
-        for row, (start, end) in enumerate(example.spans_of(ids), start=rows[number]):
+    for text, ids in enumerate(example.texts):
+        indices = []
+        for row, (start, end) in enumerate(example.spans_of(ids), start=rows[text]):
             batch.tokens[m, row, : end - start], batch.lengths[m, row] = ids[start:end], end - start
-            batch.router_token_count[m, row, : end - start][: example.num_routed] = number in primary
+            batch.router_token_count[m, row, : end - start][: example.num_routed] = text in primary
             if example.positions and _axes(batch) is not None:
-                batch.positions[m, row, : end - start] = example.positions[number][start:end]
-            at.append(row * length + np.arange(end - start))
-        places = np.concatenate(at)[read_places(example, number, pad_token_id)]
+                batch.positions[m, row, : end - start] = example.positions[text][start:end]
+            indices.append(row * length + np.arange(end - start))
+        places = np.concatenate(indices)[read_places(example, text, pad_token_id)]
         if example.labels:
-            read = batch.write_reads((m,), read, slot, example, number, places)
+            read = batch.write_reads((m,), read, slot, example, text, places)
             if not example.documents:
-                batch.first_labels[m, rows[number]] = example.labels[number][0]
+                batch.first_labels[m, rows[text]] = example.labels[text][0]
         else:
-            batch.reads[m, number * examples + slot] = places[0]
+            batch.reads[m, text * examples + slot] = places[0]
     return read
 
 
@@ -520,54 +522,54 @@ def shared_tokens(texts: Sequence[Sequence[int]]) -> int:
     if len(texts) != 2:
         return 0
     first, second = texts
-    most = min(len(first), len(second)) - 1
-    differ = np.flatnonzero(np.asarray(first[:most]) != np.asarray(second[:most]))
-    return int(differ[0]) if len(differ) else most
+    longest_possible = min(len(first), len(second)) - 1
+    differences = np.flatnonzero(np.asarray(first[:longest_possible]) != np.asarray(second[:longest_possible]))
+    return int(differences[0]) if len(differences) else longest_possible
 
 
 def greedy_bins(
-    costs: Sequence[int], bins: int, most: int | None = None, sizes: Sequence[int] | None = None
+    costs: Sequence[int], bins: int, capacity: int | None = None, sizes: Sequence[int] | None = None
 ) -> list[int]:
     """Assign items to bins to balance costs: in order of decreasing cost, each item goes to the least full bin (LPT,
     Graham 1969).
 
     Args:
-        most: maximum total of `sizes` per bin. The caller must ensure that all items fit; with different sizes, that
-            holds if they fill at most half of the total room and no item exceeds half of a bin.
+        capacity: maximum total of `sizes` per bin. The caller must ensure that all items fit; with different sizes,
+            that holds if they fill at most half of the total room and no item exceeds half of a bin.
         sizes: sizes of the items; None: 1 each.
     """
     if bins == 1:
         return [0] * len(costs)
     sizes = [1] * len(costs) if sizes is None else sizes
-    heap, found = [(0, number) for number in range(bins)], [0] * len(costs)
-    free = [sum(sizes) if most is None else most] * bins
+    heap, bins_of_items = [(0, bin_) for bin_ in range(bins)], [0] * len(costs)
+    free = [sum(sizes) if capacity is None else capacity] * bins
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        tight = []
+        too_full = []
         while free[heap[0][1]] < sizes[item]:
-            tight.append(heapq.heappop(heap))
-        filled, number = heapq.heappop(heap)
-        found[item] = number
-        free[number] -= sizes[item]
-        for bin_ in (*tight, (filled + costs[item], number)):
-            heapq.heappush(heap, bin_)
-    return found
+            too_full.append(heapq.heappop(heap))
+        cost, bin_ = heapq.heappop(heap)
+        bins_of_items[item] = bin_
+        free[bin_] -= sizes[item]
+        for entry in (*too_full, (cost + costs[item], bin_)):
+            heapq.heappush(heap, entry)
+    return bins_of_items
 
 
-def bins_of(placed: Sequence[Placed], bins: int, most: int | None = None) -> list[int]:
+def assign_rows(placed: Sequence[Placed], bins: int, capacity: int | None = None) -> list[int]:
     """The packed row of each example, by `greedy_bins`; examples that share a context stay together."""
-    groups: dict[Hashable, list[int]] = {}
-    for number, one in enumerate(placed):
-        groups.setdefault(("alone", number) if one.context is None else one.context, []).append(number)
-    own = list(groups.values())
+    members: dict[Hashable, list[int]] = {}
+    for index, entry in enumerate(placed):
+        members.setdefault(("alone", index) if entry.context is None else entry.context, []).append(index)
+    groups = list(members.values())
     costs = [
-        sum(placed[number].tokens for number in group) - (len(group) - 1) * placed[group[0]].context_tokens
-        for group in own
+        sum(placed[index].tokens for index in group) - (len(group) - 1) * placed[group[0]].context_tokens
+        for group in groups
     ]
-    into = [0] * len(placed)
-    for group, row in zip(own, greedy_bins(costs, bins, most, [len(group) for group in own]), strict=True):
-        for number in group:
-            into[number] = row
-    return into
+    row_of = [0] * len(placed)
+    for group, row in zip(groups, greedy_bins(costs, bins, capacity, [len(group) for group in groups]), strict=True):
+        for index in group:
+            row_of[index] = row
+    return row_of
 
 
 def place(
@@ -617,6 +619,6 @@ def _context_of(example: Example, micro_batch: int) -> Hashable:
 def longest_in_batch(placed: Sequence[Placed], size: int) -> list[int]:
     """For each example, the longest document in its TRL batch, a run of `size` slots."""
     longest: dict[int, int] = {}
-    for one in placed:
-        longest[one.slot // size] = max(longest.get(one.slot // size, 0), one.example.longest_document)
-    return [longest[one.slot // size] for one in placed]
+    for entry in placed:
+        longest[entry.slot // size] = max(longest.get(entry.slot // size, 0), entry.example.longest_document)
+    return [longest[entry.slot // size] for entry in placed]

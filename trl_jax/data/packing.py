@@ -32,22 +32,22 @@ def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwarg
         raise ValueError(f"strategy must be one of {', '.join(_STRATEGIES)}, got {strategy!r}.")
     if seq_length < 1:
         raise ValueError(f"seq_length must be at least 1, got {seq_length}.")
-    form = _form(dataset)
-    if "columns" in form and strategy != "wrapped":
-        form["columns"] = [*form["columns"], "seq_lengths"]
+    format_options = _format_options(dataset)
+    if "columns" in format_options and strategy != "wrapped":
+        format_options["columns"] = [*format_options["columns"], "seq_lengths"]
     options = {"seq_length": seq_length} | ({} if strategy == "wrapped" else {"split": strategy == "bfd_split"})
     function = _wrapped if strategy == "wrapped" else _best_fit
     packed = dataset.with_format("arrow").map(function, batched=True, fn_kwargs=options, **(map_kwargs or {}))
-    return packed.with_format(**form)
+    return packed.with_format(**format_options)
 
 
-def _form(dataset: Any) -> dict[str, Any]:
+def _format_options(dataset: Any) -> dict[str, Any]:
     """The arguments of `with_format` that restore a dataset's format."""
-    one = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-    if not isinstance(one, Dataset):  # streams have no public attribute for their format
-        return {"type": None if one._formatting is None else one._formatting.format_type}
-    form = dict(one.format)
-    return form | form.pop("format_kwargs")
+    split = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    if not isinstance(split, Dataset):  # streams have no public attribute for their format
+        return {"type": None if split._formatting is None else split._formatting.format_type}
+    format_options = dict(split.format)
+    return format_options | format_options.pop("format_kwargs")
 
 
 def _lists(table: pa.Table) -> dict[str, pa.Array]:
@@ -59,8 +59,8 @@ def _lists(table: pa.Table) -> dict[str, pa.Array]:
                 f"Packing requires every column to hold lists, but {name!r} is {column.type}. Remove it with "
                 f"dataset.remove_columns({name!r})."
             )
-    first, *others = lists
-    for name in others:
+    first, *other_names = lists
+    for name in other_names:
         if not np.array_equal(np.diff(lists[first].offsets), np.diff(lists[name].offsets)):
             raise ValueError(f"Packing requires lists of equal length within a row: {first!r} and {name!r} differ.")
     return lists
@@ -88,16 +88,16 @@ def _best_fit(table: pa.Table, seq_length: int, split: bool) -> pa.Table:
         cuts = [np.arange(start, end, seq_length) for start, end in zip(starts, ends, strict=True)]
         pieces = _recut(lists, np.concatenate([*cuts, ends[-1:]]))
     else:
-        there = np.diff(ends, prepend=0) > 0
-        pieces = {name: pc.list_slice(column.filter(pa.array(there)), 0, seq_length) for name, column in lists.items()}
+        nonempty = pa.array(np.diff(ends, prepend=0) > 0)
+        pieces = {name: pc.list_slice(column.filter(nonempty), 0, seq_length) for name, column in lists.items()}
     lengths = pc.list_value_length(next(iter(pieces.values())))
     rows = _rows(lengths.to_numpy(), seq_length)
     order = pa.array([piece for row in rows for piece in row], pa.int64())
     counts = np.cumsum([0, *map(len, rows)])
-    taken = lengths.take(order)
-    offsets = np.append(0, np.cumsum(taken))[counts]
+    piece_lengths = lengths.take(order)
+    offsets = np.append(0, np.cumsum(piece_lengths))[counts]
     packed = _recut({name: column.take(order) for name, column in pieces.items()}, offsets)
-    return pa.table(packed | {"seq_lengths": pa.ListArray.from_arrays(pa.array(counts, pa.int32()), taken)})
+    return pa.table(packed | {"seq_lengths": pa.ListArray.from_arrays(pa.array(counts, pa.int32()), piece_lengths)})
 
 
 def _rows(lengths: np.ndarray, size: int) -> list[list[int]]:
@@ -108,19 +108,19 @@ def _rows(lengths: np.ndarray, size: int) -> list[list[int]]:
     spaces: list[int] = []  # sorted keys of with_space that have a row
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
-        at = bisect_left(spaces, length)
-        if at == len(spaces):
+        index = bisect_left(spaces, length)
+        if index == len(spaces):
             row, space = [], size
             rows.append(row)
         else:
-            space = spaces[at]
+            space = spaces[index]
             row = with_space[space].popleft()
             if not with_space[space]:
-                del spaces[at]
+                del spaces[index]
         row.append(piece)
-        left = space - length
-        if left:
-            if not with_space[left]:
-                insort(spaces, left)
-            with_space[left].append(row)
+        remaining = space - length
+        if remaining:
+            if not with_space[remaining]:
+                insort(spaces, remaining)
+            with_space[remaining].append(row)
     return rows

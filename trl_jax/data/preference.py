@@ -54,7 +54,7 @@ def prepare_dpo(
         TypeError, ValueError: the dataset, a column or a row is invalid; a stream raises when it reaches the row.
     """
     where = checks.argument(name)
-    plain, first = tokenize.opened(dataset, name, ("prompt", "chosen", "rejected"))
+    plain, first = tokenize.peek(dataset, name, ("prompt", "chosen", "rejected"))
     has_ids, has_texts = has_all(first, IDS), has_all(first, _NEEDED)
     limits = {"max_length": max_length, "keep_end": keep_end, "max_prompt_length": max_prompt_length}
     if has_all(first, JOINED) and (has_ids or not has_texts):
@@ -71,9 +71,9 @@ def prepare_dpo(
         plain = tokenize.with_columns(plain, IDS, where)
     else:
         plain = tokenize.with_columns(plain, [name for name in ("prompt", *_NEEDED) if name in first], where)
-        facts = {"tokenizer": tokenizer, "where": where}
+        arguments = {"tokenizer": tokenizer, "where": where}
         options = tokenize.map_options(plain, num_proc, f"Tokenizing {where}")
-        plain = plain.map(tokenize_dpo_row, with_indices=True, fn_kwargs=facts, **options)
+        plain = plain.map(tokenize_dpo_row, with_indices=True, fn_kwargs=arguments, **options)
     if not keep_end:
         plain = without_full_prompts(plain, max_length, max_prompt_length, where, num_proc)
     options = tokenize.map_options(plain, num_proc, f"Joining prompts and answers of {where}")
@@ -84,18 +84,18 @@ def prepare_dpo(
 
 def tokenize_dpo_row(row: dict[str, Any], index: int, tokenizer: Any, where: str) -> dict[str, list[int]]:
     """Tokenize a row: ids of the prompt, and the ids that each answer adds. `index` and `where` name it in errors."""
-    place = f"Row {index} of {where}"
-    read = read_row(row, _NEEDED, place)
-    ids = split_at_prompt(*tokenize_with_prompt(read, _NEEDED, tokenizer, place))
+    row_name = f"Row {index} of {where}"
+    checked_row = read_row(row, _NEEDED, row_name)
+    ids = split_at_prompt(*tokenize_with_prompt(checked_row, _NEEDED, tokenizer, row_name))
     return dict(zip(IDS, ids, strict=True))
 
 
 def _truncate_pair(
     row: dict[str, Any], max_length: int | None, keep_end: bool, max_prompt_length: int | None
 ) -> dict[str, Any]:
-    kept = tokenize.kept_tokens(max_length, keep_end)
-    chosen = truncate_joined(row, ("chosen_input_ids", "chosen_labels"), kept, max_prompt_length)
-    return chosen | truncate_joined(row, ("rejected_input_ids", "rejected_labels"), kept, max_prompt_length)
+    window = tokenize.kept_tokens(max_length, keep_end)
+    chosen = truncate_joined(row, ("chosen_input_ids", "chosen_labels"), window, max_prompt_length)
+    return chosen | truncate_joined(row, ("rejected_input_ids", "rejected_labels"), window, max_prompt_length)
 
 
 def _join_pair(
@@ -107,12 +107,12 @@ def _join_pair(
     where: str,
 ) -> dict[str, Any]:
     """Join the prompt with each answer, truncate, and build labels from the answer's ids."""
-    place, columns = f"Row {index} of {where}", {}
+    row_name, columns = f"Row {index} of {where}", {}
     if max_prompt_length is not None:
         columns["prompt_ids"] = row["prompt_ids"][-max_prompt_length:]
         row = {**row, **columns}
     for side in _NEEDED:
-        ids, labels = join_with_prompt(row, f"{side}_ids", tokenize.kept_tokens(max_length, keep_end), place)
+        ids, labels = join_with_prompt(row, f"{side}_ids", tokenize.kept_tokens(max_length, keep_end), row_name)
         columns |= {f"{side}_input_ids": ids, f"{side}_labels": labels}
     return columns
 
@@ -148,20 +148,20 @@ def prepare_reference_free(
         TypeError, ValueError: the dataset, a column or a row is invalid; a stream raises when it reaches the row.
     """
     where = checks.argument(name)
-    plain, first = tokenize.opened(dataset, name, ("prompt", "chosen", "rejected"))
+    plain, first = tokenize.peek(dataset, name, ("prompt", "chosen", "rejected"))
     if has_all(first, (*TEXTS, *LABELS)) and not any(side in first for side in _SIDES):
         return tokenize.with_columns(plain, (*TEXTS, *LABELS), where)  # prepared before
     if not has_all(first, _SIDES):
-        found = brief(list(first), 500)
+        columns = brief(list(first), 500)
         raise ValueError(
-            f"{where} must have the columns 'chosen' and 'rejected' (with an optional 'prompt'), got {found}. Rename "
+            f"{where} must have the columns 'chosen' and 'rejected' (with an optional 'prompt'), got {columns}. Rename "
             "columns with dataset.rename_column."
         )
     plain = tokenize.with_columns(plain, [column for column in ("prompt", *_SIDES) if column in first], where)
     options = tokenize.map_options(plain, num_proc, f"Tokenizing {where}")
-    facts = {"tokenizer": tokenizer, "where": where}
-    facts |= {"max_length": max_length, "max_prompt_length": max_prompt_length}
-    plain = plain.map(tokenize_reference_free_row, with_indices=True, fn_kwargs=facts, **options)
+    arguments = {"tokenizer": tokenizer, "where": where}
+    arguments |= {"max_length": max_length, "max_prompt_length": max_prompt_length}
+    plain = plain.map(tokenize_reference_free_row, with_indices=True, fn_kwargs=arguments, **options)
     plain = without_full_prompts(plain, max_length, max_prompt_length, where, num_proc, column="prompt_input_ids")
     warn_of_rows(plain, TEXTS, LABELS[0], where)
     return plain
@@ -171,9 +171,9 @@ def tokenize_reference_free_row(
     row: dict[str, Any], index: int, tokenizer: Any, where: str, max_length: int | None, max_prompt_length: int | None
 ) -> dict[str, list[int]]:
     """The columns that `prepare_reference_free` adds to a row; `index` and `where` name it in errors."""
-    place = f"Row {index} of {where}"
-    texts = _rendered(read_row(row, _SIDES, place), tokenizer, place)
-    sides = _split_texts(texts, tokenizer, place)
+    row_name = f"Row {index} of {where}"
+    texts = _rendered(read_row(row, _SIDES, row_name), tokenizer, row_name)
+    sides = _split_texts(texts, tokenizer, row_name)
     longest = max(len(answer) for _, answer in sides)
     columns = {}
     for side, (prompt, answer) in zip(_SIDES, sides, strict=True):
@@ -185,37 +185,38 @@ def tokenize_reference_free_row(
     return columns
 
 
-def _rendered(row: dict[str, Any], tokenizer: Any, place: str) -> list[str]:
+def _rendered(row: dict[str, Any], tokenizer: Any, row_name: str) -> list[str]:
     """The prompt as text, and the prompt with each answer."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return [prompt, *(prompt + row[side] for side in _SIDES)]
-    options = chat.template_options(row, place)
-    chat.check_template(tokenizer, options, place)
-    with chat.errors_of_template(place):
+    options = chat.template_options(row, row_name)
+    chat.check_template(tokenizer, options, row_name)
+    with chat.errors_of_template(row_name):
+        conversations = [(prompt, chat.prompt_options(prompt)), *((prompt + row[side], {}) for side in _SIDES)]
         texts = [
             apply_chat_template(tokenizer, messages, tokenize=False, **extra, **options)
-            for messages, extra in [(prompt, chat.opening(prompt)), *((prompt + row[side], {}) for side in _SIDES)]
+            for messages, extra in conversations
         ]
     return [os.path.commonprefix(texts), *texts[1:]]
 
 
-def _split_texts(texts: list[str], tokenizer: Any, place: str) -> list[tuple[list[int], list[int]]]:
+def _split_texts(texts: list[str], tokenizer: Any, row_name: str) -> list[tuple[list[int], list[int]]]:
     """For each answer, its prompt's tokens and its own tokens.
 
     Raises:
         ValueError: the prompt is tokenized differently before the two answers.
     """
-    alone, *whole = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    prompt, *texts_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     sides = []
-    for ids in whole:
-        start = len(alone) - (ids[: len(alone)] != alone)  # the prompt's last token may be merged with the answer
-        start = max(start, 0)
+    for ids in texts_ids:
+        is_merged = ids[: len(prompt)] != prompt  # the prompt's last token with the answer
+        start = max(len(prompt) - is_merged, 0)
         sides.append((ids[:start], ids[start:]))
-    (one, _), (other, _) = sides
-    if sum(a != b for a, b in zip(one, other, strict=False)) > 1:
+    (chosen_prompt, _), (rejected_prompt, _) = sides
+    if sum(a != b for a, b in zip(chosen_prompt, rejected_prompt, strict=False)) > 1:
         raise ValueError(
-            f"{place}: the prompt is tokenized differently before 'chosen' than before 'rejected', by more than its "
+            f"{row_name}: the prompt is tokenized differently before 'chosen' than before 'rejected', by more than its "
             "last token. End the prompt at a token boundary, for example before a space."
         )
     return [(_with_bos(prompt, tokenizer), _with_eos(answer, tokenizer)) for prompt, answer in sides]
@@ -234,49 +235,50 @@ def _with_eos(answer: list[int], tokenizer: Any) -> list[int]:
 # Shared by DPO and KTO
 
 
-def has_all(columns: Collection[str], wanted: Sequence[str]) -> bool:
-    return all(column in columns for column in wanted)
+def has_all(columns: Collection[str], needed: Sequence[str]) -> bool:
+    return all(column in columns for column in needed)
 
 
-def read_row(row: dict[str, Any], answers: Sequence[str], place: str) -> dict[str, Any]:
+def read_row(row: dict[str, Any], answers: Sequence[str], row_name: str) -> dict[str, Any]:
     """Check a row and return only the columns that are used. A missing prompt is extracted from the answers.
 
     Args:
         answers: the columns of the answers.
-        place: the row's name in errors.
+        row_name: the row's name in errors.
     """
     row = {column: row[column] for column in ("prompt", *answers, *_OPTIONS) if column in row}
     contents = [column for column in row if column not in _OPTIONS]
-    chat.check_contents(row, contents, place, "Write the prompt and the answers either all as text or all as messages.")
+    hint = "Write the prompt and the answers either all as text or all as messages."
+    chat.check_contents(row, contents, row_name, hint)
     for column in contents:
-        chat.check_unicode(row[column], column, place)
-        checks.check_no_media(row[column], f"{place}, column {column!r}")
+        chat.check_unicode(row[column], column, row_name)
+        checks.check_no_media(row[column], f"{row_name}, column {column!r}")
     if "prompt" not in row:
-        row |= extract_prompt(*(row[answer] for answer in answers), place)
+        row |= extract_prompt(*(row[answer] for answer in answers), row_name)
     return row
 
 
-def tokenize_with_prompt(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, place: str) -> list[list[int]]:
+def tokenize_with_prompt(row: dict[str, Any], answers: Sequence[str], tokenizer: Any, row_name: str) -> list[list[int]]:
     """Token ids of the prompt, and of the prompt with each answer. EOS is appended unless answers are messages."""
     if isinstance(row["prompt"], str):
-        ended = [row["prompt"] + chat.with_eos(row[answer], tokenizer, place) for answer in answers]
-        return tokenizer(text=[row["prompt"], *ended])["input_ids"]
-    options = chat.template_options(row, place)
-    chat.check_template(tokenizer, options, place)
+        texts = [row["prompt"] + chat.with_eos(row[answer], tokenizer, row_name) for answer in answers]
+        return tokenizer(text=[row["prompt"], *texts])["input_ids"]
+    options = chat.template_options(row, row_name)
+    chat.check_template(tokenizer, options, row_name)
     prompt = row["prompt"]
     rendered = [(prompt, {"add_generation_prompt": True}), *((prompt + row[answer], {}) for answer in answers)]
-    with chat.errors_of_template(place):
+    with chat.errors_of_template(row_name):
         return [
             apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **extra, **options)["input_ids"]
             for messages, extra in rendered
         ]
 
 
-def split_at_prompt(prompt: list[int], *whole: list[int]) -> list[list[int]]:
+def split_at_prompt(prompt: list[int], *texts: list[int]) -> list[list[int]]:
     """Split token ids into the prompt and the answers, at the end of the longest common prefix of the prompt and all of
-    `whole`."""
-    alike = min(common_prefix(prompt, ids) for ids in whole)
-    return [prompt[:alike], *(ids[alike:] for ids in whole)]
+    `texts`."""
+    prompt_length = min(common_prefix(prompt, ids) for ids in texts)
+    return [prompt[:prompt_length], *(ids[prompt_length:] for ids in texts)]
 
 
 def extract_prompt(chosen: str | list, rejected: str | list, where: str) -> dict[str, Any]:
@@ -287,17 +289,17 @@ def extract_prompt(chosen: str | list, rejected: str | list, where: str) -> dict
         ValueError: the answers are conversations whose first messages differ.
     """
     pairs = zip(chosen, rejected, strict=False)
-    alike = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
-    if alike is None:
-        alike = max(min(len(chosen), len(rejected)) - 1, 0)
-    elif alike and chosen[alike - 1] == " ":
-        alike -= 1
-    if not alike and not isinstance(chosen, str):
+    prefix_length = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+    if prefix_length is None:
+        prefix_length = max(min(len(chosen), len(rejected)) - 1, 0)
+    elif prefix_length and chosen[prefix_length - 1] == " ":
+        prefix_length -= 1
+    if not prefix_length and not isinstance(chosen, str):
         raise ValueError(
             f"{where}: 'chosen' and 'rejected' begin with different messages, so no prompt can be extracted. Add a "
             "'prompt' column."
         )
-    return {"prompt": chosen[:alike], "chosen": chosen[alike:], "rejected": rejected[alike:]}
+    return {"prompt": chosen[:prefix_length], "chosen": chosen[prefix_length:], "rejected": rejected[prefix_length:]}
 
 
 def without_full_prompts(
@@ -320,45 +322,45 @@ def without_full_prompts(
     if max_length is None or (max_prompt_length is not None and max_prompt_length < max_length):
         return dataset
     options = tokenize.map_options(dataset, num_proc, f"Dropping fully truncated rows from {where}")
-    kept = dataset.filter(_has_room, fn_kwargs={"max_length": max_length, "column": column}, **options)
-    if isinstance(dataset, IterableDataset) or len(kept) == len(dataset):
-        return kept
-    missing, total = len(dataset) - len(kept), len(dataset)
-    if not len(kept):
+    remaining = dataset.filter(_has_room, fn_kwargs={"max_length": max_length, "column": column}, **options)
+    if isinstance(dataset, IterableDataset) or len(remaining) == len(dataset):
+        return remaining
+    num_dropped, total = len(dataset) - len(remaining), len(dataset)
+    if not len(remaining):
         raise ValueError(
             f"All {total:,} rows of {where} have prompts of at least {max_length:,} tokens, so none is left. Raise "
             "max_length."
         )
     logger.warning(
-        f"Dropped {missing:,} of {total:,} rows of {where}: their prompts alone fill max_length={max_length}."
+        f"Dropped {num_dropped:,} of {total:,} rows of {where}: their prompts alone fill max_length={max_length}."
     )
-    return kept
+    return remaining
 
 
-def join_with_prompt(row: dict[str, Any], column: str, kept: slice, place: str) -> tuple[list[int], list[int]]:
+def join_with_prompt(row: dict[str, Any], column: str, window: slice, row_name: str) -> tuple[list[int], list[int]]:
     """Join a row's prompt with the answer in `column` and truncate; returns ids and labels."""
     prompt, answer = row["prompt_ids"], row[column]
     if not prompt and not answer:
-        raise checks.cell_error(place, column, answer, "at least one token, because the row has no prompt")
-    return (prompt + answer)[kept], ([IGNORED] * len(prompt) + answer)[kept]
+        raise checks.cell_error(row_name, column, answer, "at least one token, because the row has no prompt")
+    return (prompt + answer)[window], ([IGNORED] * len(prompt) + answer)[window]
 
 
 def truncate_joined(
-    row: dict[str, Any], columns: tuple[str, str], kept: slice, max_prompt_length: int | None, fits: int = 0
+    row: dict[str, Any], columns: tuple[str, str], window: slice, max_prompt_length: int | None, fits: int = 0
 ) -> dict[str, list[int]]:
     """Truncate a text that is already joined with its prompt: `columns` are its ids and its labels.
 
     Args:
-        kept: the slice to keep, after the prompt is truncated.
+        window: the slice to keep, after the prompt is truncated.
         max_prompt_length: number of last tokens of the prompt that are kept if the text has more than `fits` tokens;
             None keeps all.
     """
     ids, labels = row[columns[0]], row[columns[1]]
     start = 0
     if max_prompt_length is not None and len(ids) > fits:
-        prompt_length = next((at for at, label in enumerate(labels) if label != IGNORED), len(labels))
+        prompt_length = next((index for index, label in enumerate(labels) if label != IGNORED), len(labels))
         start = max(prompt_length - max_prompt_length, 0)
-    return {column: row[column][start:][kept] for column in columns}
+    return {column: row[column][start:][window] for column in columns}
 
 
 def warn_of_rows(dataset: Dataset | IterableDataset, texts: Sequence[str], labels: str, where: str) -> None:
@@ -370,17 +372,17 @@ def warn_of_rows(dataset: Dataset | IterableDataset, texts: Sequence[str], label
     """
     if isinstance(dataset, IterableDataset):
         return
-    bare, equal = [], []
+    without_prompt, equal = [], []
     for _, block in checks.blocks(dataset, (*texts, labels)):
-        whole = [block.column(text).to_pylist() for text in texts]
-        bare += [row[:1] not in ([], [IGNORED]) for row in block.column(labels).to_pylist()]
-        equal += [one == other for one, other in zip(whole[0], whole[-1], strict=True)]
-    warnings = {"have no prompt: the first token of their answers has no context and is not scored": bare}
+        ids = [block.column(text).to_pylist() for text in texts]
+        without_prompt += [row[:1] not in ([], [IGNORED]) for row in block.column(labels).to_pylist()]
+        equal += [chosen == rejected for chosen, rejected in zip(ids[0], ids[-1], strict=True)]
+    warnings = {"have no prompt: the first token of their answers has no context and is not scored": without_prompt}
     if len(texts) == 2:
         warnings["have equal chosen and rejected answers: no preference"] = equal
-    for words, rows in warnings.items():
+    for problem, rows in warnings.items():
         if any(rows):
-            logger.warning(f"{sum(rows):,} of {len(rows):,} rows of {where} (first: row {rows.index(True)}) {words}.")
+            logger.warning(f"{sum(rows):,} of {len(rows):,} rows of {where} (first: row {rows.index(True)}) {problem}.")
 
 
 def _has_room(row: dict[str, Any], max_length: int, column: str) -> bool:
@@ -403,8 +405,8 @@ def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
 def _unpaired(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
     pairs = len(batch["chosen"])
     unpaired = {"completion": batch["chosen"] + batch["rejected"], "label": [True] * pairs + [False] * pairs}
-    others = {name: values * 2 for name, values in batch.items() if name not in ("chosen", "rejected")}
-    return unpaired | others
+    other_columns = {name: values * 2 for name, values in batch.items() if name not in ("chosen", "rejected")}
+    return unpaired | other_columns
 
 
 def get_dataset_column_names(dataset: Dataset | IterableDataset | DatasetDict) -> list[str]:

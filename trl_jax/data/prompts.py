@@ -24,8 +24,8 @@ from trl_jax.data.tokenize import check_has
 
 logger = logging.getLogger(__name__)
 
-_WANTED = 'a string, or messages such as [{"role": "user", "content": "..."}]'
-_EMPTY = "A completion needs at least one token before it: leave the row out, or start prompts with the BOS token."
+_VALID_PROMPT = 'a string, or messages such as [{"role": "user", "content": "..."}]'
+_ADVICE = "A completion needs at least one token before it: leave the row out, or start prompts with the BOS token."
 
 
 def check_prompts(
@@ -61,7 +61,7 @@ def check_prompts(
     if isinstance(dataset, IterableDataset):
         next(iter(checked_stream(dataset, name, tokenizer, images=images)), None)
     else:
-        _check_table(dataset, name, _begins(tokenizer), images)
+        _check_table(dataset, name, _adds_bos(tokenizer), images)
     return dataset
 
 
@@ -71,63 +71,63 @@ def checked_stream(
     """A stream that checks each row when it is read; arguments and errors as for `check_prompts`. The row numbers of a
     stream that is `shuffled` count the rows read."""
     place = f"{argument(name)}, shuffled," if shuffled else argument(name)
-    facts = {"place": place, "begins": _begins(tokenizer), "images": images}
-    return dataset.map(_checked, with_indices=True, fn_kwargs=facts, features=dataset.features)
+    arguments = {"place": place, "adds_bos": _adds_bos(tokenizer), "images": images}
+    return dataset.map(_check_prompt, with_indices=True, fn_kwargs=arguments, features=dataset.features)
 
 
 def check_row(row: Mapping[str, Any], number: int, name: str, tokenizer: Any, *, images: bool) -> None:
     """Check a row that a transform returned; errors as for `check_prompts`."""
-    _checked(row, number, argument(name), _begins(tokenizer), images)
+    _check_prompt(row, number, argument(name), _adds_bos(tokenizer), images)
 
 
-def _begins(tokenizer: Any) -> bool:
+def _adds_bos(tokenizer: Any) -> bool:
     """Whether the tokenizer starts each text with a special token, so that an empty text is not empty."""
     return bool(_ids([""], tokenizer)[0])
 
 
-def _check_table(dataset: Dataset, name: str, begins: bool, images: bool) -> None:
+def _check_table(dataset: Dataset, name: str, adds_bos: bool, images: bool) -> None:
     """Raise ValueError for the first invalid prompt. Only suspicious rows are converted to Python values."""
     if {"image", "images"}.intersection(dataset.column_names) and len(dataset):
         _check_messages(dataset[:1]["prompt"][0])
     plain = dataset.select_columns("prompt").with_format(None)
     for first, block in blocks(dataset, ("prompt",)):
-        doubtful = np.flatnonzero(_doubtful(block.column("prompt").combine_chunks(), begins))
-        prompts = plain[first : first + len(block)]["prompt"] if doubtful.size else []
-        for row in doubtful.tolist():
-            _checked({"prompt": prompts[row]}, first + row, argument(name), begins, images)
+        suspicious = np.flatnonzero(_is_suspicious(block.column("prompt").combine_chunks(), adds_bos))
+        prompts = plain[first : first + len(block)]["prompt"] if suspicious.size else []
+        for row in suspicious.tolist():
+            _check_prompt({"prompt": prompts[row]}, first + row, argument(name), adds_bos, images)
 
 
-def _doubtful(prompts: pa.Array, begins: bool) -> np.ndarray:
-    """The prompts that `_checked` might reject, bool `[rows]`."""
+def _is_suspicious(prompts: pa.Array, adds_bos: bool) -> np.ndarray:
+    """The prompts that `_check_prompt` might reject, bool `[rows]`."""
     kind = prompts.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        bad = prompts.is_null() if begins else pc.equal(pc.fill_null(prompts, ""), "")
+        bad = prompts.is_null() if adds_bos else pc.equal(pc.fill_null(prompts, ""), "")
         return numbers_of(bad)
-    every = np.ones(len(prompts), bool)
+    all_rows = np.ones(len(prompts), bool)
     if not is_list(kind) or not pa.types.is_struct(kind.value_type):
-        return every
-    names = {kind.value_type.field(number).name for number in range(kind.value_type.num_fields)}
+        return all_rows
+    names = {kind.value_type.field(index).name for index in range(kind.value_type.num_fields)}
     if not {"role", "content"} <= names:
-        return every
+        return all_rows
     messages, rows = prompts.flatten(), numbers_of(pc.list_parent_indices(prompts))
-    role, content = (pc.struct_field(messages, column) for column in ("role", "content"))
-    if len(messages) != len(rows) or not (pa.types.is_string(content.type) or pa.types.is_large_string(content.type)):
-        return every  # contents are lists of parts, or JSON, in which null is text
-    bad = numbers_of(pc.or_(role.is_null(), content.is_null()))
+    roles, contents = (pc.struct_field(messages, column) for column in ("role", "content"))
+    if len(messages) != len(rows) or not (pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type)):
+        return all_rows  # contents are lists of parts, or JSON, in which null is text
+    bad = numbers_of(pc.or_(roles.is_null(), contents.is_null()))
     if "tool_calls" in names and is_list((calls := pc.struct_field(messages, "tool_calls")).type):
-        called = pc.greater(pc.fill_null(pc.list_value_length(calls), 0), 0)
-        bad = bad & numbers_of(pc.or_(role.is_null(), pc.invert(called)))
-    found = numbers_of(pc.equal(pc.fill_null(pc.list_value_length(prompts), 0), 0)).copy()
-    found[rows[bad]] = True
-    return found
+        has_calls = pc.greater(pc.fill_null(pc.list_value_length(calls), 0), 0)
+        bad = bad & numbers_of(pc.or_(roles.is_null(), pc.invert(has_calls)))
+    suspicious = numbers_of(pc.equal(pc.fill_null(pc.list_value_length(prompts), 0), 0)).copy()
+    suspicious[rows[bad]] = True
+    return suspicious
 
 
-def _checked(row: Mapping[str, Any], number: int, place: str, begins: bool, images: bool) -> dict[str, Any]:
+def _check_prompt(row: Mapping[str, Any], number: int, place: str, adds_bos: bool, images: bool) -> dict[str, Any]:
     """Raise ValueError for a row with an invalid prompt.
 
     Args:
         place: the dataset, as errors name it.
-        begins: whether the tokenizer starts every text with a special token, so that an empty prompt is valid.
+        adds_bos: whether the tokenizer starts every text with a special token, so that an empty prompt is valid.
     """
     where = f"Row {number} of {place}"
     check_has(row, number, ("prompt",), place)
@@ -136,11 +136,11 @@ def _checked(row: Mapping[str, Any], number: int, place: str, begins: bool, imag
     prompt = row["prompt"]
     if "image" in row or "images" in row:
         _check_messages(prompt)
-    if prompt == "" and not begins:
-        raise ValueError(f"{where} has an empty prompt. {_EMPTY}")
+    if prompt == "" and not adds_bos:
+        raise ValueError(f"{where} has an empty prompt. {_ADVICE}")
     if not isinstance(prompt, str):
         if not is_conversation(prompt):
-            raise cell_error(where, "prompt", prompt, _WANTED)
+            raise cell_error(where, "prompt", prompt, _VALID_PROMPT)
         for message in prompt:
             _check_message(message, where)
     check_unicode(prompt, "prompt", where)
@@ -187,24 +187,25 @@ def prompt_ids(
     """
     kinds = {is_conversation(prompt) for prompt in prompts}
     if len(kinds) > 1:
-        other = next(prompt for prompt in prompts if is_conversation(prompt) != is_conversation(prompts[0]))
+        different = next(prompt for prompt in prompts if is_conversation(prompt) != is_conversation(prompts[0]))
         raise ValueError(
-            f"Prompts must be all strings or all messages, got {brief(prompts[0])} and {brief(other)}. Convert one "
+            f"Prompts must be all strings or all messages, got {brief(prompts[0])} and {brief(different)}. Convert one "
             "kind to the other."
         )
     if kinds == {True}:
         _warn_of_answers(prompts)
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(template_options or {})}
         ids = []
-        for prompt, alike in groupby(prompts):  # equal prompts of a group are adjacent
-            own = rendered(tokenizer, list(prompt), f"The prompt {brief(prompt, 300)}", **options)["input_ids"]
-            ids += [own] * len(list(alike))
+        for prompt, equal_prompts in groupby(prompts):  # equal prompts of a group are adjacent
+            tokens = rendered(tokenizer, list(prompt), f"The prompt {brief(prompt, 300)}", **options)["input_ids"]
+            ids += [tokens] * len(list(equal_prompts))
     else:
         ids = _ids(prompts, tokenizer)
     if not all(map(len, ids)):
-        empty = next(prompt for prompt, own in zip(prompts, ids, strict=True) if not own)
-        raise ValueError(f"The prompt {brief(empty)} is empty. {_EMPTY}")
-    return [list(own) if max_prompt_length is None else list(own[-max_prompt_length:]) for own in ids]
+        empty = next(prompt for prompt, tokens in zip(prompts, ids, strict=True) if not tokens)
+        raise ValueError(f"The prompt {brief(empty)} is empty. {_ADVICE}")
+    last_tokens = slice(None if max_prompt_length is None else -max_prompt_length, None)
+    return [list(tokens[last_tokens]) for tokens in ids]
 
 
 def _warn_of_answers(prompts: Sequence[Any]) -> None:
@@ -224,9 +225,8 @@ def prompts_with_images(rows: Sequence[Mapping[str, Any]]) -> list:
     pictures = [pictures_of(row) for row in rows]
     if not any(pictures):
         return [without_null(row["prompt"]) for row in rows]
-    return [
-        prepare_multimodal_messages(without_null(row["prompt"]), own) for row, own in zip(rows, pictures, strict=True)
-    ]
+    pairs = zip(rows, pictures, strict=True)
+    return [prepare_multimodal_messages(without_null(row["prompt"]), images) for row, images in pairs]
 
 
 def encoded_prompts(
@@ -244,28 +244,28 @@ def encoded_prompts(
     _warn_of_answers(prompts)
     ids, images = [], []
     options = {"add_generation_prompt": True, **(template_options or {})}
-    for _, [prompt, *others] in groupby(prompts, _comparable):  # equal prompts of a group are adjacent
+    for _, [prompt, *equal_prompts] in groupby(prompts, _comparable):  # equal prompts of a group are adjacent
         messages, where = prepare_multimodal_messages(prompt), f"The prompt {brief(prompt, 300)}"
-        found = encoded_messages(messages, encoder, where, **options)
-        too_long = max_prompt_length is not None and len(found.ids) > max_prompt_length
-        if too_long and not found.images.images:
-            own = found.ids[-max_prompt_length:]
-            found = found._replace(ids=own, images=encoder.placed(own, ()))
+        encoded = encoded_messages(messages, encoder, where, **options)
+        too_long = max_prompt_length is not None and len(encoded.ids) > max_prompt_length
+        if too_long and not encoded.images.images:
+            last_ids = encoded.ids[-max_prompt_length:]
+            encoded = encoded._replace(ids=last_ids, images=encoder.placed(last_ids, ()))
         elif too_long:
             raise ValueError(
-                f"{where} has {len(found.ids)} tokens, and prompts with images cannot be cut to "
+                f"{where} has {len(encoded.ids)} tokens, and prompts with images cannot be cut to "
                 f"max_prompt_length={max_prompt_length}. Raise it, or leave it out."
             )
-        count = 1 + len(others)
-        ids += [found.ids.tolist()] * count
-        images += [found.images] * count
+        count = 1 + len(equal_prompts)
+        ids += [encoded.ids.tolist()] * count
+        images += [encoded.images] * count
     return ids, images
 
 
 def _comparable(value: Any) -> Any:
     """The prompt with images that are arrays (or torch tensors) as bytes: `==` on arrays is no single truth value."""
     if isinstance(value, Mapping):
-        return {key: _comparable(own) for key, own in value.items()}
+        return {key: _comparable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return list(map(_comparable, value))
     if is_array(value):
@@ -291,8 +291,8 @@ def placed_images(prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], e
         ValueError: the number of image tokens in a prompt differs from the number that its images need.
     """
     images: list[TextImages] = []
-    for _, [(prompt, ids), *others] in groupby(zip(prompts, map(list, prompt_ids), strict=True), _comparable):
-        images += [encoder.place(ids, pictures_in(prepare_multimodal_messages(prompt)))] * (1 + len(others))
+    for _, [(prompt, ids), *equal_prompts] in groupby(zip(prompts, map(list, prompt_ids), strict=True), _comparable):
+        images += [encoder.place(ids, pictures_in(prepare_multimodal_messages(prompt)))] * (1 + len(equal_prompts))
     return images
 
 
@@ -314,26 +314,26 @@ def completion_texts(
             has one; None: messages are not parsed.
     """
     if prompt_ids is not None and is_conversation(prompts[0]) and vars(tokenizer).get("response_template") is not None:
-        both = zip(ids, prompt_ids, strict=True)
-        return [[parsed_message(list(own), list(before), tokenizer)] for own, before in both]
-    texts = tokenizer.batch_decode([list(own) for own in ids], skip_special_tokens=True)
+        pairs = zip(ids, prompt_ids, strict=True)
+        return [[parsed_message(list(completion), list(prompt), tokenizer)] for completion, prompt in pairs]
+    texts = tokenizer.batch_decode([list(completion) for completion in ids], skip_special_tokens=True)
     if not is_conversation(prompts[0]):
         return texts
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
 def parsed_message(
-    ids: list[int], before: list[int], tokenizer: Any, tools: list[Callable] | None = None
+    ids: list[int], prompt_tokens: list[int], tokenizer: Any, tools: list[Callable] | None = None
 ) -> dict[str, Any]:
     """Parse a message into content, reasoning and tool calls with the tokenizer's `response_template`; a malformed
     message becomes plain text.
 
     Args:
-        before: the tokens before the message.
+        prompt_tokens: the tokens before the message.
         tools: functions whose annotations determine the argument types of calls.
     """
     try:
-        message = tokenizer.parse_response(ids, prefix=before, tools=tools)
+        message = tokenizer.parse_response(ids, prefix=prompt_tokens, tools=tools)
         if message is None:
             raise ValueError("no message")
         content = message.get("content")
@@ -341,13 +341,13 @@ def parsed_message(
             content.removesuffix(tokenizer.eos_token or "") if isinstance(content, str) else content or ""
         )
         for call in message.get("tool_calls") or ():
-            _settle_call(call)
+            _fill_arguments(call)
         return message
     except (TypeError, ValueError, RecursionError):  # RecursionError: deeply nested JSON
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 
-def _settle_call(call: Any) -> None:
+def _fill_arguments(call: Any) -> None:
     """Set missing arguments of a tool call to {}. Raises ValueError if it has no name."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -373,19 +373,19 @@ def as_prompts(dataset: Any, name: str, tokenizer: Any) -> Any:
         "column 'prompt' with texts or messages instead.",
         argument(name),
     )
-    facts = {"tokenizer": tokenizer, "name": name}
+    arguments = {"tokenizer": tokenizer, "name": name}
     dropped = [column for column in ("input_ids", "attention_mask") if column in columns]
-    return dataset.map(_with_prompt, with_indices=True, fn_kwargs=facts, remove_columns=dropped)
+    return dataset.map(_with_prompt, with_indices=True, fn_kwargs=arguments, remove_columns=dropped)
 
 
 def _with_prompt(row: dict[str, Any], number: int, tokenizer: Any, name: str) -> dict[str, str]:
-    given = row["input_ids"]
-    if isinstance(given, Mapping):  # what apply_chat_template returns since transformers 5
-        given = given["input_ids"]
-    ids = _without_pads(list(given), tokenizer.pad_token_id)
-    found = tokenizer("")["input_ids"]  # what the tokenizer adds to every text
-    begins = found[:1] if found and ids[:1] == found[:1] == [tokenizer.bos_token_id] else []
-    text = tokenizer.decode(ids[len(begins) :], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    ids = row["input_ids"]
+    if isinstance(ids, Mapping):  # what apply_chat_template returns since transformers 5
+        ids = ids["input_ids"]
+    ids = _without_pads(list(ids), tokenizer.pad_token_id)
+    added_ids = tokenizer("")["input_ids"]  # what the tokenizer adds to every text
+    bos = added_ids[:1] if added_ids and ids[:1] == added_ids[:1] == [tokenizer.bos_token_id] else []
+    text = tokenizer.decode(ids[len(bos) :], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if tokenizer(text)["input_ids"] != ids:
         raise ValueError(
             f"{argument(name)}: the input_ids of row {number} decode to {brief(text)}, which tokenizes differently. "
@@ -396,5 +396,5 @@ def _with_prompt(row: dict[str, Any], number: int, tokenizer: Any, name: str) ->
 
 def _without_pads(ids: list[int], pad: int | None) -> list[int]:
     """The ids without leading and trailing pad tokens."""
-    real = [place for place, token in enumerate(ids) if token != pad]
+    real = [index for index, token in enumerate(ids) if token != pad]
     return ids[real[0] : real[-1] + 1] if real else []

@@ -47,19 +47,19 @@ def prepare(
     checks.check_type(dataset, name)
     plain = dataset.with_format(None)  # rows as Python values, regardless of the user's format
     if isinstance(plain, IterableDataset):
-        opening = first_row(plain, checks.argument(name), ("prompt", "chosen", "rejected"))
-        plain, read = settle(plain, list(opening), name)
-        needed = IDS if read.tokenized else TEXTS
-        needed += ("margin",) if "margin" in opening else ()
-        return prepare_stream(plain, tokenizer, needed, read.masks, max_length, checks.argument(name))
+        first = first_row(plain, checks.argument(name), ("prompt", "chosen", "rejected"))
+        plain, used_columns = resolve_columns(plain, list(first), name)
+        needed = IDS if used_columns.tokenized else TEXTS
+        needed += ("margin",) if "margin" in first else ()
+        return prepare_stream(plain, tokenizer, needed, used_columns.masks, max_length, checks.argument(name))
     if len(plain) == 0:
         raise ValueError(f"{checks.argument(name)} is empty")
-    plain, read = settle(plain, plain.column_names, name)
+    plain, used_columns = resolve_columns(plain, plain.column_names, name)
     _check_margins(plain, checks.argument(name))
-    if read.masks:
-        plain = _drop_padding(plain, read.masks, num_proc, checks.argument(name))
+    if used_columns.masks:
+        plain = _drop_padding(plain, used_columns.masks, num_proc, checks.argument(name))
     max_characters = None
-    if not read.tokenized:
+    if not used_columns.tokenized:
         max_characters = tokenize.character_bound_of_table(plain, tokenizer, max_length)
         plain = _tokenize(plain, tokenizer, num_proc, name, max_characters)
     lengths = _check_pairs(plain, max_length, checks.argument(name))
@@ -112,8 +112,8 @@ def _check_pairs(dataset: Dataset, max_length: int | None, where: str) -> np.nda
         Number of tokens of each pair's longer answer, `[rows]`; for texts that were cut before tokenizing, some number
         above `max_length`.
     """
-    scanned = [check_ids(block, first, where) for first, block in checks.blocks(dataset, IDS)]
-    lengths, identical = (np.concatenate(part) for part in zip(*scanned, strict=True))
+    checked_blocks = [check_ids(block, first, where) for first, block in checks.blocks(dataset, IDS)]
+    lengths, identical = (np.concatenate(part) for part in zip(*checked_blocks, strict=True))
     if max_length is not None:
         identical &= lengths <= max_length
     _warn_count(identical, f"rows of {where} have identical chosen and rejected tokens: no preference")
@@ -145,12 +145,12 @@ def prepare_stream(
         masks: maps an id column to the column of its mask.
         where: the dataset's name in messages.
     """
-    bound = None if IDS[0] in columns else tokenize.character_bound(tokenizer, max_length)
-    shared = {"where": where, "state": StreamState(), "max_characters": bound, "max_length": max_length}
-    facts = {"tokenizer": tokenizer, "columns": columns, "masks": masks}
-    hidden = list(masks.values())
-    dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=facts | shared, remove_columns=hidden)
-    return without_long(dataset, columns=IDS, **shared)
+    max_characters = None if IDS[0] in columns else tokenize.character_bound(tokenizer, max_length)
+    options = {"where": where, "state": StreamState(), "max_characters": max_characters, "max_length": max_length}
+    arguments = {"tokenizer": tokenizer, "columns": columns, "masks": masks}
+    mask_columns = list(masks.values())
+    dataset = dataset.map(_read_row, with_indices=True, fn_kwargs=arguments | options, remove_columns=mask_columns)
+    return without_long(dataset, columns=IDS, **options)
 
 
 def _read_row(
@@ -185,13 +185,13 @@ def _read_row(
 
 def _unmasked(row: dict[str, Any], index: int, masks: dict[str, str], where: str, state: StreamState) -> dict[str, Any]:
     """The unmasked ids of a row, by column."""
-    left = {}
+    ids = {}
     for column, mask in masks.items():
         block = checks.row_block(row, (column, mask), f"Row {index} of {where}")
-        left[column] = unmasked(block, index, column, mask, where)[0].as_py()
-        if len(left[column]) < len(row[column]):
+        ids[column] = unmasked(block, index, column, mask, where)[0].as_py()
+        if len(ids[column]) < len(row[column]):
             warn_once(f"Row {index} of {where} has padding according to {mask!r}: removed", "padding", state)
-    return left
+    return ids
 
 
 def _check_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
@@ -271,7 +271,7 @@ def tokenize_pairs(
         max_characters: see `tokenize_batch`.
     """
     if isinstance(pairs[0].chosen, str):
-        texts = [_cut(text, max_characters) for pair in pairs for text in (pair.chosen, pair.rejected)]
+        texts = [_truncate_characters(text, max_characters) for pair in pairs for text in (pair.chosen, pair.rejected)]
         ids = _ids(tokenizer, texts, pairs)
         return list(zip(ids[::2], ids[1::2], strict=True))
     return [_render(pair, tokenizer, max_characters) for pair in pairs]
@@ -289,7 +289,7 @@ def _ids(tokenizer: Any, texts: list[str], pairs: list[Pair]) -> list[list[int]]
     return [ids for i, pair in enumerate(pairs) for ids in _ids(tokenizer, texts[2 * i : 2 * i + 2], [pair])]
 
 
-def _cut(text: str, max_characters: int | None) -> str:
+def _truncate_characters(text: str, max_characters: int | None) -> str:
     return text if max_characters is None else text[: max_characters + 1]
 
 
@@ -305,7 +305,7 @@ def _render_side(
 ) -> list[int]:
     if is_long(messages, max_characters) and chat.ABOUT_TOKENS.isdisjoint(options):
         text = apply_chat_template(tokenizer, messages, tokenize=False, **options)
-        return tokenizer(_cut(text, max_characters), add_special_tokens=False)["input_ids"]
+        return tokenizer(_truncate_characters(text, max_characters), add_special_tokens=False)["input_ids"]
     return apply_chat_template(tokenizer, messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
@@ -324,13 +324,13 @@ def drop_padding(dataset: Dataset, masks: dict[str, str], num_proc: int | None, 
     Raises:
         ValueError: see `unmasked`.
     """
-    left = {column: kind for column, kind in dataset.features.items() if column not in masks.values()}
+    kept_features = {column: kind for column, kind in dataset.features.items() if column not in masks.values()}
     shorter = dataset.with_format("arrow").map(
         _unmasked_batch,
         with_indices=True,
         batched=True,
         num_proc=num_proc,
-        features=Features(left | {column: LargeList(Value("int64")) for column in masks}),
+        features=Features(kept_features | {column: LargeList(Value("int64")) for column in masks}),
         fn_kwargs={"masks": masks, "where": where},
         desc=f"Dropping padding of {where.replace('_', ' ', 1)}",
     )
@@ -339,8 +339,8 @@ def drop_padding(dataset: Dataset, masks: dict[str, str], num_proc: int | None, 
 
 def _unmasked_batch(block: pa.Table, indices: list[int], masks: dict[str, str], where: str) -> pa.Table:
     for column, mask in masks.items():
-        left = unmasked(block, indices[0], column, mask, where)
-        block = block.set_column(block.column_names.index(column), column, left).drop_columns(mask)
+        ids = unmasked(block, indices[0], column, mask, where)
+        block = block.set_column(block.column_names.index(column), column, ids).drop_columns(mask)
     return block
 
 
@@ -353,43 +353,43 @@ def unmasked(block: pa.Table, first: int, column: str, mask: str, where: str) ->
     """
     lists = checks.id_lists(block, column, first, where)
     lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
-    keeps = kept(block, first, mask, lengths, f"of {column!r}", where)
+    is_text = mask_to_bool(block, first, mask, lengths, f"of {column!r}", where)
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    before = np.append(False, keeps[:-1] & (rows[1:] == rows[:-1]))
-    runs = np.bincount(rows[keeps & ~before], minlength=len(lengths))
+    continues = np.append(False, is_text[:-1] & (rows[1:] == rows[:-1]))
+    runs = np.bincount(rows[is_text & ~continues], minlength=len(lengths))
     if (runs != 1).any():
         row = int(np.argmax(runs != 1))
-        found = "zeros between ones" if runs[row] else "nothing but zeros"
+        problem = "zeros between ones" if runs[row] else "nothing but zeros"
         raise ValueError(
             f"Row {first + row} of {where}, column {mask!r}: must be ones for the text and zeros for padding "
-            f"before or after it, got {found}. Remove everything that is not text from {column!r}."
+            f"before or after it, got {problem}. Remove everything that is not text from {column!r}."
         )
-    ends = np.append(0, np.cumsum(np.bincount(rows[keeps], minlength=len(lengths))))
-    values = lists.flatten().cast(pa.int64()).filter(pa.array(keeps))
+    ends = np.append(0, np.cumsum(np.bincount(rows[is_text], minlength=len(lengths))))
+    values = lists.flatten().cast(pa.int64()).filter(pa.array(is_text))
     return pa.LargeListArray.from_arrays(pa.array(ends), values)
 
 
-def kept(block: pa.Table, first: int, mask: str, lengths: np.ndarray, of: str, where: str) -> np.ndarray:
+def mask_to_bool(block: pa.Table, first: int, mask: str, lengths: np.ndarray, tokens_of: str, where: str) -> np.ndarray:
     """Whether the mask keeps each token of a block: bool `[tokens]`, rows concatenated."""
-    valid, lists = f"a list of 0 and 1, one for each token {of}", block.column(mask).combine_chunks()
+    valid, lists = f"a list of 0 and 1, one for each token {tokens_of}", block.column(mask).combine_chunks()
     if not checks.is_list(lists.type):
         raise checks.cell_error(f"Row {first} of {where}", mask, lists[0].as_py(), valid)
-    found = pc.list_value_length(lists).fill_null(-1).to_numpy(zero_copy_only=False)
-    if (found != lengths).any():
-        row = int(np.argmax(found != lengths))
-        if found[row] < 0:
+    mask_lengths = pc.list_value_length(lists).fill_null(-1).to_numpy(zero_copy_only=False)
+    if (mask_lengths != lengths).any():
+        row = int(np.argmax(mask_lengths != lengths))
+        if mask_lengths[row] < 0:
             raise checks.cell_error(f"Row {first + row} of {where}", mask, None, valid)
         raise ValueError(
             f"Row {first + row} of {where}, column {mask!r}: must have {lengths[row]:,} values, one for each "
-            f"token {of}, got {found[row]:,}."
+            f"token {tokens_of}, got {mask_lengths[row]:,}."
         )
     values = lists.flatten()
-    good = np.zeros(len(values), bool)
+    is_valid = np.zeros(len(values), bool)
     if pa.types.is_integer(values.type) or pa.types.is_boolean(values.type) or pa.types.is_floating(values.type):
         marks = values.to_numpy(zero_copy_only=False)
-        good = (marks == 0) | (marks == 1)
-    if not good.all():
-        bad = int(np.argmin(good))
+        is_valid = (marks == 0) | (marks == 1)
+    if not is_valid.all():
+        bad = int(np.argmin(is_valid))
         row = first + int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
         raise checks.cell_error(f"Row {row} of {where}", mask, values[bad].as_py(), valid)
     return marks == 1
@@ -425,7 +425,7 @@ class Columns(NamedTuple):
     masks: dict[str, str]
 
 
-def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Columns]:
+def resolve_columns(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Columns]:
     """Rename legacy columns and determine which are used. If there are both texts and ids under the earliest names, the
     texts are used, as in TRL.
 
@@ -438,22 +438,23 @@ def settle(dataset: Any, column_names: list[str], name: str) -> tuple[Any, Colum
     Raises:
         ValueError: there are neither texts nor ids.
     """
-    older = None
+    legacy_ids = None
     if not set(IDS) <= set(column_names):
-        older = next((pair for pair in LEGACY_IDS if set(pair) <= set(column_names)), None)
-        older = None if older == _EARLY_IDS and set(TEXTS) <= set(column_names) else older
-    masks = {ids: mask for ids, mask in MASKS.items() if older == _EARLY_IDS and mask in column_names}
-    tokenized = older is not None or set(IDS) <= set(column_names)
-    if older is not None:
-        _warn_older(older, name)
-        dataset = dataset.rename_columns(dict(zip(older, IDS, strict=True)))
+        legacy_ids = next((pair for pair in LEGACY_IDS if set(pair) <= set(column_names)), None)
+        legacy_ids = None if legacy_ids == _EARLY_IDS and set(TEXTS) <= set(column_names) else legacy_ids
+    masks = {ids: mask for ids, mask in MASKS.items() if legacy_ids == _EARLY_IDS and mask in column_names}
+    tokenized = legacy_ids is not None or set(IDS) <= set(column_names)
+    if legacy_ids is not None:
+        _warn_of_legacy_names(legacy_ids, name)
+        dataset = dataset.rename_columns(dict(zip(legacy_ids, IDS, strict=True)))
     elif not tokenized and not set(TEXTS) <= set(column_names):
         raise missing_columns(column_names, name)
-    _warn_unread([column for column in column_names if column not in masks.values()], tokenized, checks.argument(name))
+    other_columns = [column for column in column_names if column not in masks.values()]
+    _warn_of_unread_columns(other_columns, tokenized, checks.argument(name))
     return dataset, Columns(tokenized, masks)
 
 
-def _warn_older(names: tuple[str, str], name: str) -> None:
+def _warn_of_legacy_names(names: tuple[str, str], name: str) -> None:
     warnings.warn(
         f"{checks.argument(name)}: the columns {names[0]!r} and {names[1]!r} are now called 'chosen_ids' and "
         "'rejected_ids'. They were renamed for this run. Rename them in the data: the old names are deprecated and "
@@ -463,18 +464,18 @@ def _warn_older(names: tuple[str, str], name: str) -> None:
     )
 
 
-def _warn_unread(column_names: list[str], tokenized: bool, where: str) -> None:
-    prompted = tokenized or "prompt" in column_names
-    why: dict[str, list[str]] = {}
+def _warn_of_unread_columns(column_names: list[str], tokenized: bool, where: str) -> None:
+    has_prompt = tokenized or "prompt" in column_names
+    columns_by_reason: dict[str, list[str]] = {}
     for column in column_names:
         reason = _UNREAD.get(column)
-        idle = (reason == _TEXTS and tokenized) or (reason == _PROMPT and prompted)
-        if reason is None or idle or (reason == _PADDING and not tokenized):
+        is_used = (reason == _TEXTS and tokenized) or (reason == _PROMPT and has_prompt)
+        if reason is None or is_used or (reason == _PADDING and not tokenized):
             continue
         if column == "margins" and "margin" in column_names:
             continue
-        why.setdefault(reason, []).append(column)
-    for reason, columns in why.items():
+        columns_by_reason.setdefault(reason, []).append(column)
+    for reason, columns in columns_by_reason.items():
         logger.warning(f"{where}: the columns {columns} are ignored: {reason}.")
 
 
@@ -497,14 +498,14 @@ def check_ids(block: pa.Table, first: int, where: str) -> tuple[np.ndarray, np.n
         ValueError: a value is not a list of at least one int.
     """
     chosen, rejected = (id_lists(block, column, first, where) for column in IDS)
-    of_chosen, of_rejected = (numbers_of(pc.list_value_length(side)) for side in (chosen, rejected))
-    identical = of_chosen == of_rejected
+    chosen_lengths, rejected_lengths = (numbers_of(pc.list_value_length(side)) for side in (chosen, rejected))
+    identical = chosen_lengths == rejected_lengths
     rows = np.flatnonzero(identical)
     if rows.size:
         values = [numbers_of(side.take(pa.array(rows)).flatten()) for side in (chosen, rejected)]
-        starts = np.cumsum(of_chosen[rows]) - of_chosen[rows]
+        starts = np.cumsum(chosen_lengths[rows]) - chosen_lengths[rows]
         identical[rows] = np.logical_and.reduceat(values[0] == values[1], starts)
-    return np.maximum(of_chosen, of_rejected), identical
+    return np.maximum(chosen_lengths, rejected_lengths), identical
 
 
 def check_margin(block: pa.Table, first: int, where: str) -> None:

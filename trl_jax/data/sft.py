@@ -73,7 +73,7 @@ def prepare(
             the row.
     """
     where = checks.argument(name)
-    plain, first = tokenize.opened(checks.as_read(dataset, name) if skip_prepare_dataset else dataset, name)
+    plain, first = tokenize.peek(checks.materialize(dataset, name) if skip_prepare_dataset else dataset, name)
     if skip_prepare_dataset and collate is not None:
         return collated(plain, collate, where)
     if skip_prepare_dataset:
@@ -134,10 +134,10 @@ def marked_template(tokenizer: Any) -> str | None:
 
     Also None if there is no template; rows raise an error for that later.
     """
-    own = tokenizer.chat_template
-    if own is None or has_generation_markers(own):
+    template = tokenizer.chat_template
+    if template is None or has_generation_markers(template):
         return None
-    return _training_template(own["default"] if isinstance(own, dict) else own)
+    return _training_template(template["default"] if isinstance(template, dict) else template)
 
 
 @cache
@@ -188,17 +188,17 @@ def _without_unlabeled(dataset: Dataset | IterableDataset, where: str, drops: bo
         ValueError: this is the case for all rows of a table.
     """
     if isinstance(dataset, IterableDataset):
-        facts = {"where": where, "state": tokenize.StreamState()}
-        return dataset.filter(_has_label, with_indices=True, fn_kwargs=facts) if drops else dataset
-    kept = np.concatenate([_have_labels(block) for _, block in blocks(dataset, ("labels",))])
-    missing, total = np.count_nonzero(~kept), len(kept)
+        arguments = {"where": where, "state": tokenize.StreamState()}
+        return dataset.filter(_has_label, with_indices=True, fn_kwargs=arguments) if drops else dataset
+    has_label = np.concatenate([_have_labels(block) for _, block in blocks(dataset, ("labels",))])
+    missing, total = np.count_nonzero(~has_label), len(has_label)
     if missing == total:
         raise ValueError(f"All {total:,} rows of {where} {_NO_LABEL}. {_WAY_OUT}")
     if not missing:
         return dataset
-    what = f"{missing:,} of {total:,} rows of {where} that {_NO_LABEL} (first: row {np.argmin(kept)})"
-    logger.warning(f"Dropped {what}. {_WAY_OUT}" if drops else f"Found {what}. {_WAY_OUT}")
-    return dataset.select(np.flatnonzero(kept)) if drops else dataset
+    rows = f"{missing:,} of {total:,} rows of {where} that {_NO_LABEL} (first: row {np.argmin(has_label)})"
+    logger.warning(f"{'Dropped' if drops else 'Found'} {rows}. {_WAY_OUT}")
+    return dataset.select(np.flatnonzero(has_label)) if drops else dataset
 
 
 def _have_labels(block: pa.Table) -> np.ndarray:
@@ -256,8 +256,8 @@ def tokenize_batch(
     else:
         read, rows = _READERS[row_format.kind], rows_of({column: batch[column] for column in batch})
         ids, labels = read(rows, [f"Row {i} of {where}" for i in indices], tokenizer, row_format, masking)
-    kept = tokenize.kept_tokens(max_length, keep_end)
-    return {"input_ids": [row[kept] for row in ids], "labels": [row[kept] for row in labels]}
+    window = tokenize.kept_tokens(max_length, keep_end)
+    return {"input_ids": [row[window] for row in ids], "labels": [row[window] for row in labels]}
 
 
 def _read_ids(batch: Any, first: int, row_format: RowFormat, max_length: int | None, where: str) -> tuple[list, list]:
@@ -271,7 +271,7 @@ def _read_ids(batch: Any, first: int, row_format: RowFormat, max_length: int | N
     else:
         labels = lists.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
     for column in row_format.masks:
-        labels[~reward.kept(block, first, column, lengths, "of 'input_ids'", where)] = IGNORED
+        labels[~reward.mask_to_bool(block, first, column, lengths, "of 'input_ids'", where)] = IGNORED
     if "seq_lengths" in batch:
         _check_documents(batch["seq_lengths"], lengths, max_length, first, where)
     values, ends = labels.tolist(), np.cumsum(lengths).tolist()
@@ -281,12 +281,12 @@ def _read_ids(batch: Any, first: int, row_format: RowFormat, max_length: int | N
 def _read_labels(block: pa.Table, lengths: np.ndarray, first: int, where: str) -> np.ndarray:
     """The concatenated labels of a block, `[tokens]`, checked against the lengths of the ids, `[rows]`."""
     lists = checks.id_lists(block, "labels", first, where)
-    found = lists.value_lengths().to_numpy(zero_copy_only=False)
-    if (found != lengths).any():
-        row = int(np.argmax(found != lengths))
+    label_lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
+    if (label_lengths != lengths).any():
+        row = int(np.argmax(label_lengths != lengths))
         raise ValueError(
             f"Row {first + row} of {where}, column 'labels': must have {lengths[row]:,} values, one per token of "
-            f"'input_ids' (its id, or -100 if it is not a target), got {found[row]:,}."
+            f"'input_ids' (its id, or -100 if it is not a target), got {label_lengths[row]:,}."
         )
     return lists.flatten().to_numpy(zero_copy_only=False)
 
@@ -295,10 +295,10 @@ def _check_documents(
     documents: list[list[int]], lengths: np.ndarray, max_length: int | None, first: int, where: str
 ) -> None:
     """Raise ValueError for a packed row whose document lengths do not add up to its tokens, or that is too long."""
-    for row, (tokens, found) in enumerate(zip(lengths.tolist(), documents, strict=True), start=first):
-        if not isinstance(found, list) or sum(found) != tokens or min(found) < 1:
+    for row, (tokens, document_lengths) in enumerate(zip(lengths.tolist(), documents, strict=True), start=first):
+        if not isinstance(document_lengths, list) or sum(document_lengths) != tokens or min(document_lengths) < 1:
             valid = f"the number of tokens of each document in the row, {tokens:,} in total"
-            raise checks.cell_error(f"Row {row} of {where}", "seq_lengths", found, valid)
+            raise checks.cell_error(f"Row {row} of {where}", "seq_lengths", document_lengths, valid)
         if max_length is not None and tokens > max_length:
             raise ValueError(
                 f"Row {row} of {where} is already packed (it has 'seq_lengths') and has {tokens:,} tokens, more than "
@@ -313,9 +313,9 @@ def _table(batch: Any, columns: tuple[str, ...], first: int, where: str) -> pa.T
         raise ValueError(f"Rows from {first} of {where}, columns {list(columns)}: {printable(str(error))}") from error
 
 
-def _read_texts(rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, _: Masking) -> tuple:
+def _read_texts(rows: list[dict], row_names: list[str], tokenizer: Any, row_format: RowFormat, _: Masking) -> tuple:
     texts = []
-    for row, where in zip(rows, places, strict=True):
+    for row, where in zip(rows, row_names, strict=True):
         if row_format.formatting_func:
             text, column = _formatted(row, row_format.formatting_func), "formatting_func(row)"
         else:
@@ -359,10 +359,10 @@ def _warn_of_batches() -> None:
 
 
 def _read_messages(
-    rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking
+    rows: list[dict], row_names: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking
 ) -> tuple:
     conversations = []
-    for row, where in zip(rows, places, strict=True):
+    for row, where in zip(rows, row_names, strict=True):
         messages = row[row_format.kind]
         if row_format.kind == "conversations":
             messages = _as_messages(messages, where)
@@ -385,25 +385,26 @@ def _as_messages(conversation: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _read_completions(
-    rows: list[dict], places: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking
+    rows: list[dict], row_names: list[str], tokenizer: Any, row_format: RowFormat, masking: Masking
 ) -> tuple:
-    for row, where in zip(rows, places, strict=True):
+    for row, where in zip(rows, row_names, strict=True):
         chat.check_contents(row, ["prompt", "completion"], where, _MIXED)
         for column in ("prompt", "completion"):
             chat.check_unicode(row[column], column, where)
             checks.check_no_media(row[column], f"{where}, column {column!r}")
         if chat.is_messages(row["prompt"]) != row_format.conversational:
-            found, first = ("text", "a conversation") if row_format.conversational else ("a conversation", "text")
-            raise ValueError(f"{where} is {found}, but the first row is {first}. All rows must have the same form.")
+            form, first = ("text", "a conversation") if row_format.conversational else ("a conversation", "text")
+            raise ValueError(f"{where} is {form}, but the first row is {first}. All rows must have the same form.")
     if row_format.conversational:
-        return _conversational_completions(rows, places, tokenizer, masking)
-    return _text_completions(rows, places, tokenizer, masking)
+        return _conversational_completions(rows, row_names, tokenizer, masking)
+    return _text_completions(rows, row_names, tokenizer, masking)
 
 
-def _text_completions(rows: list[dict], places: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
+def _text_completions(rows: list[dict], row_names: list[str], tokenizer: Any, masking: Masking) -> tuple[list, list]:
     """Text rows: the prompt followed by the completion and EOS."""
-    ended = [chat.with_eos(row["completion"], tokenizer, where) for row, where in zip(rows, places, strict=True)]
-    ids = tokenizer(text=[row["prompt"] + text for row, text in zip(rows, ended, strict=True)])["input_ids"]
+    pairs = zip(rows, row_names, strict=True)
+    texts = [row["prompt"] + chat.with_eos(row["completion"], tokenizer, where) for row, where in pairs]
+    ids = tokenizer(text=texts)["input_ids"]
     if not masking.completion:
         return ids, ids
     prompts = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
@@ -411,15 +412,16 @@ def _text_completions(rows: list[dict], places: list[str], tokenizer: Any, maski
 
 
 def _conversational_completions(
-    rows: list[dict], places: list[str], tokenizer: Any, masking: Masking
+    rows: list[dict], row_names: list[str], tokenizer: Any, masking: Masking
 ) -> tuple[list, list]:
     """Conversational rows: the prompt's messages followed by the completion's."""
-    options = [_template_options(row, tokenizer, masking, where) for row, where in zip(rows, places, strict=True)]
-    whole = [row["prompt"] + row["completion"] for row in rows]
-    ids, assistant_masks = _tokenize(list(map(_Conversation, whole, options, places)), tokenizer, masking.assistant)
+    options = [_template_options(row, tokenizer, masking, where) for row, where in zip(rows, row_names, strict=True)]
+    messages = [row["prompt"] + row["completion"] for row in rows]
+    conversations = list(map(_Conversation, messages, options, row_names))
+    ids, assistant_masks = _tokenize(conversations, tokenizer, masking.assistant)
     completion_masks = None
     if masking.completion:
-        prompts = list(map(_Conversation, [row["prompt"] for row in rows], options, places))
+        prompts = list(map(_Conversation, [row["prompt"] for row in rows], options, row_names))
         prompt_ids, _ = _tokenize(prompts, tokenizer, add_generation_prompt=True)
         completion_masks = list(map(_completion_mask, prompt_ids, ids))
     return ids, _labels(ids, assistant_masks, completion_masks)
@@ -440,17 +442,18 @@ def _tokenize(
 
     Without masks, conversations are rendered one by one but tokenized together, which is faster.
     """
-    if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(one.options) for one in conversations):
-        texts = [_render(one, tokenizer, tokenize=False, **options) for one in conversations]
+    if not assistant and all(chat.ABOUT_TOKENS.isdisjoint(conversation.options) for conversation in conversations):
+        texts = [_render(conversation, tokenizer, tokenize=False, **options) for conversation in conversations]
         if isinstance(tokenizer, chat.ProcessorTokenizer):
             return tokenizer.ids_of(texts), None
         return tokenizer(text=texts, add_special_tokens=False)["input_ids"], None
     options |= {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": assistant}
-    rendered = [_render(one, tokenizer, **options) for one in conversations]
-    ids = [one["input_ids"] for one in rendered]
+    encoded = [_render(conversation, tokenizer, **options) for conversation in conversations]
+    ids = [row["input_ids"] for row in encoded]
     if not assistant:
         return ids, None
-    return ids, [_assistant_mask(one, talk.where) for one, talk in zip(rendered, conversations, strict=True)]
+    pairs = zip(encoded, conversations, strict=True)
+    return ids, [_assistant_mask(row, conversation.where) for row, conversation in pairs]
 
 
 def _render(conversation: _Conversation, tokenizer: Any, **options: Any) -> Any:
@@ -468,18 +471,18 @@ def _assistant_mask(rendered: dict[str, list[int]], where: str) -> list[int]:
     return rendered["assistant_masks"]
 
 
-def _completion_mask(prompt: list[int], whole: list[int]) -> list[int]:
+def _completion_mask(prompt: list[int], ids: list[int]) -> list[int]:
     """0 for the common prefix of the prompt and the whole text, then 1."""
-    alike = common_prefix(prompt, whole)
-    return [0] * alike + [1] * (len(whole) - alike)
+    length = common_prefix(prompt, ids)
+    return [0] * length + [1] * (len(ids) - length)
 
 
-def common_prefix(prompt: list[int], whole: list[int]) -> int:
+def common_prefix(prompt: list[int], ids: list[int]) -> int:
     """Length of the common prefix of a prompt and of the prompt with its answer; warns if shorter than the prompt."""
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
-    if alike < len(prompt):
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
+    if length < len(prompt):
         warn_of_prefix()
-    return alike
+    return length
 
 
 @cache
@@ -534,22 +537,22 @@ def answer_labels(ids: Sequence[int], marks: AnswerMarks) -> list[int]:
     labels = np.asarray(ids, np.int64).copy()
     if marks.pad is not None:
         labels[labels == marks.pad] = IGNORED
-    begins = [start + len(marks.response) for start in _places(labels, marks.response)]
+    answer_starts = [start + len(marks.response) for start in _occurrences(labels, marks.response)]
     if marks.instruction is None:
-        labels[: begins[-1] if begins else None] = IGNORED
+        labels[: answer_starts[-1] if answer_starts else None] = IGNORED
         return labels.tolist()
-    ends = _places(labels, marks.instruction)
-    if not begins or not ends:
+    question_starts = _occurrences(labels, marks.instruction)
+    if not answer_starts or not question_starts:
         return [IGNORED] * len(ids)
-    ends = [0, *ends] if ends[0] > begins[0] else [0, *ends[1:]]
-    for end, begin in zip(ends, begins, strict=False):
-        labels[end:begin] = IGNORED
-    if len(begins) < len(ends):
-        labels[ends[-1] :] = IGNORED
+    question_starts = [0, *question_starts] if question_starts[0] > answer_starts[0] else [0, *question_starts[1:]]
+    for start_of_question, start in zip(question_starts, answer_starts, strict=False):
+        labels[start_of_question:start] = IGNORED
+    if len(answer_starts) < len(question_starts):
+        labels[question_starts[-1] :] = IGNORED
     return labels.tolist()
 
 
-def _places(ids: np.ndarray, mark: tuple[int, ...]) -> list[int]:
+def _occurrences(ids: np.ndarray, mark: tuple[int, ...]) -> list[int]:
     """The positions at which `mark` occurs in the ids `[T]`."""
     if len(ids) < len(mark):
         return []
@@ -608,31 +611,31 @@ def collated(dataset: Dataset | IterableDataset, collate: ScriptCollator, where:
     """
     if collate.columns is not None:
         names = dataset.column_names or list(next(iter(dataset), {}))
-        if not (kept := [name for name in collate.columns if name in names]):
+        if not (columns := [name for name in collate.columns if name in names]):
             raise ValueError(
                 f"No columns of {where} match what a collator gets with remove_unused_columns=True: it has "
                 f"{brief(names, 500)}. Set remove_unused_columns=False."
             )
-        dataset = dataset.select_columns(kept)
+        dataset = dataset.select_columns(columns)
     first = (
         list(dataset.take(collate.batch_size))
         if isinstance(dataset, IterableDataset)
         else list(dataset.select(range(min(collate.batch_size, len(dataset)))))
     )
-    alone = [_rows_of_batch(collate.function([copy.deepcopy(row)]), 1, where)[0] for row in first]
-    again = _rows_of_batch(collate.function([copy.deepcopy(first[0])]), 1, where)[0]
-    together = _rows_of_batch(collate.function(copy.deepcopy(first)), len(first), where)
-    if again != alone[0] or together != alone:
+    single_rows = [_rows_of_batch(collate.function([copy.deepcopy(row)]), 1, where)[0] for row in first]
+    repeated = _rows_of_batch(collate.function([copy.deepcopy(first[0])]), 1, where)[0]
+    batch_rows = _rows_of_batch(collate.function(copy.deepcopy(first)), len(first), where)
+    if repeated != single_rows[0] or batch_rows != single_rows:
         raise ValueError(
             f"data_collator returned different ids or labels for a row of {where} "
-            + ("when called again" if again != alone[0] else "in a batch and on its own")
+            + ("when called again" if repeated != single_rows[0] else "in a batch and on its own")
             + ". trl_jax calls it once for each row, before training. Let the labels of padding be -100, and do what "
             "is random, or depends on other rows, in train_dataset.map."
         )
     names = dataset.column_names or list(first[0])
     # No cache: datasets identifies an imported function by its name, even if its code has changed.
-    streamed = isinstance(dataset, IterableDataset)
-    options = {} if streamed else {"desc": f"Collating {where}", "load_from_cache_file": False}
+    is_stream = isinstance(dataset, IterableDataset)
+    options = {} if is_stream else {"desc": f"Collating {where}", "load_from_cache_file": False}
     return dataset.map(
         lambda row, index: _rows_of_batch(collate.function([dict(row)]), 1, f"row {index} of {where}")[0],
         with_indices=True, remove_columns=names, **options,
@@ -642,12 +645,12 @@ def collated(dataset: Dataset | IterableDataset, collate: ScriptCollator, where:
 def _rows_of_batch(batch: Any, count: int, where: str) -> list[dict[str, list[int]]]:
     """The rows of a collator's batch, without padding."""
     if not isinstance(batch, Mapping) or not set(_INPUTS) <= set(batch):
-        found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__qualname__
-        raise TypeError(f"data_collator returned {found} for {where}; expected a dict with {', '.join(_INPUTS)}.")
-    if other := sorted(set(batch) - {*_INPUTS, "token_type_ids"}):
+        returned = sorted(batch) if isinstance(batch, Mapping) else type(batch).__qualname__
+        raise TypeError(f"data_collator returned {returned} for {where}; expected a dict with {', '.join(_INPUTS)}.")
+    if unexpected := sorted(set(batch) - {*_INPUTS, "token_type_ids"}):
         raise ValueError(
-            f"data_collator returned {', '.join(other)} for {where}, which no step reads: a step gets input_ids and "
-            "labels, and makes attention_mask and position_ids itself. Leave it out of the batch."
+            f"data_collator returned {', '.join(unexpected)} for {where}, which no step reads: a step gets input_ids "
+            "and labels, and makes attention_mask and position_ids itself. Leave it out of the batch."
         )
     arrays = {name: np.asarray(batch[name]) for name in _INPUTS}
     if any(values.ndim != 2 or values.shape != (count, *arrays["labels"].shape[1:]) for values in arrays.values()):
@@ -783,10 +786,10 @@ def _format_of_texts(first: dict[str, Any], where: str, column: str, formatting_
         return RowFormat("messages", conversational=True)
     elif column in first:
         return RowFormat("text", column=column)
-    if "prompt" in first and (whole := [name for name in ("messages", column) if name in first]):
+    if "prompt" in first and (texts := [name for name in ("messages", column) if name in first]):
         raise ValueError(
-            f"{where} has the columns 'prompt' and {whole[0]!r}, but no 'completion', which 'prompt' goes with, as in "
-            f"TRL. To train on {whole[0]!r}, call dataset.remove_columns('prompt') first."
+            f"{where} has the columns 'prompt' and {texts[0]!r}, but no 'completion', which 'prompt' goes with, as in "
+            f"TRL. To train on {texts[0]!r}, call dataset.remove_columns('prompt') first."
         )
     raise ValueError(
         f"{where} must have one of: {column!r} (dataset_text_field) with a text; 'messages' with a list of messages, "

@@ -63,23 +63,25 @@ def prepare_texts(
     checks.check_type(dataset, name)
     where, plain = checks.argument(name), dataset.with_format(None)
     streams = isinstance(plain, IterableDataset)
-    found = list(first_row(plain, where)) if streams else plain.column_names
+    names = list(first_row(plain, where)) if streams else plain.column_names
     if not streams and not len(plain):
         raise ValueError(f"{where} is empty")
-    lacking = set(columns.optional).difference(found)
-    columns = columns._replace(numbers=tuple(name for name in columns.numbers if name not in lacking))
-    tokenized = set(columns.texts) <= set(found)
-    read = (*(columns.texts if tokenized else needed), *columns.numbers)
-    if missing := [column for column in read if column not in found]:
-        raise ValueError(f"{where} must have the columns {list(read)}, got {brief(found, 500)}: {missing} are missing.")
-    facts = {"tokenizer": tokenizer, "texts_of": texts_of, "columns": columns, "needed": needed, "where": where}
+    missing_numbers = set(columns.optional).difference(names)
+    columns = columns._replace(numbers=tuple(name for name in columns.numbers if name not in missing_numbers))
+    tokenized = set(columns.texts) <= set(names)
+    required = (*(columns.texts if tokenized else needed), *columns.numbers)
+    if missing := [column for column in required if column not in names]:
+        raise ValueError(
+            f"{where} must have the columns {list(required)}, got {brief(names, 500)}: {missing} are missing."
+        )
+    arguments = {"tokenizer": tokenizer, "texts_of": texts_of, "columns": columns, "needed": needed, "where": where}
     if streams:
-        rows = plain.map(_read_row, with_indices=True, fn_kwargs=facts | {"tokenized": tokenized})
+        rows = plain.map(_read_row, with_indices=True, fn_kwargs=arguments | {"tokenized": tokenized})
         limits = {"max_length": max_length, "where": where, "state": StreamState()}
         return without_long(rows, columns=columns.texts, **limits)
     if not tokenized:
-        words = f"Tokenizing {where.replace('_', ' ', 1)}"
-        plain = plain.map(_tokenize, with_indices=True, batched=True, num_proc=num_proc, fn_kwargs=facts, desc=words)
+        options = map_options(plain, num_proc, f"Tokenizing {where}")
+        plain = plain.map(_tokenize, with_indices=True, batched=True, fn_kwargs=arguments, **options)
     lengths = [_checked(block, columns, first, where) for first, block in checks.blocks(plain, columns.all)]
     return drop_long(plain, np.concatenate(lengths), max_length, where, "row")
 
@@ -96,9 +98,9 @@ def _tokenize(
     """Tokenize a batch of `Dataset.map`."""
     cells = zip(*(batch[column] for column in batch), strict=True)
     rows = [dict(zip(batch, row, strict=True)) for row in cells]
-    places = [f"Row {i} of {where}" for i in indices]
-    texts = [_texts(row, texts_of, tokenizer, needed, place) for row, place in zip(rows, places, strict=True)]
-    return {column: tokenizer(text=[one[column] for one in texts])["input_ids"] for column in columns.texts}
+    row_names = [f"Row {i} of {where}" for i in indices]
+    texts = [_texts(row, texts_of, tokenizer, needed, row_name) for row, row_name in zip(rows, row_names, strict=True)]
+    return {column: tokenizer(text=[row_texts[column] for row_texts in texts])["input_ids"] for column in columns.texts}
 
 
 def _texts(
@@ -136,7 +138,7 @@ def _checked(block: pa.Table, columns: Columns, first: int, where: str) -> np.nd
     for column in columns.numbers:
         checks.check_numbers(block, column, first, where)
     lists = [checks.id_lists(block, column, first, where) for column in columns.texts]
-    return np.maximum.reduce([pc.list_value_length(one).to_numpy(zero_copy_only=False) for one in lists])
+    return np.maximum.reduce([checks.numbers_of(pc.list_value_length(column)) for column in lists])
 
 
 # Streams: rows are tokenized and checked as they arrive
@@ -152,7 +154,7 @@ class StreamState:
     about: str = ""  # "at least " if texts were cut before tokenizing
 
 
-def opened(dataset: Any, name: str, messages: Sequence[str] = ()) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
+def peek(dataset: Any, name: str, messages: Sequence[str] = ()) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
     """The dataset without the user's format, so that rows are Python values, and its first row.
 
     Args:
@@ -170,11 +172,11 @@ def opened(dataset: Any, name: str, messages: Sequence[str] = ()) -> tuple[Datas
     return plain, plain[0]
 
 
-def map_options(dataset: Dataset | IterableDataset, num_proc: int | None, words: str) -> dict[str, Any]:
-    """Arguments of `map` and `filter` that only tables accept; `words` label the progress bar."""
+def map_options(dataset: Dataset | IterableDataset, num_proc: int | None, description: str) -> dict[str, Any]:
+    """Arguments of `map` and `filter` that only tables accept; `description` labels the progress bar."""
     if isinstance(dataset, IterableDataset):
         return {}
-    return {"num_proc": num_proc, "desc": words.replace("_", " ", 1)}
+    return {"num_proc": num_proc, "desc": description.replace("_", " ", 1)}
 
 
 def kept_tokens(max_length: int | None, keep_end: bool) -> slice:
@@ -188,10 +190,10 @@ def with_columns(dataset: Dataset | IterableDataset, columns: Sequence[str], whe
     """Make a stream raise ValueError for rows without these columns; a table is returned unchanged."""
     if isinstance(dataset, Dataset):
         return dataset
-    return dataset.map(_had, with_indices=True, fn_kwargs={"columns": tuple(columns), "where": where})
+    return dataset.map(_require_columns, with_indices=True, fn_kwargs={"columns": tuple(columns), "where": where})
 
 
-def _had(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> dict[str, Any]:
+def _require_columns(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> dict[str, Any]:
     check_has(row, index, columns, where)
     return row
 
@@ -231,9 +233,10 @@ def without_long(
     """
     if max_length is None:
         return dataset
-    facts = {"where": where, "state": state, "max_characters": max_characters, "max_length": max_length}
-    facts["columns"] = columns
-    return dataset.filter(_fits, with_indices=True, fn_kwargs=facts)
+    arguments = {
+        "where": where, "state": state, "max_characters": max_characters, "max_length": max_length, "columns": columns,
+    }  # fmt: skip
+    return dataset.filter(_fits, with_indices=True, fn_kwargs=arguments)
 
 
 def check_has(row: dict[str, Any], index: int, columns: tuple[str, ...], where: str) -> None:
@@ -324,8 +327,8 @@ def _splits_bytes(splitter: pre_tokenizers.PreTokenizer | None) -> bool:
         return False
     state = json.loads(splitter.__getstate__())
     steps = state["pretokenizers"] if state["type"] == "Sequence" else [state]
-    lost = any(step["type"] not in _KEEPS_ALL or step.get("behavior") == "Removed" for step in steps)
-    return not lost and steps[-1]["type"] == "ByteLevel"
+    drops_characters = any(step["type"] not in _KEEPS_ALL or step.get("behavior") == "Removed" for step in steps)
+    return not drops_characters and steps[-1]["type"] == "ByteLevel"
 
 
 def character_bound_of_table(dataset: Dataset, tokenizer: Any, max_length: int | None) -> int | None:

@@ -216,7 +216,7 @@ def prepare_chatml(
         TypeError, ValueError: a row cannot be trained on, or has no prompt tokens left after truncation. A stream
             raises when it reaches the row.
     """
-    rows, first = tokenize.opened(dataset, name, ("messages",))
+    rows, first = tokenize.peek(dataset, name, ("messages",))
     where = checks.argument(name)
     if "messages" not in first and "input_ids" not in first:
         raise ValueError(

@@ -94,7 +94,7 @@ class KtoTask(TokenTask):
 
     def image_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """If there is a KL term, attach to each row the row whose completion is paired with its prompt."""
-        return kto.rotated(rows) if self.objective.estimates_kl else rows
+        return kto.with_previous_rows(rows) if self.objective.estimates_kl else rows
 
     def image_example(self, row: dict[str, Any], encoder: Encoder, max_length: int | None) -> Example:
         """The texts of a row of `image_rows`, which share the prompt's images, and its label."""

@@ -19,7 +19,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
 from trl_jax.core.text import api_boundary
 from trl_jax.data.chat import PartsTokenizer, ProcessorTokenizer
-from trl_jax.data.checks import check_type, images_read
+from trl_jax.data.checks import check_type, materialize_images
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.parameters import counting_as_tensors
 from trl_jax.hub.peft_config import as_adapter_config
@@ -254,7 +254,8 @@ class BaseTrainer(abc.ABC):
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
         images = self._check_images is not None
         if images and not self._takes_transforms:
-            train_dataset, eval_dataset = images_read(train_dataset, "train"), images_read(eval_dataset, "eval")
+            train_dataset = materialize_images(train_dataset, "train")
+            eval_dataset = materialize_images(eval_dataset, "eval")
         check_type(train_dataset, "train", transforms=self._takes_transforms, images=images)
         return train_dataset, eval_dataset
 

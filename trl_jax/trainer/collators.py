@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trl_jax.data.batch import IGNORED
-from trl_jax.data.chat import opening
+from trl_jax.data.chat import prompt_options
 from trl_jax.data.chat_templates import apply_chat_template, prepare_multimodal_messages
 from trl_jax.hub import torch_bridge
 
@@ -267,7 +267,7 @@ class VisionCollator(abc.ABC):
         prompt = prepare_multimodal_messages(row["prompt"], row["images"])
         render = partial(apply_chat_template, self.processor, tokenize=False, **row.get("chat_template_kwargs", {}))
         whole = {name: render(prompt + prepare_multimodal_messages(row[name])) for name in answers}
-        start = os.path.commonprefix([render(prompt, **opening(prompt)), *whole.values()])
+        start = os.path.commonprefix([render(prompt, **prompt_options(prompt)), *whole.values()])
         return {"prompt": start} | {name: text[len(start) :] for name, text in whole.items()}
 
     def _encoded(self, texts: list[str], images: list[list] | None = None) -> tuple[dict, dict]:

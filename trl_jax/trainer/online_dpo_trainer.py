@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.text import brief
 from trl_jax.data.batch import IGNORED, Example, Extras
-from trl_jax.data.chat import opening, rendered
+from trl_jax.data.chat import prompt_options, rendered
 from trl_jax.data.loader import IndexedExample, StepBatch
 from trl_jax.data.prompts import completion_texts, is_conversation
 from trl_jax.generation.generator import StopRule
@@ -395,7 +395,7 @@ def prompt_ids(prompts: list, tokenizer: Any) -> list[list[int]]:
     for prompt in prompts:
         if is_conversation(prompt):
             where = f"The prompt {brief(prompt, 300)}"
-            prompt = rendered(tokenizer, list(prompt), where, tokenize=False, **opening(prompt))
+            prompt = rendered(tokenizer, list(prompt), where, tokenize=False, **prompt_options(prompt))
         texts.append(prompt)
     ids = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
     if not all(ids):

@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
 from trl_jax.config.rules import as_dict
-from trl_jax.data.checks import as_read, has_transform
+from trl_jax.data.checks import has_transform, materialize
 from trl_jax.data.sft import ScriptCollator
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.sft import SftTask
@@ -135,7 +135,7 @@ class SFTTrainer(BaseTrainer):
             args = as_config(args, SFTConfig)
             _check_together(args, data_collator, compute_loss_func)
             if _skips(args):
-                train_dataset, eval_dataset = as_read(train_dataset, "train"), as_read(eval_dataset, "eval")
+                train_dataset, eval_dataset = materialize(train_dataset, "train"), materialize(eval_dataset, "eval")
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class,
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,

@@ -184,12 +184,12 @@ def apply_special_tokens(
         the tokens that were added with the chat template.
     """
     new: list[int] = []
-    chat.settle(tokenizer, eos_token=args.eos_token, pad_token=args.pad_token)
+    chat.set_special_tokens(tokenizer, eos_token=args.eos_token, pad_token=args.pad_token)
     if head == "score":
         chat.warn_of_shared_pad(tokenizer)
     if args.chat_template_path is not None:
         path = args.chat_template_path
-        rows, new = chat.settle_chat_template(tokenizer, path, rows=rows, can_resize=can_resize)
+        rows, new = chat.set_chat_template(tokenizer, path, rows=rows, can_resize=can_resize)
     chat.check_pad(tokenizer, rows)
     return rows, new
 
@@ -211,11 +211,11 @@ def configure_model(
     cloned = args.chat_template_path is not None and not chat.is_template_file(args.chat_template_path)
     eos = args.eos_token is not None or cloned
     for config in (model.config, *([] if torch_model is None else [torch_model.config])):
-        chat.settle_ids(config, tokenization.tokenizer, eos=eos)
+        chat.copy_special_ids(config, tokenization.tokenizer, eos=eos)
         config.use_cache = args.use_cache
     for one in (model, torch_model):
         if one is not None and head == "lm":
-            chat.settle_generation(one.generation_config, tokenization.tokenizer, eos=eos, replaces=cloned)
+            chat.copy_ids_to_generation_config(one.generation_config, tokenization.tokenizer, eos=eos, replaces=cloned)
 
 
 def divide(model: PreTrainedModel, args: BaseConfig, batch_methods: frozenset[str]) -> ShardingPlan | None:
