@@ -16,7 +16,7 @@ from compat_tests.effort import only_thorough
 from compat_tests.mesh.launching import port
 from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.marks import timeless
-from trl_jax.rollout.rollout import EncodedTexts, Written
+from trl_jax.rollout.rollout import EncodedTexts, GeneratedCompletions
 from trl_jax.rollout.tools import Environments
 from trl_jax.training import rollout_processes
 
@@ -81,7 +81,9 @@ def test_a_process_resets_the_environments_of_its_own_rows(own, others, monkeypa
 def test_tool_calls_of_all_processes_are_counted():
     def part(count, calls):
         ids = [np.ones(2, np.int32)] * count
-        return Written(ids, ids, [own > 0 for own in ids], messages=[[{"role": "tool"}]] * count, calls=calls)
+        return GeneratedCompletions(
+            ids, ids, [own > 0 for own in ids], messages=[[{"role": "tool"}]] * count, calls=calls
+        )
 
     whole = rollout_processes.joined([part(3, (4, 1)), part(1, (1, 1))])
     assert whole.calls == (5, 2) and len(whole.messages) == 4

@@ -101,7 +101,7 @@ def test_the_runs_are_such_as_could_differ(curves):
 
 def no_permutation(self, prompts):
     rows = [self.read_row(index) for index in prompts for _ in range(self.cycle.group)]
-    return self.rollout.make(rows, self.cycle.group, "train")
+    return self.rollout.generate_and_score(rows, self.cycle.group, "train")
 
 
 def the_other_way_round(student, teacher, targets, *, beta, temperature):

@@ -150,7 +150,7 @@ def test_the_runs_are_such_as_could_differ(curves, trainer, name):
 
 def no_permutation(self, prompts):
     rows = [self.read_row(index) for index in prompts for _ in range(self.cycle.group)]
-    return self.rollout.make(rows, self.cycle.group, "train")
+    return self.rollout.generate_and_score(rows, self.cycle.group, "train")
 
 
 def a_little_smaller(rewards, group, **options):
@@ -163,7 +163,7 @@ def one_token_more(*given, generated_tokens, **of_generation):
 
 
 def the_same_order_each_epoch(self):
-    self._order, self._given = self._stream.permutation(self._rows), 0
+    self._order, self._num_yielded = self._stream.permutation(self._rows), 0
     self._stream = type(self._stream)(self._seed)
 
 

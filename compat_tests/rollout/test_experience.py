@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trl_jax.rollout.rollout import Experience, ScoredCompletion, Written
+from trl_jax.rollout.rollout import Experience, GeneratedCompletions, ScoredCompletion
 
 
 def completed(prompt, completion, mask, logps):
@@ -22,7 +22,7 @@ def completed(prompt, completion, mask, logps):
 def test_what_is_saved_comes_back(logps):
     own = [None, None] if logps is None else logps
     rows = [completed([5, 6], [7, 8], [True, False], own[0]), completed([5], [9], [True], own[1])]
-    back = Experience.of_arrays(Experience(rows).arrays())
+    back = Experience.from_arrays(Experience(rows).arrays())
     for row, wanted in zip(back.rows, rows, strict=True):
         for found, array in zip(row, wanted, strict=True):
             np.testing.assert_array_equal(found, array)
@@ -34,8 +34,8 @@ def test_completions_that_are_generated_ahead_come_back(calls):
     ids, logps = [np.int32([7, 8, 9]), np.int32([4])], [np.float32([-1, np.nan, -2]), np.float32([-3])]
     by_model = [np.asarray([True, calls is None, True]), np.asarray([True])]
     messages = None if calls is None else [[{"role": "assistant", "content": "ä"}], []]
-    made = Written([[1, 2], [3]], ids, by_model, messages=messages, calls=calls, sampling_logps=logps)
-    back = Written.of_arrays(made.arrays())
+    made = GeneratedCompletions([[1, 2], [3]], ids, by_model, messages=messages, calls=calls, sampling_logps=logps)
+    back = GeneratedCompletions.from_arrays(made.arrays())
     assert (back.prompt_ids, back.messages, back.calls) == (made.prompt_ids, messages, calls)
     for name in ("completion_ids", "by_model", "sampling_logps"):
         for own, other in zip(vars(back)[name], vars(made)[name], strict=True):
@@ -45,7 +45,9 @@ def test_completions_that_are_generated_ahead_come_back(calls):
 def written(content):
     messages = [[{"role": "assistant", "content": "ä"}, {"role": "tool", "name": "draw", "content": content}]]
     one = np.asarray([True])
-    return Written([[1]], [np.int32([7])], [one], messages=messages, calls=(1, 0), sampling_logps=[np.float32([-1])])
+    return GeneratedCompletions(
+        [[1]], [np.int32([7])], [one], messages=messages, calls=(1, 0), sampling_logps=[np.float32([-1])]
+    )
 
 
 def test_pictures_of_tools_come_back():
@@ -66,7 +68,7 @@ def test_pictures_of_tools_come_back():
     ]
     content = [{"type": "image", "image": own} for own in (*pictures, *others)] + [{"type": "text", "text": "?"}]
     made = written(content)
-    [[first, message]] = Written.of_arrays(made.arrays()).messages
+    [[first, message]] = GeneratedCompletions.from_arrays(made.arrays()).messages
     assert first == made.messages[0][0] and message["name"] == "draw" and message["content"][-1] == content[-1]
     back = [part["image"] for part in message["content"][:-1]]
     for found, wanted in zip(back, pictures, strict=False):
@@ -79,7 +81,7 @@ def test_pictures_of_tools_come_back():
 
 
 def test_pictures_in_modes_that_no_file_has_are_converted():
-    [[_, message]] = Written.of_arrays(
+    [[_, message]] = GeneratedCompletions.from_arrays(
         written([{"type": "image", "image": Image.new("HSV", (2, 2))}]).arrays()
     ).messages
     assert message["content"][0]["image"].mode == "RGB"

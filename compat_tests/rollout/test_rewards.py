@@ -356,10 +356,10 @@ def test_entries_that_a_function_replaced_stay_when_the_next_one_pops():
 
     def method(rows, prompts, completions, ids):
         prompts.clear()
-        return rewards.calculated(rows, list(PROMPTS), completions, ids)
+        return rewards.calculate(rows, list(PROMPTS), completions, ids)
 
     rewards, completions, prompts = made(replaces, pops), list(COMPLETIONS), list(PROMPTS)
-    rewards.own = method
+    rewards.override = method
     assert rewards(ROWS, prompts, completions, IDS)[0, 1] == 3
     assert (prompts, completions) == (PROMPTS, ["new", *COMPLETIONS[1:]])
 

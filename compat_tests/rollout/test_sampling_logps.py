@@ -13,7 +13,7 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.grpo_cases import prompt_rows
 from compat_tests.parity.reference import BASE
 from compat_tests.rollout.stub_server import StubServer
-from trl_jax.rollout.tools import written_by
+from trl_jax.rollout.tools import call_rollout_func
 
 CONFIG = {
     "max_steps": 2, "learning_rate": 3e-3, "num_generations": 4, "per_device_train_batch_size": 8,
@@ -150,7 +150,9 @@ def test_logps_of_a_server_correct_the_loss_as_in_trl(checkpoint, tmp_path, monk
 }.values())  # fmt: skip
 def test_reported_logps_are_checked(given, text):
     with pytest.raises(ValueError, match=text):
-        written_by(lambda prompts: {"prompt_ids": [[3]], "completion_ids": [[5, 6]], "logprobs": given}, ["a"], 10)
+        call_rollout_func(
+            lambda prompts: {"prompt_ids": [[3]], "completion_ids": [[5, 6]], "logprobs": given}, ["a"], 10
+        )
 
 
 def test_a_correction_without_logps_is_refused(checkpoint, tmp_path):

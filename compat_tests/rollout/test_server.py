@@ -39,7 +39,7 @@ CONFIG = {
 
 SAMPLED = {
     "max_tokens": 4, "temperature": 0.7, "top_p": None, "top_k": None, "min_p": None, "repetition_penalty": None,
-    "ends": [0], "regex": None, "never": (), "others": {},
+    "eos_token_ids": [0], "regex": None, "suppressed_ids": (), "generation_kwargs": {},
 }  # fmt: skip
 
 
@@ -572,9 +572,9 @@ def test_a_server_that_is_restarted_gets_the_weights(moment, serve, make):
 )
 def test_a_server_that_answered_before_is_waited_for_45_s_by_default(limits, seconds, argument):
     transport = Vllm(["http://127.0.0.1:9"], Requirements("model", 100, 16, True), limits).transport
-    assert transport._patience("http://127.0.0.1:9") == (limits.answer, "vllm_server_timeout")
-    transport._reached.add("http://127.0.0.1:9")
-    assert transport._patience("http://127.0.0.1:9") == (seconds, argument)
+    assert transport._outage_limit("http://127.0.0.1:9") == (limits.answer, "vllm_server_timeout")
+    transport._answered.add("http://127.0.0.1:9")
+    assert transport._outage_limit("http://127.0.0.1:9") == (seconds, argument)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -603,9 +603,9 @@ def test_a_request_that_ran_for_longer_than_the_timeout_is_sent_again(serve, fol
             raise ConnectionAbortedError
 
     servers = Vllm([stub.url], Requirements(str(folder), 100, 16, True), Limits(240.0, restart=1.0))
-    servers.transport.each("GET", "/v1/models")
+    servers.transport.request_all("GET", "/v1/models")
     stub.before = drop
-    assert servers.transport.each("POST", "/resume") == [{"status": "resumed"}] and len(posts) == 2
+    assert servers.transport.request_all("POST", "/resume") == [{"status": "resumed"}] and len(posts) == 2
 
 
 def test_a_server_that_is_down_is_named_within_the_timeout(serve, make):
@@ -655,7 +655,7 @@ def test_a_run_whose_server_dies_is_resumed(serve, make, tmp_path, steps, dies_a
 
 
 def test_a_server_that_starts_late_is_waited_for(serve, make, caplog, monkeypatch):
-    monkeypatch.setattr("trl_jax.rollout.server._SPEAKS_AFTER", 0.1)
+    monkeypatch.setattr("trl_jax.rollout.server._WARN_AFTER", 0.1)
     stub, port = serve(), None
     port = stub.port
     stub.stop()
@@ -724,15 +724,17 @@ def test_prompts_with_images(serve, folder):
 
 def test_parameters_of_requests():
     given = {"max_tokens": 5, "temperature": 0.7, "top_p": None, "top_k": -1, "min_p": None, "repetition_penalty": 1.1,
-             "ends": [2, 3], "never": ()}  # fmt: skip
+             "eos_token_ids": [2, 3], "suppressed_ids": ()}  # fmt: skip
     engine = Vllm([], Requirements("model", 100, 16, True), Limits(1.0))
-    found = engine.parameters(SamplingOptions(**given, regex="a+", others={"min_tokens": 2, "top_p": 0.5}))
+    found = engine.parameters(SamplingOptions(**given, regex="a+", generation_kwargs={"min_tokens": 2, "top_p": 0.5}))
     assert found == {
         "max_tokens": 5, "temperature": 0.7, "top_p": 0.5, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.1,
         "stop_token_ids": [2, 3], "min_tokens": 2, "structured_outputs": {"regex": "a+"},
     }  # fmt: skip
-    given |= {"never": (7,), "regex": None}
-    found = engine.parameters(SamplingOptions(**given, others={"stop_strings": ["END"], "logit_bias": {"1": 2.0}}))
+    given |= {"suppressed_ids": (7,), "regex": None}
+    found = engine.parameters(
+        SamplingOptions(**given, generation_kwargs={"stop_strings": ["END"], "logit_bias": {"1": 2.0}})
+    )
     assert (found["stop"], found["include_stop_str_in_output"], "stop_strings" in found) == (["END"], True, False)
     assert found["logit_bias"] == {"1": 2.0, "7": -100.0} and "structured_outputs" not in found
     assert server_urls(None, "::1", 8000) == ["http://[::1]:8000"]
@@ -883,7 +885,7 @@ def test_prompts_with_images_of_sglang(serve, folder):
     stub, needs = serve(SglangStub), Requirements(str(folder), 100, 16, True, image_token=5)
     stub.image_token, stub.image_tokens = 5, 3
     servers = connect([stub.url], needs, Limits(30.0))
-    sampling = servers.engine.parameters(SamplingOptions(**SAMPLED | {"never": (5, 9)}))
+    sampling = servers.engine.parameters(SamplingOptions(**SAMPLED | {"suppressed_ids": (5, 9)}))
     stub.replay = lambda ids, n: [[len(ids), number] for number in range(n)]
     prompts, images = [[1, 5, 5, 5, 2, 5, 5, 5], [1, 2]], [["data:a", "data:b"], []]
     found = servers.begin(prompts, sampling, group=2, seeds=[3, 4], images=images).result()
@@ -934,13 +936,15 @@ def test_texts_with_images_that_sglang_changes_or_refuses(serve, folder):
 
 def test_parameters_of_requests_to_sglang(caplog):
     engine = Sglang([], Requirements("model", 100, 16, False), Limits(1.0))
-    found = engine.parameters(SamplingOptions(**SAMPLED | {"regex": "a+", "others": {"min_tokens": 2, "top_k": 0}}))
+    found = engine.parameters(
+        SamplingOptions(**SAMPLED | {"regex": "a+", "generation_kwargs": {"min_tokens": 2, "top_k": 0}})
+    )
     assert found == {
         "max_new_tokens": 4, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
         "stop_token_ids": [0], "min_new_tokens": 2, "regex": "a+",
     }  # fmt: skip
     others = {"stop_strings": ["END"], "max_tokens": 3, "structured_outputs": {"json": {"type": "object"}}}
-    found = engine.parameters(SamplingOptions(**SAMPLED | {"others": others, "repetition_penalty": 1.5}))
+    found = engine.parameters(SamplingOptions(**SAMPLED | {"generation_kwargs": others, "repetition_penalty": 1.5}))
     assert found.keys() <= SglangStub.fields and (found["stop"], found["no_stop_trim"]) == (["END"], True)
     assert (found["max_new_tokens"], found["json_schema"]) == (3, '{"type": "object"}')
     assert "repetition_penalty=1.5: SGLang penalizes the tokens of a completion, not those of its pr" in caplog.text
@@ -949,7 +953,7 @@ def test_parameters_of_requests_to_sglang(caplog):
         ({"structured_outputs": {"choice": ["a"]}}, r"has \['choice'\], .* It has: regex, json, grammar"),
     ):
         with pytest.raises(ValueError, match=text):
-            engine.parameters(SamplingOptions(**SAMPLED | {"others": others}))
+            engine.parameters(SamplingOptions(**SAMPLED | {"generation_kwargs": others}))
     assert Sglang([], Requirements("m", 9, 9, False), Limits(1.0)).command("http://10.0.0.2:80").endswith("0.0.0.0")
 
 

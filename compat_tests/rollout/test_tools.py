@@ -15,7 +15,7 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.chat import PartsTokenizer
 from trl_jax.data.chat_templates import response_template
 from trl_jax.rollout.rollout import EncodedTexts
-from trl_jax.rollout.tools import Calls, Environments, Tools
+from trl_jax.rollout.tools import Environments, ToolCaller, Tools
 from trl_jax.trainer.online import tools_of
 from trl_jax.training.policy_writer import PolicyWriter, Sampling
 
@@ -100,7 +100,7 @@ def completed(made, first, *later):
     words, asked = made.tokenizer, [{"role": "user", "content": "?"}]
     prompt = words.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     model = Model(words, *later)
-    written = made.completed(EncodedTexts([prompt]), [np.asarray(words(first)["input_ids"], np.int32)], model)
+    written = made.run_turns(EncodedTexts([prompt]), [np.asarray(words(first)["input_ids"], np.int32)], model)
     return written, model
 
 
@@ -117,7 +117,7 @@ def test_a_call_is_answered_and_the_model_goes_on(form):
     assert first == {"role": "assistant", "content": "", "tool_calls": [call("add", a=1, b=2)]}
     assert answer == {"role": "tool", "name": "add", "content": "3"} and last["content"] == "Three."
     assert written.metrics == {"tools/call_frequency": 1.0, "tools/failure_frequency": 0.0}
-    assert made.calls.taken() == (0, 0)  # counters are reset for the next completions
+    assert made.calls.take_counts() == (0, 0)  # counters are reset for the next completions
 
 
 def test_an_answer_with_an_image_ends_the_run():
@@ -157,16 +157,16 @@ def test_turns_are_counted():
 
 def test_what_goes_wrong_is_an_answer():
     """Errors become tool messages. Answers of async functions come last, as in TRL."""
-    calls, functions = Calls(), {"add": add, "echo": echo}
+    calls, functions = ToolCaller(), {"add": add, "echo": echo}
     other = {"type": "web", "name": "search"}
     asked = [call("echo", word="so"), call("add", a=1), call("none"), call("echo", word="bad"), other]
-    answers = calls.answers(asked, functions)
+    answers = calls.run(asked, functions)
     assert [message["name"] for message in answers] == ["add", "none", "search", "echo", "echo"]
     assert "missing 1 required positional argument" in answers[0]["content"]
     wanted = ["Tool none not found.", "Unsupported tool call type: web"]
     assert [message["content"] for message in answers[1:3]] == [str({"error": text}) for text in wanted]
     assert [message["content"] for message in answers[3:]] == ["so", str({"error": "not that"})]
-    assert calls.taken() == (5, 4)
+    assert calls.take_counts() == (5, 4)
 
 
 def test_prompts_name_the_functions():
@@ -214,7 +214,7 @@ def test_what_the_reset_of_an_environment_raises_is_named():
             raise KeyError("stock")
 
     with pytest.raises(KeyError, match="stock") as error:
-        Environments(Shop).begin([{"prompt": [{"role": "user", "content": "Buy."}]}])
+        Environments(Shop).reset([{"prompt": [{"role": "user", "content": "Buy."}]}])
     assert error.value.__notes__[0].startswith("Raised by reset() of the environment 'Shop' for 1 ")
 
 

@@ -324,7 +324,7 @@ def test_a_column_with_the_name_of_the_environments(runs):
     with pytest.raises(ValueError, match="^train_dataset has the column 'environments', but the trainer itself passes"):
         runs.made(trl_jax, environment_factory=Shop)
     with pytest.raises(ValueError, match="^A row has the column 'environments'"):
-        Environments(Shop).begin(runs.rows)
+        Environments(Shop).reset(runs.rows)
     assert runs.made(trl_jax).train_dataset.column_names == ["prompt", "environments"]
 
 

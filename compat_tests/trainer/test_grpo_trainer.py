@@ -23,7 +23,7 @@ from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
 from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS
-from trl_jax.rollout.tools import written_by
+from trl_jax.rollout.tools import call_rollout_func
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.trainer.rloo_trainer import RLOOTrainer
 from trl_jax.training.rollout import CompletionLogps
@@ -401,7 +401,7 @@ def test_what_a_rollout_func_returns_is_checked(name):
     output = {"prompt_ids": [[3]] * 8, "completion_ids": [[5, 6]] * 8, "logprobs": None} | changed
     output = {key: value for key, value in output.items() if value is not ...}
     with pytest.raises(ValueError, match=text):
-        written_by(lambda prompts: output, ["a"] * 8, 10)
+        call_rollout_func(lambda prompts: output, ["a"] * 8, 10)
 
 
 @pytest.mark.parametrize("name", FALSE_IDS)
@@ -411,13 +411,13 @@ def test_ids_of_a_rollout_func_are_checked(key, name):
     output = {"prompt_ids": [[3]] * 2, "completion_ids": [[5, 6]] * 2, "logprobs": None}
     output[key] = [[5], ids]
     with pytest.raises(ValueError, match=re.escape(f"rollout_func's {key}[1]") + "(, |: )" + re.escape(text)):
-        written_by(lambda prompts: output, ["a"] * 2, 10)
+        call_rollout_func(lambda prompts: output, ["a"] * 2, 10)
 
 
 @pytest.mark.parametrize("given", [list, tuple, np.asarray, torch.tensor, jnp.asarray])
 def test_ids_of_a_rollout_func_come_in_any_list(given):
     output = {"prompt_ids": given([[3], [4]]), "completion_ids": [given([5, 9]), given([0])], "logprobs": None}
-    made = written_by(lambda prompts: output | {"env_mask": [given([0, 1]), given([1.0])]}, ["a"] * 2, 10)
+    made = call_rollout_func(lambda prompts: output | {"env_mask": [given([0, 1]), given([1.0])]}, ["a"] * 2, 10)
     assert [own.tolist() for own in made.prompt_ids] == [[3], [4]]
     assert [own.tolist() for own in made.completion_ids] == [[5, 9], [0]] and made.completion_ids[0].dtype == np.int32
     assert [own.tolist() for own in made.by_model] == [[False, True], [True]]
@@ -425,7 +425,7 @@ def test_ids_of_a_rollout_func_come_in_any_list(given):
 
 def test_a_rollout_func_returns_a_dict():
     with pytest.raises(TypeError, match=r"^rollout_func must return a dict with prompt_ids, completion_ids"):
-        written_by(lambda prompts: [], ["a"], 10)
+        call_rollout_func(lambda prompts: [], ["a"], 10)
 
 
 def test_what_a_rollout_func_raises_is_named(make):

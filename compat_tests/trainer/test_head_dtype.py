@@ -14,7 +14,7 @@ from trl_jax.generation.weights import Weights, matrices_in
 from trl_jax.hub import generate
 from trl_jax.hub.peft_config import LoraConfig
 from trl_jax.models.model import merge
-from trl_jax.rollout.rollout import Written
+from trl_jax.rollout.rollout import GeneratedCompletions
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 
 PROMPT, ANSWER = np.arange(5, 12), np.arange(20, 31)
@@ -54,8 +54,8 @@ def test_the_head_computes_in_float32_what_layers_in_bfloat16_give(make):
 def test_a_step_and_its_completions_have_that_head(make):
     exact, coarse = make(True), make(False)
     by_model = [np.ones(len(ANSWER), bool)]
-    asked = ("policy", Written([PROMPT], [ANSWER], by_model), by_model)
-    [found], [other] = (one.parts.rollout_steps.rollout.judge.logps(*asked) for one in (exact, coarse))
+    asked = ("policy", GeneratedCompletions([PROMPT], [ANSWER], by_model), by_model)
+    [found], [other] = (one.parts.rollout_steps.rollout.scorer.logps(*asked) for one in (exact, coarse))
     assert 1e-4 < np.abs(found - other).max() < 0.1
     kinds, run = [], generate.run
 

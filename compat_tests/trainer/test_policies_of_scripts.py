@@ -146,9 +146,9 @@ def test_a_completion_ends_where_generation_kwargs_say_so(kind, make):
     assert any(own[-1] in ends for own in seen) and not any({0, *ends} & {*own[:-1]} for own in seen)
     trainer = make(kind, rewards=look, generation_kwargs={"eos_token_id": 300})
     own = trainer.processing_class
-    assert trainer.parts.rollout_steps.rollout.ends == {300, own.pad_token_id, own.eos_token_id}
+    assert trainer.parts.rollout_steps.rollout.eos_token_ids == {300, own.pad_token_id, own.eos_token_id}
     trainer = make(kind, generation_kwargs={"eos_token_id": None})
-    assert trainer.processing_class.eos_token_id in trainer.parts.rollout_steps.rollout.ends
+    assert trainer.processing_class.eos_token_id in trainer.parts.rollout_steps.rollout.eos_token_ids
 
 
 @pytest.mark.parametrize("kind", ["GRPO", thorough("RLOO")])

@@ -254,8 +254,8 @@ def _rate_of_first_step(scheduler: Any, optimizer: Any) -> float:
         pairs = zip(values, initial, strict=True)
         if not all(math.isclose(rate * initial[0], values[0] * at_first, rel_tol=1e-9) for rate, at_first in pairs):
             raise ValueError(
-                f"optimizers: {name} of the parameter groups is {values} and initial_lr is {initial}. The ratio between "
-                "the groups is fixed here: set lr where the optimizer is created, before its scheduler."
+                f"optimizers: {name} of the parameter groups is {values} and initial_lr is {initial}. The ratio "
+                "between the groups is fixed here: set lr where the optimizer is created, before its scheduler."
             )
     return rates["lr"][0]
 

@@ -39,7 +39,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.cache import Cache
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import Compiled, compile_program, device_bytes
-from trl_jax.rollout.rollout import EncodedTexts, Ids, Logps, Writer, Written, all_written
+from trl_jax.rollout.rollout import EncodedTexts, GeneratedCompletions, Ids, Logps, Writer, all_by_model
 from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -71,13 +71,15 @@ class LongestWriter:
     def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
         return self._writer.prompts(rows)
 
-    def write(self, prompts: list, group: int) -> Written:
+    def write(self, prompts: list, group: int) -> GeneratedCompletions:
         del group
         texts = self._encoded(prompts)
         self.longest = max(self.longest, *map(len, texts.ids))
         completions = [np.full(self._tokens, TOKEN, np.int32) for _ in texts.ids]
         logps = [np.zeros(self._tokens, np.float32) for _ in texts.ids]  # of servers
-        return Written(texts.ids, completions, all_written(completions), images=texts.images, sampling_logps=logps)
+        return GeneratedCompletions(
+            texts.ids, completions, all_by_model(completions), images=texts.images, sampling_logps=logps
+        )
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         del prompt_ids, completion_ids
@@ -126,8 +128,8 @@ def use_longest_completions(trainer: BaseTrainer, *, synthetic: bool) -> Longest
     policy = source.rollout.writer
     encode = partial(_longest_ids, args.max_prompt_length) if synthetic else policy.encoded
     writer = LongestWriter(policy, encode, most_new_tokens(args))
-    judge = None if source.rollout.judge is None else replace(source.rollout.judge, logps=_no_logps)
-    source.rollout = replace(source.rollout, writer=writer, judge=judge, table=None)
+    scorer = None if source.rollout.scorer is None else replace(source.rollout.scorer, logps=_no_logps)
+    source.rollout = replace(source.rollout, writer=writer, scorer=scorer, table=None)
     return writer
 
 
@@ -241,8 +243,8 @@ def _longest_ids(length: int, prompts: list[str]) -> EncodedTexts:
     return EncodedTexts([[int(prompt)] * length for prompt in prompts])
 
 
-def _no_logps(model: str, written: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
-    return [np.zeros(len(ids), np.float32) for ids in written.completion_ids]
+def _no_logps(model: str, completions: GeneratedCompletions, completion_mask: Sequence[np.ndarray]) -> Logps:
+    return [np.zeros(len(ids), np.float32) for ids in completions.completion_ids]
 
 
 # Sizes

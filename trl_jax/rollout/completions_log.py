@@ -39,7 +39,7 @@ def without_pictures(messages: Any) -> Any:
     """Remove the images from a conversation's image parts; anything else is returned unchanged."""
     if not isinstance(messages, list):
         return messages
-    found = []
+    stripped = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list):
@@ -48,8 +48,8 @@ def without_pictures(messages: Any) -> Any:
                 for part in content
             ]
             message = {**message, "content": content}
-        found.append(message)
-    return found
+        stripped.append(message)
+    return stripped
 
 
 # The completions table
@@ -83,7 +83,7 @@ class CompletionsLog:
     repo: CompletionsRepo | None = None
     multimodal: bool = False
     shows: bool = True
-    _shown: dict[Mode, dict[str, Any]] = field(default_factory=dict)  # results of `columns` since the last generation
+    _column_views: dict[Mode, dict[str, Any]] = field(default_factory=dict)  # of `columns`, since the last generation
     _pictures: dict[Mode, deque[list[Any]]] = field(init=False)
     _rows: dict[Mode, deque[dict[str, Any]]] = field(init=False)
     _warned: set[str] = field(default_factory=set)
@@ -110,15 +110,15 @@ class CompletionsLog:
             names: the reward functions' current names; None: as before.
         """
         self.names = self.names if names is None else names
-        self._take_changes(mode)
-        self._shown.pop(mode, None)
-        further = {_text(name): values for name, values in (extra or {}).items()}
-        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        self._apply_script_changes(mode)
+        self._column_views.pop(mode, None)
+        extra_columns = {_text(name): values for name, values in (extra or {}).items()}
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             row = {"prompt": plain(without_pictures(prompt)), "completion": plain(without_pictures(completion))}
-            row["extra"] = {name: plain(values[number]) for name, values in further.items()}
+            row["extra"] = {name: plain(values[index]) for name, values in extra_columns.items()}
             if self.names is not None:
-                row["rewards"] = dict(zip(self.names, rewards[number].tolist(), strict=True))
-                row["advantage"] = float(advantages[number])
+                row["rewards"] = dict(zip(self.names, rewards[index].tolist(), strict=True))
+                row["advantage"] = float(advantages[index])
             self._rows[mode].append(row)
             self._pictures[mode].append(pictures_in(prompt) if self.multimodal and isinstance(prompt, list) else [])
 
@@ -128,16 +128,16 @@ class CompletionsLog:
         An extra column is None for generations that lack it. After resuming, a reward is NaN for earlier completions if
         its reward function had a different name then.
         """
-        self._take_changes(mode)
-        rows, judged = self._rows[mode], self.names is not None
-        found = dict.fromkeys(name for row in rows for name in row["extra"])
+        self._apply_script_changes(mode)
+        rows, has_advantages = self._rows[mode], self.names is not None
+        extra_names = dict.fromkeys(name for row in rows for name in row["extra"])
         return {
             "step": [step] * len(rows),
             "prompt": [row["prompt"] for row in rows],
             "completion": [row["completion"] for row in rows],
             **{name: [row["rewards"].get(name, math.nan) for row in rows] for name in self.names or ()},
-            **{name: [row["extra"].get(name) for row in rows] for name in found},
-            **({"advantage": [row["advantage"] for row in rows]} if judged else {}),
+            **{name: [row["extra"].get(name) for row in rows] for name in extra_names},
+            **({"advantage": [row["advantage"] for row in rows]} if has_advantages else {}),
         }
 
     def columns(self, mode: Mode) -> dict[str, Any]:
@@ -147,26 +147,27 @@ class CompletionsLog:
         table, rows = self.table(mode, 0), self._rows[mode]
         extra = dict.fromkeys(name for row in rows for name in row["extra"])
         pictures = self._pictures[mode] if any(self._pictures[mode]) else ()
-        self._shown[mode] = {
-            "images": self._kept(pictures),
-            "prompt": self._kept(table["prompt"]),
-            "completion": self._kept(table["completion"]),
-            "rewards": {name: self._kept(table[name]) for name in self.names or ()},
-            "advantages": self._kept(table.get("advantage", ())),
-            "extra": {name: self._kept(table[name]) for name in extra},
+        self._column_views[mode] = {
+            "images": self._last_values(pictures),
+            "prompt": self._last_values(table["prompt"]),
+            "completion": self._last_values(table["completion"]),
+            "rewards": {name: self._last_values(table[name]) for name in self.names or ()},
+            "advantages": self._last_values(table.get("advantage", ())),
+            "extra": {name: self._last_values(table[name]) for name in extra},
         }
-        return self._shown[mode]
+        return self._column_views[mode]
 
-    def _take_changes(self, mode: Mode) -> None:
+    def _apply_script_changes(self, mode: Mode) -> None:
         """Copy a script's changes to `columns` into the rows.
 
         Raises:
             ValueError: the number of values in a column differs from the number of completions.
         """
-        shown = self._shown.get(mode, {})
+        views = self._column_views.get(mode, {})
         for name in ("prompt", "completion", "advantages", "rewards", "extra"):
             nested = name in ("rewards", "extra")
-            for column, values in (shown.get(name, {}) if nested else {name: shown.get(name, ())}).items():
+            columns = views.get(name, {}) if nested else {name: views.get(name, ())}
+            for column, values in columns.items():
                 if len(values) not in (0, len(self._rows[mode])):
                     raise ValueError(
                         f"_logs[{column!r}] has {len(values)} values for {len(self._rows[mode])} completions. Change "
@@ -178,7 +179,7 @@ class CompletionsLog:
                     else:
                         row["advantage" if column == "advantages" else column] = plain(value)
 
-    def _kept(self, values: Iterable[Any]) -> deque[Any]:
+    def _last_values(self, values: Iterable[Any]) -> deque[Any]:
         return deque(values, maxlen=self.size)
 
     def log(self, mode: Mode, step: int) -> None:
@@ -210,21 +211,21 @@ class CompletionsLog:
                 self.repo.finish()
 
     @contextlib.contextmanager
-    def _warning(self, what: str) -> Iterator[None]:
+    def _warning(self, failed_step: str) -> Iterator[None]:
         """Turn any exception into a warning; equal warnings are only logged once."""
         try:
             yield
         except Exception as error:  # rich, pandas, a tracker or the disk failed: training continues without the table
-            found = f"{type(error).__name__}: {printable(str(error)[:500])}"
-            message = f"log_completions: the completions table could not be {what}; training continues. {found}"
+            cause = f"{type(error).__name__}: {printable(str(error)[:500])}"
+            message = f"log_completions: the completions table could not be {failed_step}; training continues. {cause}"
             if message not in self._warned:
                 self._warned.add(message)
                 logger.warning(message)
 
     def state(self) -> np.ndarray:
         """The completions for `restore`, as UTF-8 JSON in a uint8 array."""
-        kept = {mode: list(rows) for mode, rows in self._rows.items()}
-        return np.frombuffer(json.dumps(kept).encode(), np.uint8)
+        rows_by_mode = {mode: list(rows) for mode, rows in self._rows.items()}
+        return np.frombuffer(json.dumps(rows_by_mode).encode(), np.uint8)
 
     def restore(self, state: np.ndarray) -> None:
         """Restore a `state`."""
@@ -250,11 +251,11 @@ def plain(value: Any) -> Any:
     NumPy and JAX arrays become lists, other types their `str`, and lone surrogates are escaped. "..." replaces
     containers that contain themselves, values nested deeper than _DEPTH, and everything after _ITEMS items.
     """
-    left, open_containers = _ITEMS, set()
+    items_left, open_containers = _ITEMS, set()
 
-    def made(value: Any, depth: int) -> Any:
-        nonlocal left
-        left -= 1
+    def convert(value: Any, depth: int) -> Any:
+        nonlocal items_left
+        items_left -= 1
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, int):
@@ -263,24 +264,24 @@ def plain(value: Any) -> Any:
             return float(value)
         if isinstance(value, np.generic):
             item = value.item()
-            return _text(item) if isinstance(item, np.generic) else made(item, depth)
+            return _text(item) if isinstance(item, np.generic) else convert(item, depth)
         if isinstance(value, np.ndarray | jax.Array):
-            return made(np.asarray(value).tolist(), depth)
+            return convert(np.asarray(value).tolist(), depth)
         if not isinstance(value, Mapping | list | tuple | set | frozenset):
             return _text(value)
-        if id(value) in open_containers or depth > _DEPTH or left < 0:
+        if id(value) in open_containers or depth > _DEPTH or items_left < 0:
             return "..."
         open_containers.add(id(value))
         if isinstance(value, Mapping):
-            found = {_text(key): made(item, depth + 1) for key, item in islice(value.items(), left)}
+            converted = {_text(key): convert(item, depth + 1) for key, item in islice(value.items(), items_left)}
         else:
-            found = [made(item, depth + 1) for item in islice(value, left)]
-            found += ["..."] * (len(found) < len(value))
+            converted = [convert(item, depth + 1) for item in islice(value, items_left)]
+            converted += ["..."] * (len(converted) < len(value))
         open_containers.discard(id(value))
-        return found
+        return converted
 
     try:
-        return made(value, 0)
+        return convert(value, 0)
     except Exception:  # a user's class may raise anything
         return f"<{type(value).__name__}>"
 
@@ -324,7 +325,7 @@ def _has_empty_struct(kind: pa.DataType) -> bool:
     """Whether an Arrow type contains a struct without fields, which Parquet cannot store."""
     if pa.types.is_struct(kind) and not kind.num_fields:
         return True
-    return any(_has_empty_struct(kind.field(number).type) for number in range(kind.num_fields))
+    return any(_has_empty_struct(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def _with_text_arguments(value: Any) -> Any:
@@ -357,7 +358,7 @@ def _with_images(frame: pd.DataFrame, kind: Callable[[Any], Any]) -> pd.DataFram
     """The table with the images of prompts, if any, converted to the tracker's image class `kind`."""
     if "image" not in frame:
         return frame
-    return frame.assign(image=[[kind(open_picture(picture)) for picture in own] for own in frame["image"]])
+    return frame.assign(image=[[kind(open_picture(picture)) for picture in pictures] for pictures in frame["image"]])
 
 
 def _trackio(frame: pd.DataFrame) -> None:
@@ -442,29 +443,30 @@ def print_completions(
     from rich.text import Text
 
     extra = [name for name in table if name not in ("step", "prompt", "completion", "advantage", *rewards)]
-    shown = Table(show_header=True, header_style="bold white", expand=True)
-    shown.add_column("Prompt", style="bright_yellow")
-    shown.add_column("Completion", style="bright_green")
+    display = Table(show_header=True, header_style="bold white", expand=True)
+    display.add_column("Prompt", style="bright_yellow")
+    display.add_column("Completion", style="bright_green")
     for name in rewards:
-        shown.add_column(Text(printable(name)), style="bold cyan", justify="right")
-    measured = [*rewards, *(name for name in ("advantage",) if name in table)]
+        display.add_column(Text(printable(name)), style="bold cyan", justify="right")
+    number_columns = [*rewards]
     if "advantage" in table:
-        shown.add_column("Advantage", style="bold magenta", justify="right")
+        number_columns.append("advantage")
+        display.add_column("Advantage", style="bold magenta", justify="right")
     for name in extra:
-        shown.add_column(Text(printable(name)), style="bright_white")
+        display.add_column(Text(printable(name)), style="bright_white")
 
     def cell(value: Any) -> Text:
         return Text.assemble(*((printable(text), _STYLES[kind]) for text, kind in _pieces(value)))
 
-    for row in _drawn(len(table["prompt"]), num_samples):
-        numbers = [f"{table[name][row]:.2f}" for name in measured]
+    for row in _sample_rows(len(table["prompt"]), num_samples):
+        numbers = [f"{table[name][row]:.2f}" for name in number_columns]
         texts = [cell(table[name][row]) for name in ("prompt", "completion")]
-        shown.add_row(*texts, *numbers, *(cell(table[name][row]) for name in extra))
-        shown.add_section()
-    Console().print(Panel(shown, expand=False, title=f"Step {step}", border_style="bold white"))
+        display.add_row(*texts, *numbers, *(cell(table[name][row]) for name in extra))
+        display.add_section()
+    Console().print(Panel(display, expand=False, title=f"Step {step}", border_style="bold white"))
 
 
-def _drawn(rows: int, num_samples: int | None) -> Sequence[int]:
+def _sample_rows(rows: int, num_samples: int | None) -> Sequence[int]:
     """Choose rows with Python's global random generator, as in TRL."""
     if num_samples is None or num_samples >= rows:
         return range(rows)
@@ -506,12 +508,13 @@ def _call(call: Any) -> str:
     function = call.get("function", {}) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return str(call)
-    given = function.get("arguments", {})
-    if isinstance(given, str):
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            given = json.loads(given)
-    texts = [f"{name}={value!r}" for name, value in given.items()] if isinstance(given, dict) else [str(given)]
-    return f"{function.get('name', '?')}({', '.join(texts)})"
+            arguments = json.loads(arguments)
+    if isinstance(arguments, dict):
+        arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"{function.get('name', '?')}({arguments})"
 
 
 # Plot of the run: reward, length, entropy and KL over steps
@@ -561,16 +564,16 @@ class MetricLog:
 
     def extend(self, metrics: Mapping[str, list[float]], *, first: bool = False) -> None:
         """Add lists of values; with `first`, before all other names."""
-        others = dict(self.values) if first else {}
+        earlier = dict(self.values) if first else {}
         if first:
             self.values.clear()
         for name, values in metrics.items():
-            if name in others:
-                self.values[name] = others.pop(name)
+            if name in earlier:
+                self.values[name] = earlier.pop(name)
                 self.values[name][:0] = values
             else:
                 self.values[name].extend(values)
-        self.values.update(others)
+        self.values.update(earlier)
 
     def set(self, name: str, value: float) -> None:
         """Set a metric; only its last value is logged."""
@@ -578,8 +581,8 @@ class MetricLog:
 
     def means(self) -> dict[str, float | None]:
         """The mean of each metric's non-NaN values; None if there is none."""
-        real = {name: [value for value in found if not math.isnan(value)] for name, found in self.values.items()}
-        return {name: sum(found) / len(found) if found else None for name, found in real.items()}
+        numbers = {name: [value for value in values if not math.isnan(value)] for name, values in self.values.items()}
+        return {name: sum(values) / len(values) if values else None for name, values in numbers.items()}
 
     def take(self) -> dict[str, float | None]:
         """Return the means, and clear the values."""
@@ -607,8 +610,8 @@ def length_metrics(lengths: Sequence[int], truncated: np.ndarray) -> Iterator[tu
     lengths = np.asarray(lengths, np.float32)
     yield from _spread("completions", "length", lengths)
     yield "completions/clipped_ratio", float(np.mean(truncated, dtype=np.float32))
-    ended = lengths[~truncated]
-    yield from _spread("completions", "terminated_length", ended if len(ended) else np.zeros(1, np.float32))
+    terminated = lengths[~truncated]
+    yield from _spread("completions", "terminated_length", terminated if len(terminated) else np.zeros(1, np.float32))
 
 
 def _spread(group: str, name: str, values: np.ndarray) -> Iterator[tuple[str, float]]:
@@ -643,17 +646,16 @@ def group_reward_metrics(
             (ddof=0).
     """
     yield "reward", _mean(advantages.rewards)
-    groups = [own[~np.isnan(own)] for own in np.asarray(advantages.rewards).reshape(-1, group)]
-    spread = np.asarray([own.std() if len(own) else np.nan for own in groups])
-    yield "reward_std", _mean(spread)
+    groups = [row[~np.isnan(row)] for row in np.asarray(advantages.rewards).reshape(-1, group)]
+    yield "reward_std", _mean(np.asarray([rewards.std() if len(rewards) else np.nan for rewards in groups]))
     for name, values in zip(names, rewards.T, strict=True):
         yield f"rewards/{name}", _mean(values)
 
 
 def sampling_metrics(
     settings: PolicyLoss,
-    old: Sequence[np.ndarray],
-    sampling: Sequence[np.ndarray],
+    policy_logps: Sequence[np.ndarray],
+    sampling_logps: Sequence[np.ndarray],
     completion_mask: Sequence[np.ndarray],
 ) -> Iterator[tuple[str, float]]:
     """The differences between the sampler's log-probabilities and the policy's, and the importance ratios in the loss.
@@ -661,16 +663,17 @@ def sampling_metrics(
     Tokens without a log-probability from the sampler (NaN) are left out of the differences and have the ratio 1.
 
     Args:
-        old, sampling: log-probabilities of each completion's tokens, from the policy and from the sampler.
+        policy_logps, sampling_logps: log-probabilities of each completion's tokens.
     """
-    tokens = [(a - b)[mask] for a, b, mask in zip(old, sampling, completion_mask, strict=True)]
-    apart = np.abs(np.concatenate(tokens))
-    apart = apart[~np.isnan(apart)]
+    completions = zip(policy_logps, sampling_logps, completion_mask, strict=True)
+    log_ratios = [(policy - sampler)[mask] for policy, sampler, mask in completions]
+    differences = np.abs(np.concatenate(log_ratios))
+    differences = differences[~np.isnan(differences)]
     for kind, function in (("mean", np.mean), ("max", np.max)):
-        yield f"sampling/sampling_logp_difference/{kind}", float(function(apart)) if len(apart) else 0.0
-    known = [np.nan_to_num(own, nan=0.0) for own in tokens]
-    logs = np.asarray([own.sum() for own in known]) if settings.corrects_sequences else np.concatenate(known)
-    ratio = settings.bounded(np.exp(logs.astype(np.float32)))
+        yield f"sampling/sampling_logp_difference/{kind}", float(function(differences)) if len(differences) else 0.0
+    rows = [np.nan_to_num(row, nan=0.0) for row in log_ratios]
+    log_ratio = np.asarray([row.sum() for row in rows]) if settings.corrects_sequences else np.concatenate(rows)
+    ratio = settings.bounded(np.exp(log_ratio.astype(np.float32)))
     for kind, function in (("min", np.min), ("mean", np.mean), ("max", np.max)):
         yield f"sampling/importance_sampling_ratio/{kind}", float(function(ratio)) if len(ratio) else 0.0
 

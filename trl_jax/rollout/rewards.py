@@ -61,46 +61,48 @@ def reward_functions(
         TypeError: an entry is neither a function nor a model, or a function does not take the arguments that it would
             be called with.
     """
-    given = _listed(reward_funcs)
-    if not given:
+    sources = _as_list(reward_funcs)
+    if not sources:
         raise ValueError(
             "No reward source provided. Pass `reward_funcs`, or an `environment_factory` whose environment defines a "
             "`get_reward` method."
         )
-    if weights is not None and len(weights) != len(given):
+    if weights is not None and len(weights) != len(sources):
         raise ValueError(
-            f"Number of reward weights ({len(weights)}) must match number of reward functions ({len(given)})"
+            f"Number of reward weights ({len(weights)}) must match number of reward functions ({len(sources)})"
         )
-    tokenizers = [None] * len(given) if processing_classes is None else _listed(processing_classes)
-    if len(tokenizers) != len(given):
+    tokenizers = [None] * len(sources) if processing_classes is None else _as_list(processing_classes)
+    if len(tokenizers) != len(sources):
         raise ValueError(
             f"The number of reward processing classes ({len(tokenizers)}) must match the number of reward functions "
-            f"({len(given)})."
+            f"({len(sources)})."
         )
-    made = [_made(function, tokenizer, models) for function, tokenizer in zip(given, tokenizers, strict=True)]
-    for function in made:
+    functions = [_reward_function(*pair, models) for pair in zip(sources, tokenizers, strict=True)]
+    for function in functions:
         if not isinstance(function, RewardModel):
             check_signature(function, columns, helpers)
-    names = [function.name if isinstance(function, RewardModel) else callable_name(function) for function in made]
-    own = reward_funcs if isinstance(reward_funcs, list) else None
-    weights = np.ones(len(made), np.float32) if weights is None else np.asarray(weights, np.float32)
-    return RewardFunctions(numbered(names), made, weights, trainer_state, timeout, own, metrics_of_run, helpers=helpers)
+    names = [function.name if isinstance(function, RewardModel) else callable_name(function) for function in functions]
+    user_list = reward_funcs if isinstance(reward_funcs, list) else None
+    weights = np.ones(len(functions), np.float32) if weights is None else np.asarray(weights, np.float32)
+    return RewardFunctions(
+        numbered(names), functions, weights, trainer_state, timeout, user_list, metrics_of_run, helpers=helpers
+    )
 
 
-def _listed(value: Any) -> list:
+def _as_list(value: Any) -> list:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _made(function: Any, tokenizer: Any, options: Mapping[str, Any]) -> Callable[..., Any] | RewardModel:
-    if is_model(function):
-        return reward_model(function, tokenizer, **options)
-    if not callable(function):
+def _reward_function(source: Any, tokenizer: Any, options: Mapping[str, Any]) -> Callable[..., Any] | RewardModel:
+    if is_model(source):
+        return reward_model(source, tokenizer, **options)
+    if not callable(source):
         raise TypeError(
-            f"reward_funcs must be functions, or reward models by name or object, got a {type(function).__name__}."
+            f"reward_funcs must be functions, or reward models by name or object, got a {type(source).__name__}."
         )
-    return function
+    return source
 
 
 def check_signature(
@@ -116,26 +118,27 @@ def check_signature(
         signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take more than what it wraps
     except (TypeError, ValueError):  # callables implemented in C may have no signature
         return
-    parameters, always = signature.parameters.values(), ("prompts", "completions", "completion_ids", *helpers)
-    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    found = f"The reward function {callable_name(function)}{signature}"
-    given = ", ".join(("prompts", "completions", "completion_ids", "the columns of the dataset", *helpers))
-    wanted = (
-        f"Reward functions are called by name, with {given}: write def {callable_name(function)}(prompts, completions, "
-        "**kwargs)."
-    )
-    if positional := [one for one in parameters if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]:
-        raise TypeError(f"{found} takes {positional[0].name} by position only. {wanted}")
-    needed = [one.name for one in named if one.default is one.empty and one.name not in always]
-    passed = needed if columns is None else [name for name in columns if name not in _OWN]
-    if missing := [name for name in needed if name not in passed]:
+    trainer_arguments = ("prompts", "completions", "completion_ids", *helpers)
+    name = callable_name(function)
+    described = f"The reward function {name}{signature}"
+    arguments = ", ".join(("prompts", "completions", "completion_ids", "the columns of the dataset", *helpers))
+    advice = f"Reward functions are called by name, with {arguments}: write def {name}(prompts, completions, **kwargs)."
+    parameters = signature.parameters.values()
+    mandatory = [parameter for parameter in parameters if parameter.default is parameter.empty]
+    if positional := [parameter.name for parameter in mandatory if parameter.kind is parameter.POSITIONAL_ONLY]:
+        raise TypeError(f"{described} takes {positional[0]} by position only. {advice}")
+    keywords = [p.name for p in mandatory if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed_columns = [name for name in keywords if name not in trainer_arguments]
+    passed_columns = needed_columns if columns is None else [name for name in columns if name not in _EXCLUDED_COLUMNS]
+    if missing := [name for name in needed_columns if name not in passed_columns]:
         raise TypeError(
-            f"{found} needs {', '.join(missing)}, and train_dataset has no such column; functions get its columns "
-            f"{', '.join(passed) or 'other than prompt, of which there are none'}. {wanted}"
+            f"{described} needs {', '.join(missing)}, and train_dataset has no such column; functions get its columns "
+            f"{', '.join(passed_columns) or 'other than prompt, of which there are none'}. {advice}"
         )
-    open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    if not open_ended and (refused := [name for name in (*always, *passed) if name not in signature.parameters]):
-        raise TypeError(f"{found} does not take {', '.join(refused)}. {wanted}")
+    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    unexpected = [name for name in (*trainer_arguments, *passed_columns) if name not in signature.parameters]
+    if unexpected and not takes_any_keyword:
+        raise TypeError(f"{described} does not take {', '.join(unexpected)}. {advice}")
 
 
 # Calling user functions
@@ -155,14 +158,14 @@ def is_async(function: Callable) -> bool:
 
 
 @contextlib.contextmanager
-def raised_by(who: str, prompts: list) -> Iterator[None]:
+def raised_by(source: str, prompts: list) -> Iterator[None]:
     """Add a note to any exception that names the user function that raised it and the first of its prompts."""
     count, first = len(prompts), prompts[0]  # the function may clear the list
     try:
         yield
     except Exception as error:
         error.add_note(
-            f"Raised by {who} for {count} completions, the first with {scrubbed(show('prompt', first))}. "
+            f"Raised by {source} for {count} completions, the first with {scrubbed(show('prompt', first))}. "
             "To resume from the last checkpoint, call train(resume_from_checkpoint=True)."
         )
         raise
@@ -213,11 +216,11 @@ class EventLoop:
         except TimeoutError as error:
             if future.done():
                 raise  # raised by a user function
-            blocking = asyncio.current_task(loop)
-            late = [number for number, task in enumerate(tasks) if task is blocking or not task.done()]
-            number = tasks.index(blocking) if blocking in tasks else min(late, default=0)
+            running_task = asyncio.current_task(loop)
+            unfinished = [number for number, task in enumerate(tasks) if task is running_task or not task.done()]
+            number = tasks.index(running_task) if running_task in tasks else min(unfinished, default=0)
             self._loop = None  # its thread is stuck; the next call starts a new one
-            raise TookTooLong(number, blocks=blocking is not None) from error
+            raise TookTooLong(number, blocks=running_task is not None) from error
         except BaseException:
             future.cancel()  # this thread was interrupted
             raise
@@ -229,26 +232,26 @@ async def _together(
     """Run the coroutines; append a task for each to `tasks`."""
     tasks += [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        done, late = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        done, unfinished = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         for task in tasks:
             task.cancel()
-        ended, _ = await asyncio.wait(tasks, timeout=_GRACE)
-        errors = {task: task.exception() for task in ended if not task.cancelled()}
+        finished, _ = await asyncio.wait(tasks, timeout=_GRACE)
+        errors = {task: task.exception() for task in finished if not task.cancelled()}
     for task in tasks:
         if task in done and errors.get(task) is not None:
             raise errors[task]
-    if late:
-        raise TookTooLong(min(map(tasks.index, late)), blocks=False)
+    if unfinished:
+        raise TookTooLong(min(map(tasks.index, unfinished)), blocks=False)
     return [task.result() for task in tasks]
 
 
 # Reward functions
 
-_OWN = ("prompt", "completion", "completion_ids")  # dataset columns that are not passed to functions
-_GIVEN = ("prompts", "completions", *HELPERS)  # arguments that the trainer passes in addition to the columns
-_TABLE = ("step", "prompt", "completion", "advantage")  # columns of the completions table
-_METRICS = (
+_EXCLUDED_COLUMNS = ("prompt", "completion", "completion_ids")  # dataset columns that are not passed to functions
+_RESERVED_ARGUMENTS = ("prompts", "completions", *HELPERS)  # that the trainer passes in addition to the columns
+_TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")  # columns of the completions table
+_TRAINER_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "reward", "reward_std",
     "frac_reward_zero_std", "entropy", "entropy_coef", "policy_loss", "aux_loss", "runtime", "samples_per_second",
     "steps_per_second", "tools/call_frequency", "tools/failure_frequency", "completions/clipped_ratio",
@@ -272,10 +275,10 @@ class RewardFunctions:
         weights: float32 `[F]`, or a script's own array or tensor. A script may change its values at any time.
         trainer_state: returns the trainer state that is passed to functions.
         timeout: seconds that async functions may take; None means no limit.
-        given: the user's own list of functions, whose entries may be replaced at any time, as in TRL; None if the user
+        user_list: the user's list of functions, whose entries may be replaced at any time, as in TRL; None if the user
             did not pass a list.
-        metrics_of_run: metrics that the trainer logs in this run in addition to `_METRICS`.
-        own: a user-defined `_calculate_rewards`, with the signature of `calculated`, or None.
+        metrics_of_run: metrics that the trainer logs in this run in addition to `_TRAINER_METRICS`.
+        override: a user-defined `_calculate_rewards`, with the signature of `calculate`, or None.
         helpers: those of `HELPERS` that are passed to functions.
     """
 
@@ -284,17 +287,17 @@ class RewardFunctions:
     weights: Any
     trainer_state: Callable[[], Any]
     timeout: float | None = None
-    given: list[Any] | None = None
+    user_list: list[Any] | None = None
     metrics_of_run: tuple[str, ...] = ()
-    own: Callable[..., Any] | None = None
+    override: Callable[..., Any] | None = None
     helpers: Sequence[str] = HELPERS
-    _taken: list[Any] = field(init=False)
+    _last_user_list: list[Any] = field(init=False)
     _loop: EventLoop = field(default_factory=EventLoop)
     _columns: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     _numbers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     _completions: int = 0
-    _left_out: set[str] = field(default_factory=set)  # columns of log_extra that were warned about
-    _renamed: set[str] = field(default_factory=set)
+    _skipped_columns: set[str] = field(default_factory=set)  # columns of log_extra that were warned about
+    _renamed_calls: set[str] = field(default_factory=set)
 
     def set_weights(self, weights: Any) -> None:
         """Raises TypeError or ValueError if there is not one weight per function."""
@@ -306,14 +309,14 @@ class RewardFunctions:
         self._check_count("reward_func_names", "name", names)
         self.names = list(names)
 
-    def _check_count(self, attribute: str, what: str, found: Any) -> None:
-        wrong = TypeError(f"{attribute} must be a sequence with one {what} per reward function, got {found!r}.")
-        if isinstance(found, str):
-            raise wrong
+    def _check_count(self, attribute: str, what: str, values: Any) -> None:
+        error = TypeError(f"{attribute} must be a sequence with one {what} per reward function, got {values!r}.")
+        if isinstance(values, str):
+            raise error
         try:
-            count = len(found)
-        except TypeError as error:  # None, a number, or an array or tensor without axes
-            raise wrong from error
+            count = len(values)
+        except TypeError as cause:  # None, a number, or an array or tensor without axes
+            raise error from cause
         if count != len(self.functions):
             raise ValueError(
                 f"Number of reward {what}s ({count}) must match number of reward functions ({len(self.functions)})"
@@ -338,25 +341,25 @@ class RewardFunctions:
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:
         """Compute rewards, float32 `[B, F]`; NaN where a function does not apply. A user-defined `_calculate_rewards`
-        may change the result of `calculated`.
+        may change the result of `calculate`.
 
         Raises:
             TypeError: the user-defined method did not return `[B, F]` numbers.
         """
-        if self.own is None:
-            return self.calculated(rows, prompts, completions, completion_ids)
-        wanted = len(prompts), len(self.functions)
-        with _refilled({"prompts": prompts, "completions": completions, "completion_ids": completion_ids}):
-            found = np.asarray(as_arrays(self.own(rows, prompts, completions, completion_ids)), np.float32)
-        if found.shape != wanted or np.isinf(found).any():
+        if self.override is None:
+            return self.calculate(rows, prompts, completions, completion_ids)
+        shape = len(prompts), len(self.functions)
+        with _restored_lists({"prompts": prompts, "completions": completions, "completion_ids": completion_ids}):
+            rewards = np.asarray(as_arrays(self.override(rows, prompts, completions, completion_ids)), np.float32)
+        if rewards.shape != shape or np.isinf(rewards).any():
             raise TypeError(
-                f"The trainer's own _calculate_rewards returned {'infinite ' * bool(np.isinf(found).any())}numbers "
-                f"{list(found.shape)}; expected {list(wanted)}, a row for each completion and "
+                f"The trainer's own _calculate_rewards returned {'infinite ' * bool(np.isinf(rewards).any())}numbers "
+                f"{list(rewards.shape)}; expected {list(shape)}, a row for each completion and "
                 "a column for each reward function."
             )
-        return found
+        return rewards
 
-    def calculated(
+    def calculate(
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:
         """Call the reward functions: float32 `[B, F]`, NaN where one does not apply.
@@ -375,58 +378,60 @@ class RewardFunctions:
             TimeoutError: an async function took longer than `timeout`.
             Exception: whatever a function raises, with a note that names the function and the first prompt.
         """
-        self._follow()
+        self._update_functions()
         self._columns.clear()
         self._numbers.clear()
-        columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _OWN}
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _EXCLUDED_COLUMNS}
         check_columns(columns, "A row has the column")
-        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
-        every = {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
-        helpers = {name: every[name] for name in self.helpers}
+        arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        helpers = {"trainer_state": self.trainer_state(), "log_extra": self._log_extra, "log_metric": self._log_metric}
+        helpers = {name: helpers[name] for name in self.helpers}
         rewards = np.full((len(rows), len(self.functions)), np.nan, np.float32)
-        later = []
+        async_numbers = []
         for number, function in enumerate(self.functions):
             if isinstance(function, RewardModel):
                 with raised_by(f"the reward function {self.names[number]!r}", prompts):
                     rewards[:, number] = _finite_scores(self.names[number], function(prompts, completions))
             elif is_async(function):
-                later.append(number)
+                async_numbers.append(number)
             else:
-                with raised_by(f"the reward function {self.names[number]!r}", prompts), _refilled(given):
-                    found = function(**given, **helpers)
-                    rewards[:, number] = _checked(self.names[number], found, len(rows))
-        if later:
-            with _refilled(given) as before:
-                rewards[:, later] = np.stack(self._all_awaited(later, given, helpers, before["prompts"]), axis=1)
-        _warn_of_none(rewards, given)
+                with raised_by(f"the reward function {self.names[number]!r}", prompts), _restored_lists(arguments):
+                    returned = function(**arguments, **helpers)
+                    rewards[:, number] = _to_rewards(self.names[number], returned, len(rows))
+        if async_numbers:
+            with _restored_lists(arguments) as copies:
+                async_rewards = self._await_all(async_numbers, arguments, helpers, copies["prompts"])
+                rewards[:, async_numbers] = np.stack(async_rewards, axis=1)
+        _warn_if_all_none(rewards, arguments)
         self._completions = len(rows)
         return rewards
 
     def __post_init__(self):
-        self._taken = list(self.given or ())
+        self._last_user_list = list(self.user_list or ())
 
-    def _follow(self) -> None:
+    def _update_functions(self) -> None:
         """Pick up functions that the user has replaced in their list since the last call."""
-        given = self._taken if self.given is None else self.given
-        if len(given) != len(self._taken):
+        functions = self._last_user_list if self.user_list is None else self.user_list
+        if len(functions) != len(self._last_user_list):
             raise ValueError(
-                f"reward_funcs now has {len(given)} functions, but had {len(self._taken)} when the trainer was built: "
-                "functions may be replaced, but not added or removed. Create a new trainer with these functions."
+                f"reward_funcs now has {len(functions)} functions, but had {len(self._last_user_list)} when the "
+                "trainer was built: functions may be replaced, but not added or removed. Create a new trainer with "
+                "these functions."
             )
-        for number, (now, then) in enumerate(zip(given, self._taken, strict=True)):
-            if now is then:
+        for number, (function, previous) in enumerate(zip(functions, self._last_user_list, strict=True)):
+            if function is previous:
                 continue
-            if is_model(now) or not callable(now):
+            if is_model(function) or not callable(function):
                 raise TypeError(
-                    f"reward_funcs[{number}] must be replaced by a function, got a {type(now).__name__}. Reward models "
-                    "can only be passed when the trainer is built."
+                    f"reward_funcs[{number}] must be replaced by a function, got a {type(function).__name__}. Reward "
+                    "models can only be passed when the trainer is built."
                 )
-            self.functions[number] = self._taken[number] = now
+            self.functions[number] = self._last_user_list[number] = function
 
     @property
     def tokenizers(self) -> list[Any]:
         """The tokenizer of each reward model; None for functions."""
-        return [one.tokenizer if isinstance(one, RewardModel) else None for one in self.functions]
+        return [function.tokenizer if isinstance(function, RewardModel) else None for function in self.functions]
 
     def sums(self) -> dict[str, tuple[float, int]]:
         """(sum, count) of the values passed to `log_metric` in the last call, by name."""
@@ -442,85 +447,86 @@ class RewardFunctions:
         A column without exactly one value per completion is left out with a warning.
         """
         for name in [name for name, values in self._columns.items() if len(values) != self._completions]:
-            found = len(self._columns.pop(name))
-            if name not in self._left_out:
-                self._left_out.add(name)
+            count = len(self._columns.pop(name))
+            if name not in self._skipped_columns:
+                self._skipped_columns.add(name)
                 logger.warning(
-                    f"log_extra({name!r}, values) got {found} values for {self._completions} completions, so the "
+                    f"log_extra({name!r}, values) got {count} values for {self._completions} completions, so the "
                     "column is left out. Call it once, with one value per completion."
                 )
         return {name: list(values) for name, values in sorted(self._columns.items(), key=lambda item: str(item[0]))}
 
     def _log_extra(self, column: str, values: list) -> None:
-        taken = (*_TABLE, *reward_columns(self.names))
-        self._columns[self._free(column, taken, f"log_extra({column!r}, ...)")].extend(values)
+        reserved = (*_TABLE_COLUMNS, *reward_columns(self.names))
+        self._columns[self._free_name(column, reserved, f"log_extra({column!r}, ...)")].extend(values)
 
     def _log_metric(self, name: str, value: float) -> None:
-        of_functions = (f"rewards/{function}/{kind}" for function in self.names for kind in ("mean", "std"))
-        taken = (*_METRICS, *self.metrics_of_run, *of_functions)
+        function_metrics = (f"rewards/{function}/{kind}" for function in self.names for kind in ("mean", "std"))
+        reserved = (*_TRAINER_METRICS, *self.metrics_of_run, *function_metrics)
         try:
             number = float(value)
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"The value of log_metric({name!r}, value) must be a number, got {show('value', value)}."
             ) from error
-        self._numbers[self._free(name, taken, f"log_metric({name!r}, ...)")].append(number)
+        self._numbers[self._free_name(name, reserved, f"log_metric({name!r}, ...)")].append(number)
 
-    def _free(self, name: str, taken: Sequence[str], call: str) -> str:
+    def _free_name(self, name: str, reserved: Sequence[str], call: str) -> str:
         """The name, or name_2 if the trainer already logs that name; warns the first time."""
-        if name not in taken:
+        if name not in reserved:
             return name
-        free = numbered([*taken, name])[-1]
-        if call not in self._renamed:
-            self._renamed.add(call)
+        free = numbered([*reserved, name])[-1]
+        if call not in self._renamed_calls:
+            self._renamed_calls.add(call)
             logger.warning(f"{call}: the trainer logs {name!r} itself, so this is logged as {free!r}.")
         return free
 
-    def _all_awaited(
-        self, numbers: list[int], given: dict[str, Any], helpers: dict[str, Any], prompts: list
+    def _await_all(
+        self, numbers: list[int], arguments: dict[str, Any], helpers: dict[str, Any], prompts: list
     ) -> list[np.ndarray]:
-        """Call the async functions with `given`; `prompts` is a list that they cannot change."""
+        """Call the async functions with `arguments`; `prompts` is a list that they cannot change."""
         try:
-            return self._loop.run([self._awaited(number, given, helpers, prompts) for number in numbers], self.timeout)
+            calls = [self._call(number, arguments, helpers, prompts) for number in numbers]
+            return self._loop.run(calls, self.timeout)
         except TookTooLong as error:
             name = self.names[numbers[error.number]]
-            way = "make the function return None in time"
+            advice = "make the function return None in time"
             if error.blocks:
-                way = (
+                advice = (
                     "use await for waiting inside the function: it blocks the event loop, so no other function can "
                     "run. Wrap blocking calls as await asyncio.to_thread(function, ...)"
                 )
             with raised_by(f"the reward function {name!r}", prompts):
                 raise TimeoutError(
                     f"The reward function {name!r} took longer than reward_timeout={self.timeout:g} seconds. Raise it, "
-                    f"or {way}."
+                    f"or {advice}."
                 ) from error
 
-    async def _awaited(self, number: int, given: dict[str, Any], helpers: dict[str, Any], prompts: list) -> np.ndarray:
+    async def _call(self, number: int, arguments: dict[str, Any], helpers: dict[str, Any], prompts: list) -> np.ndarray:
         name = self.names[number]
         with raised_by(f"the reward function {name!r}", prompts):
-            found = await self.functions[number](**given, **helpers)
-            return _checked(name, found, len(prompts))
+            returned = await self.functions[number](**arguments, **helpers)
+            return _to_rewards(name, returned, len(prompts))
 
 
-def check_columns(names: Iterable[str], found: str, *more: str) -> None:
+def check_columns(names: Iterable[str], prefix: str, *more_reserved: str) -> None:
     """Raise ValueError if a column has the name of an argument that the trainer passes to reward functions.
 
     Args:
-        found: start of the error, such as "train_dataset has the column".
-        more: names of additional arguments.
+        prefix: start of the error, such as "train_dataset has the column".
+        more_reserved: names of additional arguments.
     """
-    given = (*_GIVEN, *more)
-    if (name := next((name for name in names if name in given), None)) is not None:
+    reserved = (*_RESERVED_ARGUMENTS, *more_reserved)
+    if (name := next((name for name in names if name in reserved), None)) is not None:
         raise ValueError(
-            f"{found} {name!r}, but the trainer itself passes {', '.join(given)} to reward functions, which would get "
-            f"multiple values for keyword argument {name!r}. Rename it."
+            f"{prefix} {name!r}, but the trainer itself passes {', '.join(reserved)} to reward functions, which would "
+            f"get multiple values for keyword argument {name!r}. Rename it."
         )
 
 
 def reward_columns(names: Sequence[str]) -> list[str]:
     """The names of the reward columns in the completions table, made distinct from its own columns."""
-    return numbered([*_TABLE, *names])[len(_TABLE) :]
+    return numbered([*_TABLE_COLUMNS, *names])[len(_TABLE_COLUMNS) :]
 
 
 def callable_name(function: Callable) -> str:
@@ -534,43 +540,43 @@ def callable_name(function: Callable) -> str:
 
 def numbered(names: Sequence[str]) -> list[str]:
     """Make names unique: a second "f" becomes "f_2"."""
-    found: list[str] = []
+    unique: list[str] = []
     for name in names:
-        number, own = 1, name
-        while own in found:
+        number, candidate = 1, name
+        while candidate in unique:
             number += 1
-            own = f"{name}_{number}"
-        found.append(own)
-    return found
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
+    return unique
 
 
-def _checked(name: str, found: Any, completions: int) -> np.ndarray:
+def _to_rewards(name: str, returned: Any, completions: int) -> np.ndarray:
     """Check the rewards that a function returned, and convert them to float32 `[B]`, with NaN for None."""
-    wrong = TypeError(
+    error = TypeError(
         f"The reward function {name!r} must return a list of {completions} rewards (numbers or None), got "
-        f"{show('rewards', found)}."
+        f"{show('rewards', returned)}."
     )
-    if isinstance(found, Mapping | Set | str | bytes):  # iterable, but unordered or not numbers
-        raise wrong
+    if isinstance(returned, Mapping | Set | str | bytes):  # iterable, but unordered or not numbers
+        raise error
     try:
-        rewards = iter(found)
-    except TypeError as error:
-        raise wrong from error
+        rewards = iter(returned)
+    except TypeError as cause:
+        raise error from cause
     values = list(islice(rewards, completions + 1))  # a generator may be infinite
     if len(values) != completions:
-        count = len(found) if isinstance(found, Sized) else len(values)
-        more = "more than " if count > completions and not isinstance(found, Sized) else ""
+        count = len(returned) if isinstance(returned, Sized) else len(values)
+        at_least = "more than " if count > completions and not isinstance(returned, Sized) else ""
         raise ValueError(
-            f"The reward function '{name}' returned {more}{completions if more else count} rewards, but {completions} "
-            "were expected (one per prompt-completion pair). Make sure the reward function returns exactly one reward "
-            "per completion."
+            f"The reward function '{name}' returned {at_least}{completions if at_least else count} rewards, but "
+            f"{completions} were expected (one per prompt-completion pair). Make sure the reward function returns "
+            "exactly one reward per completion."
         )
     try:
         numbers = [_number(value) for value in values]
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as cause:
         raise TypeError(
             f"The rewards of the reward function {name!r} must be numbers or None, got {show('rewards', values)}."
-        ) from error
+        ) from cause
     with np.errstate(over="ignore"):
         array = np.asarray(numbers, np.float32)
     if (bad := np.flatnonzero(np.isinf(array))).size:
@@ -599,24 +605,25 @@ def _number(value: Any) -> float:
 
 
 @contextlib.contextmanager
-def _refilled(given: Mapping[str, list]) -> Iterator[dict[str, list]]:
+def _restored_lists(lists: Mapping[str, list]) -> Iterator[dict[str, list]]:
     """Restore lists whose length changes inside, as by `pop`; yields copies of all of them."""
-    before = {name: list(values) for name, values in given.items()}
+    copies = {name: list(values) for name, values in lists.items()}
     try:
-        yield before
+        yield copies
     finally:
-        for name, values in given.items():
-            if len(values) != len(before[name]):
-                values[:] = before[name]
+        for name, values in lists.items():
+            if len(values) != len(copies[name]):
+                values[:] = copies[name]
 
 
-def _warn_of_none(rewards: np.ndarray, given: Mapping[str, Any]) -> None:
-    none = np.flatnonzero(np.isnan(rewards).all(axis=1))
-    if not len(none):
+def _warn_if_all_none(rewards: np.ndarray, arguments: Mapping[str, Any]) -> None:
+    unscored = np.flatnonzero(np.isnan(rewards).all(axis=1))
+    if not len(unscored):
         return
-    apart = (*HELPERS, "prompts", "completions")
-    row = {name: values[none[0]] for name, values in given.items() if name not in apart}
-    row |= {"prompt": given["prompts"][none[0]], "completion": given["completions"][none[0]]}
+    excluded = (*HELPERS, "prompts", "completions")
+    first = unscored[0]
+    row = {name: values[first] for name, values in arguments.items() if name not in excluded}
+    row |= {"prompt": arguments["prompts"][first], "completion": arguments["completions"][first]}
     logger.warning(
         f"All reward functions returned None for the following kwargs:\n{scrubbed(str(row))}\n"
         "Please ensure that at least one reward function returns a valid reward."
@@ -647,12 +654,12 @@ class RewardModel:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
         """Score each prompt with its completion: float32 `[B]`."""
-        whole = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         if is_messages(prompts[0]):
             options = {**self.template_options, "tokenize": False}
-            names = [f"The completion {brief(talk[-1:], 300)}" for talk in whole]
-            whole = [rendered(self.tokenizer, *pair, **options) for pair in zip(whole, names, strict=True)]
-        ids = self.tokenizer(text=whole, add_special_tokens=False)["input_ids"]
+            names = [f"The completion {brief(conversation[-1:], 300)}" for conversation in texts]
+            texts = [rendered(self.tokenizer, *pair, **options) for pair in zip(texts, names, strict=True)]
+        ids = self.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
         return self.scores(ids)
 
     def scores(self, ids: list[list[int]]) -> np.ndarray:
@@ -660,10 +667,10 @@ class RewardModel:
         return np.concatenate([self._scores(ids[start : start + _ROWS]) for start in range(0, len(ids), _ROWS)])
 
     def _scores(self, ids: list[list[int]]) -> np.ndarray:
-        lengths = np.asarray([len(own) for own in ids])
+        lengths = np.asarray([len(row) for row in ids])
         mask = np.arange(lengths.max()) < lengths[:, None]
         tokens = np.full(mask.shape, self.tokenizer.pad_token_id, np.int64)
-        tokens[mask] = np.concatenate([np.asarray(own, np.int64) for own in ids])
+        tokens[mask] = np.concatenate([np.asarray(row, np.int64) for row in ids])
         return np.asarray(self.model(tokens, mask).logits[:, 0], np.float32)
 
 
@@ -696,27 +703,27 @@ def reward_model(
     options = {"trust_remote_code": True, **(model_init_kwargs or {})} if trust_remote_code else model_init_kwargs or {}
     revision = options.get("revision") if isinstance(model, str | os.PathLike) else None
     if is_torch_model(model):
-        place, config = model.config._name_or_path, model.config
+        name_or_path, config = model.config._name_or_path, model.config
         _check_labels(config)
         with as_checkpoint(model, "score", dropout=False) as checkpoint:
-            ours = checkpoint.load(seed)
+            loaded = checkpoint.load(seed)
     elif isinstance(model, PreTrainedModel):
-        ours, place, config = model, model.name_or_path, model.config
+        loaded, name_or_path, config = model, model.name_or_path, model.config
     else:
         with naming_argument("reward_funcs"):
-            ours = find_checkpoint(str(model), **options).load(seed)
-        place, config = str(model), ours.config
-    if ours.backend.head != "score":
+            loaded = find_checkpoint(str(model), **options).load(seed)
+        name_or_path, config = str(model), loaded.config
+    if loaded.backend.head != "score":
         raise TypeError(
-            f"reward_funcs contains the model {ours.name_or_path}, which has no score head: load it with "
+            f"reward_funcs contains the model {loaded.name_or_path}, which has no score head: load it with "
             "trl_jax.AutoModelForSequenceClassification.from_pretrained, or pass its name."
         )
     if tokenizer is None:
-        tokenizer = load_tokenizer(place, config, trust_remote_code=trust_remote_code, revision=revision)
+        tokenizer = load_tokenizer(name_or_path, config, trust_remote_code=trust_remote_code, revision=revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    ours.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    return RewardModel(ours, tokenizer, dict(template_options or {}))
+    loaded.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return RewardModel(loaded, tokenizer, dict(template_options or {}))
 
 
 def _check_labels(config: Any) -> None:

@@ -38,14 +38,14 @@ class Writer(Protocol):
     def prompts(self, rows: Sequence[Row]) -> list:
         """The prompts of rows, with the images of their image columns inserted into the messages."""
 
-    def write(self, prompts: list, group: int) -> Written:
+    def write(self, prompts: list, group: int) -> GeneratedCompletions:
         """Generate one completion per prompt; each prompt occurs `group` times in a row."""
 
-    def begin(self, prompts: list, group: int) -> Callable[[], Written]:
-        """As `write`, but returns immediately while servers generate; the returned function waits for them."""
+    def begin(self, prompts: list, group: int) -> Callable[[], GeneratedCompletions]:
+        """Start a `write` on the servers and return immediately; the returned function waits for the completions."""
 
-    def checked(self, made: Written) -> Written:
-        """Complete what `begin` returned or a checkpoint restored: add the features of its images.
+    def checked(self, completions: GeneratedCompletions) -> GeneratedCompletions:
+        """Add the image features to completions from `begin` or from a checkpoint.
 
         Raises:
             ValueError: a completion has an image token without an image.
@@ -64,105 +64,114 @@ class Writer(Protocol):
 class Overrides(Protocol):
     """A script's methods that are called in place of a rollout's, with the rollout; see `user_methods.UserMethods`."""
 
-    def scored(self, rollout: Rollout, rows: Sequence[Row], group: int, mode: str) -> Experience: ...
+    def generate_and_score(self, rollout: Rollout, rows: Sequence[Row], group: int, mode: str) -> Experience: ...
 
-    def written(self, rollout: Rollout, prompts: list, group: int, mode: str) -> Written: ...
+    def generate_completions(self, rollout: Rollout, prompts: list, group: int, mode: str) -> GeneratedCompletions: ...
 
 
 @dataclass
 class Rollout:
     """Generates completions with the current policy and scores them.
 
-    judge: computes rewards and advantages; None if training uses no rewards.
-    ends: the EOS token ids. A completion that ends with a different id was truncated, unless `stop` ended it.
-    drops_truncated: whether truncated completions are excluded from the loss.
-    saw_tokens: adds a number of tokens (read and generated, in training) to the run's total, and returns the total.
+    scorer: computes rewards and advantages; None if training uses no rewards.
+    eos_token_ids: a completion that does not end with one of these was truncated, unless `stop` ended it.
+    mask_truncated_completions: whether truncated completions are excluded from the loss.
+    count_tokens: adds a number of tokens (read and generated, in training) to the run's total, and returns the total.
     table: the completions table, or None.
-    tell: reports progress to the user.
-    begin: resets the environments of a batch of rows and returns the rows with their observations.
-    own: user-defined methods that generate or score completions, or None.
+    report_progress: shows a line of text to the user.
+    reset_environments: resets the environments of a batch of rows and returns the rows with their observations.
+    overrides: user-defined methods that generate or score completions, or None.
     stop: also ends completions, at stop strings; None without any.
     """
 
     writer: Writer
-    judge: Judge | None
-    ends: frozenset[int]
-    drops_truncated: bool
-    saw_tokens: Callable[[int], int]
+    scorer: Scorer | None
+    eos_token_ids: frozenset[int]
+    mask_truncated_completions: bool
+    count_tokens: Callable[[int], int]
     table: CompletionsLog | None = None
-    tell: Callable[[str], None] = lambda text: None
-    begin: Callable[[Sequence[Row]], Sequence[Row]] = list
-    own: Overrides | None = None
+    report_progress: Callable[[str], None] = lambda text: None
+    reset_environments: Callable[[Sequence[Row]], Sequence[Row]] = list
+    overrides: Overrides | None = None
     stop: StopRule | None = None
     metrics: dict[str, MetricLog] = field(
         default_factory=lambda: {"train": MetricLog(), "eval": MetricLog(prefix="eval_")}
     )
-    _ready: Written | None = None  # completions that were generated ahead, of the rows that are scored next
+    _generated_ahead: GeneratedCompletions | None = None  # completions of the rows that are scored next
 
-    def begin_ahead(self, rows: Sequence[Row], group: int) -> Callable[[], Written]:
+    def start_generating(self, rows: Sequence[Row], group: int) -> Callable[[], GeneratedCompletions]:
         """Start completing rows; the returned function waits for the completions."""
         return self.writer.begin(self.writer.prompts(rows), group)
 
-    def make(self, rows: Sequence[Row], group: int, mode: str, written: Written | None = None) -> Experience:
+    def generate_and_score(
+        self, rows: Sequence[Row], group: int, mode: str, generated_ahead: GeneratedCompletions | None = None
+    ) -> Experience:
         """Generate completions for the prompts of these rows and score them.
 
         Args:
             rows: each one is repeated `group` times.
             mode: "train" or "eval", under which metrics are collected.
-            written: the completions, if they were generated ahead.
+            generated_ahead: the completions, if they were generated ahead.
         """
-        self._ready = written
-        return self.scored(rows, group, mode) if self.own is None else self.own.scored(self, rows, group, mode)
+        self._generated_ahead = generated_ahead
+        if self.overrides is None:
+            return self.default_generate_and_score(rows, group, mode)
+        return self.overrides.generate_and_score(self, rows, group, mode)
 
-    def scored(self, rows: Sequence[Row], group: int, mode: str) -> Experience:
-        """As `make`, but without a user-defined `_generate_and_score_completions`."""
-        own, rows = self.own, self.begin(rows)
-        prompts, next_thing = self.writer.prompts(rows), "training" if mode == "train" else "evaluating"
-        made = self.written(prompts, group, mode) if own is None else own.written(self, prompts, group, mode)
-        dropped = self._truncated(made) & self.drops_truncated
-        masks = [own & (not out) for own, out in zip(made.by_model, dropped, strict=True)]
-        of_each = zip(made.prompt_ids, made.completion_ids, masks, made.images_of_each, strict=True)
-        completions = [
+    def default_generate_and_score(self, rows: Sequence[Row], group: int, mode: str) -> Experience:
+        """`generate_and_score` without a user-defined `_generate_and_score_completions`."""
+        rows = self.reset_environments(rows)
+        prompts, next_phase = self.writer.prompts(rows), "training" if mode == "train" else "evaluating"
+        if self.overrides is None:
+            completions = self.default_generate(prompts, group, mode)
+        else:
+            completions = self.overrides.generate_completions(self, prompts, group, mode)
+        prompt_ids, completion_ids = completions.prompt_ids, completions.completion_ids
+        masked = self._is_truncated(completions) & self.mask_truncated_completions
+        masks = [by_model & (not is_masked) for by_model, is_masked in zip(completions.by_model, masked, strict=True)]
+        scored = [
             ScoredCompletion(np.asarray(prompt, np.int32), np.asarray(ids, np.int32), mask, 0.0, images=images)
-            for prompt, ids, mask, images in of_each
+            for prompt, ids, mask, images in zip(
+                prompt_ids, completion_ids, masks, completions.images_by_row, strict=True
+            )
         ]
-        if self.judge is None:
-            self.tell(next_thing)
+        if self.scorer is None:
+            self.report_progress(next_phase)
             if self.table is not None:
-                self.table.add(mode, *map(self.writer.decoded, (made.prompt_ids, made.completion_ids)))
-            return Experience(completions)
-        texts = made.messages
+                self.table.add(mode, self.writer.decoded(prompt_ids), self.writer.decoded(completion_ids))
+            return Experience(scored)
+        texts = completions.messages
         if texts is None:
-            texts = self.writer.completions(prompts, made.prompt_ids, made.completion_ids)
-        judged = self.judge(rows, prompts, texts, made, masks, group, self.metrics[mode])
-        self.tell(f"{judged}, {next_thing}")
-        advantages = judged.advantages.advantages
+            texts = self.writer.completions(prompts, prompt_ids, completion_ids)
+        result = self.scorer(rows, prompts, texts, completions, masks, group, self.metrics[mode])
+        self.report_progress(f"{result}, {next_phase}")
+        advantages = result.advantages.advantages
         if self.table is not None:
-            rewards = self.judge.rewards
-            self.table.add(mode, prompts, texts, judged.rewards, advantages, rewards.extra(), rewards.columns)
-        scores = zip(advantages.tolist(), judged.old_logps, judged.ref_logps, judged.sampling_logps, strict=True)
+            rewards = self.scorer.rewards
+            self.table.add(mode, prompts, texts, result.rewards, advantages, rewards.extra(), rewards.columns)
+        scores = zip(advantages.tolist(), result.old_logps, result.ref_logps, result.sampling_logps, strict=True)
         return Experience([
             row._replace(advantage=advantage, old_logps=old, ref_logps=ref, sampling_logps=sampling)
-            for row, (advantage, old, ref, sampling) in zip(completions, scores, strict=True)
+            for row, (advantage, old, ref, sampling) in zip(scored, scores, strict=True)
         ])  # fmt: skip
 
-    def written(self, prompts: list, group: int, mode: str) -> Written:
+    def default_generate(self, prompts: list, group: int, mode: str) -> GeneratedCompletions:
         """Generate one completion per prompt, and add length and token metrics."""
-        ready, self._ready = self._ready, None
-        made = self.writer.write(prompts, group) if ready is None else self.writer.checked(ready)
+        ahead, self._generated_ahead = self._generated_ahead, None
+        completions = self.writer.write(prompts, group) if ahead is None else self.writer.checked(ahead)
         metrics = self.metrics[mode]
-        lengths = [int(own.sum()) for own in made.by_model]
-        tokens = sum(map(len, made.prompt_ids)) + sum(lengths)
-        metrics.set("num_tokens", self.saw_tokens(tokens if mode == "train" else 0))
-        metrics.add(length_metrics(lengths, self._truncated(made)))
-        metrics.add(made.metrics.items())
-        return made
+        lengths = [int(by_model.sum()) for by_model in completions.by_model]
+        tokens = sum(map(len, completions.prompt_ids)) + sum(lengths)
+        metrics.set("num_tokens", self.count_tokens(tokens if mode == "train" else 0))
+        metrics.add(length_metrics(lengths, self._is_truncated(completions)))
+        metrics.add(completions.metrics.items())
+        return completions
 
-    def _truncated(self, made: Written) -> np.ndarray:
+    def _is_truncated(self, completions: GeneratedCompletions) -> np.ndarray:
         """Whether each completion was truncated, bool `[B]`."""
         return np.asarray([
-            int(own[-1]) not in self.ends and not (self.stop and self.stop(prompt, own, len(own) - 1))
-            for prompt, own in zip(made.prompt_ids, made.completion_ids, strict=True)
+            int(ids[-1]) not in self.eos_token_ids and not (self.stop and self.stop(prompt, ids, len(ids) - 1))
+            for prompt, ids in zip(completions.prompt_ids, completions.completion_ids, strict=True)
         ])  # fmt: skip
 
     def show(self, mode: str, step: int) -> None:
@@ -198,7 +207,7 @@ class Rewards(Protocol):
         """The columns that functions logged in the last call, sorted by name."""
 
 
-class Judged(NamedTuple):
+class ScoringResult(NamedTuple):
     """Rewards and log-probabilities of B completions.
 
     rewards: float32 `[B, F]`.
@@ -215,12 +224,12 @@ class Judged(NamedTuple):
 
     def __str__(self) -> str:
         """The mean reward, for the progress line."""
-        found = self.advantages.rewards[~np.isnan(self.advantages.rewards)]
-        return f"reward {found.mean():.3g}" if len(found) else "reward unknown"
+        rewards = self.advantages.rewards[~np.isnan(self.advantages.rewards)]
+        return f"reward {rewards.mean():.3g}" if len(rewards) else "reward unknown"
 
 
 @dataclass
-class Judge:
+class Scorer:
     """Calls the reward functions and turns rewards into advantages.
 
     current_task: returns the run's task, whose coefficients a script may change.
@@ -228,14 +237,14 @@ class Judge:
         tokens, float32 `[tokens]` each.
     start: starts a call in the background and returns a function that waits for its result, so that log-probabilities
         are computed while reward functions run. Reward functions run in this thread because some use signals.
-    tell: reports progress to the user.
+    report_progress: shows a line of text to the user.
     """
 
     current_task: Callable[[], PolicyTask]
     rewards: Rewards
-    logps: Callable[[str, Written, Sequence[np.ndarray]], Logps]
+    logps: Callable[[str, GeneratedCompletions, Sequence[np.ndarray]], Logps]
     start: Callable[[Callable[[], Any]], Callable[[], Any]]
-    tell: Callable[[str], None] = lambda text: None
+    report_progress: Callable[[str], None] = lambda text: None
 
     @property
     def task(self) -> PolicyTask:
@@ -246,28 +255,28 @@ class Judge:
         rows: Sequence[Row],
         prompts: list,
         texts: list,
-        made: Written,
+        completions: GeneratedCompletions,
         completion_mask: Sequence[np.ndarray],
         group: int,
         metrics: MetricLog,
-    ) -> Judged:
+    ) -> ScoringResult:
         """Score completions; each prompt is repeated `group` times.
 
         Args:
             texts: the completions as reward functions see them.
             metrics: receives the reward metrics.
         """
-        written = made.completion_ids
-        passes = self.start(lambda: self._logps(made, completion_mask))
-        self.tell(f"rewards of {len(rows)} completions")
-        rewards = self.rewards(made.with_columns(rows), prompts, texts, [own.tolist() for own in written])
-        old, ref = passes()
-        sampling = [None] * len(written)
-        if "sampling_logps" in self.task.logps:
-            sampling = made.sampling_logps
+        completion_ids = completions.completion_ids
+        wait_for_logps = self.start(lambda: self._logps(completions, completion_mask))
+        self.report_progress(f"rewards of {len(rows)} completions")
+        columns = completions.with_columns(rows)
+        rewards = self.rewards(columns, prompts, texts, [ids.tolist() for ids in completion_ids])
+        old, ref = wait_for_logps()
+        needs_sampling = "sampling_logps" in self.task.logps
+        sampling = completions.sampling_logps if needs_sampling else [None] * len(completion_ids)
         kl = _divergence(old, ref, completion_mask)
         if self.task.divergence_in_reward and self.task.beta:
-            metrics.add([("kl", float(kl.sum() / max(1, sum(own.sum() for own in completion_mask))))])
+            metrics.add([("kl", float(kl.sum() / max(1, sum(mask.sum() for mask in completion_mask))))])
         task = replace(self.task, reward_weights=tuple(self.rewards.current_weights.tolist()))
         advantages = task.advantages(rewards, group, kl)
         if self.task.metrics_by_group:
@@ -277,31 +286,31 @@ class Judge:
         metrics.add(self.rewards.metrics().items())
         if self.task.correction is not None:
             metrics.add(sampling_metrics(self.task.correction, old, sampling, completion_mask))
-        return Judged(rewards, advantages, old, ref, sampling)
+        return ScoringResult(rewards, advantages, old, ref, sampling)
 
-    def _logps(self, made: Written, completion_mask: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
+    def _logps(self, completions: GeneratedCompletions, masks: Sequence[np.ndarray]) -> tuple[Sequence, Sequence]:
         """The policy's and the reference's log-probabilities; None for each completion if not needed."""
-        nothing = [None] * len(made.completion_ids)
-        old = self.logps("policy", made, completion_mask) if self.task.keeps_old_logps else nothing
-        return old, self.logps("reference", made, completion_mask) if self.task.beta else nothing
+        no_logps = [None] * len(completions.completion_ids)
+        old = self.logps("policy", completions, masks) if self.task.keeps_old_logps else no_logps
+        return old, self.logps("reference", completions, masks) if self.task.beta else no_logps
 
 
-def _divergence(old: Logps, ref: Logps, completion_mask: Sequence[np.ndarray]) -> np.ndarray | None:
+def _divergence(old: Logps, ref: Logps, masks: Sequence[np.ndarray]) -> np.ndarray | None:
     """The sum of log pi_old - log pi_ref over each completion's unmasked tokens, float32 `[B]`."""
     if old[0] is None or ref[0] is None:
         return None
-    return np.asarray([np.sum((a - b) * c) for a, b, c in zip(old, ref, completion_mask, strict=True)], np.float32)
+    return np.asarray([np.sum((a - b) * mask) for a, b, mask in zip(old, ref, masks, strict=True)], np.float32)
 
 
 # Training examples
 
 
-def example_of(
+def make_example(
     prompt: Sequence[int],
     completion: Sequence[int],
     completion_mask: np.ndarray,
-    numbers: Mapping[str, float] | None = None,
-    of_tokens: Mapping[str, np.ndarray] | None = None,
+    row_extras: Mapping[str, float] | None = None,
+    token_extras: Mapping[str, np.ndarray] | None = None,
     images: TextImages | None = None,
 ) -> Example:
     """A prompt and its completion as one text. The loss covers the unmasked completion tokens; the prompt is a context
@@ -309,24 +318,24 @@ def example_of(
 
     Args:
         completion_mask: bool, one per token of the completion.
-        numbers: extras per completion.
-        of_tokens: extras per unmasked token.
+        row_extras: extras per completion.
+        token_extras: extras per unmasked token.
         images: images of the prompt, or of the whole text.
     """
     ids = np.concatenate([prompt, completion]).astype(np.int32)
     labels = np.full(len(ids), IGNORED, np.int32)
     labels[len(prompt) :][completion_mask] = np.asarray(completion)[completion_mask]
-    extras = Extras(dict(numbers or {}), {}, {name: (values,) for name, values in (of_tokens or {}).items()})
+    extras = Extras(dict(row_extras or {}), {}, {name: (values,) for name, values in (token_extras or {}).items()})
     context = Context(ids[: len(prompt)].tobytes(), len(prompt))
     example = Example((ids,), extras, (labels,), context=context)
     if images is None:
         return example
-    whole = images.before(len(ids) - len(images.features))
+    text_images = images.before(len(ids) - len(images.features))
     return example._replace(
         context=context._replace(key=context.key + images.key),
-        images=whole.images,
-        features=(whole.features,),
-        positions=() if whole.positions is None else (whole.positions,),
+        images=text_images.images,
+        features=(text_images.features,),
+        positions=() if text_images.positions is None else (text_images.positions,),
     )
 
 
@@ -352,16 +361,16 @@ def step_examples(
     for rows, generation in zip(micro_batches, generations, strict=True):
         lengths = np.asarray([row.num_tokens for row in rows], np.float32)
         completion_weight = np.full(len(rows), 1 / (len(micro_batches) * len(rows)), np.float32)
-        of_rank = np.zeros((ranks, len(rows)), bool)
-        for rank, own in enumerate(by_shard([range(len(rows))], ranks)):
-            of_rank[rank, own] = True
+        rank_mask = np.zeros((ranks, len(rows)), bool)
+        for rank, indices in enumerate(by_shard([range(len(rows))], ranks)):
+            rank_mask[rank, indices] = True
         tokens = generation.num_tokens
-        weights = task.token_weights(lengths, completion_weight, of_rank, generated_tokens=tokens, part=share)
+        weights = task.token_weights(lengths, completion_weight, rank_mask, generated_tokens=tokens, part=share)
         examples = []
         for row, weight in zip(rows, weights.tolist(), strict=True):
-            own, of_tokens = task.numbers(row)
-            of_row = {**own, "token_weight": weight, **numbers}
-            example = example_of(row.prompt, row.completion, row.completion_mask, of_row, of_tokens, row.images)
+            row_numbers, token_extras = task.numbers(row)
+            extras = {**row_numbers, "token_weight": weight, **numbers}
+            example = make_example(row.prompt, row.completion, row.completion_mask, extras, token_extras, row.images)
             examples.append(example.with_virtual_tokens(virtual, predicted=False))
         groups.append(examples)
     return groups
@@ -407,7 +416,7 @@ TRL_LOGPS = {
 }
 _LOGPS = tuple(TRL_LOGPS.values())
 _SAVED_AS = {"completion_mask": "counted"}  # the name used in checkpoints
-_EXTRAS, _OF_TOKENS = "extras/", "of_tokens/"  # prefixes of user-defined numbers, and of whether they are per token
+_EXTRAS, _PER_TOKEN = "extras/", "of_tokens/"  # prefixes of user-defined numbers, and of whether they are per token
 
 
 @dataclass(frozen=True)
@@ -431,17 +440,17 @@ class Experience:
         first = self.rows[0]._asdict()
         return frozenset(name for name in _LOGPS if first[name] is not None)
 
-    def ordered(self, order: Iterable[int]) -> Experience:
+    def reordered(self, order: Iterable[int]) -> Experience:
         """The same completions in another order."""
-        return replace(self, rows=[self.rows[place] for place in order])
+        return replace(self, rows=[self.rows[index] for index in order])
 
     def part(self, number: int, parts: int, ranks: int) -> list[ScoredCompletion]:
         """Micro-batch `number` of `parts`: the rows are divided into `ranks` equal runs, and each run contributes its
         part with this number."""
-        of_rank = len(self.rows) // ranks
-        size = of_rank // parts
-        starts = (rank * of_rank + number * size for rank in range(ranks))
-        return [row for start in starts for row in self.rows[start : start + size]]
+        rows_per_rank = len(self.rows) // ranks
+        rows_per_part = rows_per_rank // parts
+        starts = (rank * rows_per_rank + number * rows_per_part for rank in range(ranks))
+        return [row for start in starts for row in self.rows[start : start + rows_per_part]]
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All completions as a few flat arrays, by name."""
@@ -456,33 +465,33 @@ class Experience:
         if any(row.images is not None for row in rows):
             arrays |= prefixed("images", images_to_arrays([row.images for row in rows]))
         for name, values in (rows[0].extras or {}).items():
-            every = [row.extras[name] for row in rows]
-            arrays[f"{_EXTRAS}{name}"] = np.concatenate(every) if values.ndim else np.asarray(every)
-            arrays[f"{_OF_TOKENS}{name}"] = np.bool_(values.ndim)
+            row_values = [row.extras[name] for row in rows]
+            arrays[f"{_EXTRAS}{name}"] = np.concatenate(row_values) if values.ndim else np.asarray(row_values)
+            arrays[f"{_PER_TOKEN}{name}"] = np.bool_(values.ndim)
         return arrays if self.num_items is None else arrays | {"num_items": np.float32(self.num_items)}
 
     @classmethod
-    def of_arrays(cls, arrays: dict[str, np.ndarray]) -> Experience:
+    def from_arrays(cls, arrays: dict[str, np.ndarray]) -> Experience:
         """Inverse of `arrays`."""
 
-        def split(name: str, of: str) -> list:
-            saved = _SAVED_AS.get(name, name)
-            return _split(arrays, saved, of) if saved in arrays else [None] * len(arrays["advantage"])
+        def split(name: str, lengths_of: str) -> list:
+            array_name = _SAVED_AS.get(name, name)
+            return _split(arrays, array_name, lengths_of) if array_name in arrays else [None] * len(arrays["advantage"])
 
         columns = [split("prompt", "prompt"), split("completion", "completion"), split("completion_mask", "completion")]
         logps = [split(name, "completion") for name in _LOGPS]
         images = under_prefix("images", arrays)
         images = images_from_arrays(images) if images else [None] * len(arrays["advantage"])
         extras = [{} for _ in arrays["advantage"]]
-        for name in (name.removeprefix(_OF_TOKENS) for name in arrays if name.startswith(_OF_TOKENS)):
-            saved = arrays[f"{_EXTRAS}{name}"]
-            each = split(f"{_EXTRAS}{name}", "completion") if arrays[f"{_OF_TOKENS}{name}"] else list(saved)
-            for own, values in zip(extras, each, strict=True):
-                own[name] = np.asarray(values)
-        extras = [own or None for own in extras]
-        of_each = *columns, arrays["advantage"].tolist(), *logps, images, extras
+        for name in (name.removeprefix(_PER_TOKEN) for name in arrays if name.startswith(_PER_TOKEN)):
+            flat = arrays[f"{_EXTRAS}{name}"]
+            row_values = split(f"{_EXTRAS}{name}", "completion") if arrays[f"{_PER_TOKEN}{name}"] else list(flat)
+            for row_extras, values in zip(extras, row_values, strict=True):
+                row_extras[name] = np.asarray(values)
+        extras = [row_extras or None for row_extras in extras]
+        fields = *columns, arrays["advantage"].tolist(), *logps, images, extras
         num_items = float(arrays["num_items"]) if "num_items" in arrays else None
-        return cls([ScoredCompletion(*row) for row in zip(*of_each, strict=True)], num_items)
+        return cls([ScoredCompletion(*row) for row in zip(*fields, strict=True)], num_items)
 
 
 # Completions before scoring
@@ -502,20 +511,20 @@ class EncodedTexts(NamedTuple):
     images: list[TextImages] | None = None
     urls: list[list[str]] | None = None
 
-    def at(self, places: Sequence[int]) -> EncodedTexts:
-        """The texts at these places."""
-        return EncodedTexts(*(each and [each[place] for place in places] for each in self))
+    def at(self, indices: Sequence[int]) -> EncodedTexts:
+        """The texts at these indices."""
+        return EncodedTexts(*(column and [column[index] for index in indices] for column in self))
 
     def equal_runs(self, group: int) -> int:
         """`group` if each run of `group` texts is equal, else 1: environments may give a group different prompts."""
-        images = self.urls if self.images is None else [own.key for own in self.images]
+        images = self.urls if self.images is None else [text_images.key for text_images in self.images]
         keys = self.ids if images is None else list(zip(self.ids, images, strict=True))
-        alike = len(keys) % group == 0 and all(own == keys[place - place % group] for place, own in enumerate(keys))
-        return group if alike else 1
+        all_equal = len(keys) % group == 0 and all(key == keys[index - index % group] for index, key in enumerate(keys))
+        return group if all_equal else 1
 
 
 @dataclass(frozen=True)
-class Written:
+class GeneratedCompletions:
     """B prompts with their completions, before scoring.
 
     prompt_ids, completion_ids: token ids; a completion includes its EOS token.
@@ -548,11 +557,11 @@ class Written:
         calls, failures = map(np.float32, self.calls)
         frequency = calls / np.float32(len(self.completion_ids))
         failed = failures / calls if calls else 0.0
-        own = {"tools/call_frequency": float(frequency), "tools/failure_frequency": float(failed)}
-        return own | self.seconds
+        tool_metrics = {"tools/call_frequency": float(frequency), "tools/failure_frequency": float(failed)}
+        return tool_metrics | self.seconds
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The completions, which must come from servers, as a few flat arrays, by name, for `of_arrays`."""
+        """The completions, which must come from servers, as a few flat arrays, by name, for `from_arrays`."""
         parts = {"prompt": self.prompt_ids, "completion": self.completion_ids}
         arrays = {f"{name}_length": np.asarray(list(map(len, ids)), np.int32) for name, ids in parts.items()}
         arrays |= {name: np.concatenate(ids).astype(np.int32) for name, ids in parts.items()}
@@ -561,28 +570,29 @@ class Written:
             arrays |= prefixed("images", images_to_arrays(self.images))
         if self.calls is None:
             return arrays
-        told = np.frombuffer(_json_of(_with_pictures(self.messages, picture_to_json)).encode(), np.uint8)
-        return arrays | {"by_model": np.concatenate(self.by_model), "messages": told, "calls": np.asarray(self.calls)}
+        text = _messages_to_json(_map_pictures(self.messages, picture_to_json))
+        arrays |= {"by_model": np.concatenate(self.by_model), "messages": np.frombuffer(text.encode(), np.uint8)}
+        return arrays | {"calls": np.asarray(self.calls)}
 
     @classmethod
-    def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Written:
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> GeneratedCompletions:
         """Inverse of `arrays`."""
-
-        prompts = [ids.tolist() for ids in _split(arrays, "prompt", "prompt")]
-        completions = _split(arrays, "completion", "completion")
+        prompt_ids = [ids.tolist() for ids in _split(arrays, "prompt", "prompt")]
+        completion_ids = _split(arrays, "completion", "completion")
         images = under_prefix("images", arrays)
-        made = cls(
-            prompts, completions, all_written(completions), images=images_from_arrays(images) if images else None,
+        completions = cls(
+            prompt_ids, completion_ids, all_by_model(completion_ids),
+            images=images_from_arrays(images) if images else None,
             sampling_logps=_split(arrays, "sampling_logps", "completion"),
         )  # fmt: skip
         if "calls" not in arrays:
-            return made
-        messages = _with_pictures(json.loads(arrays["messages"].tobytes()), picture_from_json)
+            return completions
+        messages = _map_pictures(json.loads(arrays["messages"].tobytes()), picture_from_json)
         calls = tuple(arrays["calls"].tolist())
-        return replace(made, by_model=_split(arrays, "by_model", "completion"), messages=messages, calls=calls)
+        return replace(completions, by_model=_split(arrays, "by_model", "completion"), messages=messages, calls=calls)
 
     @property
-    def images_of_each(self) -> Sequence[TextImages | None]:
+    def images_by_row(self) -> Sequence[TextImages | None]:
         """The images of each row; None for rows without images."""
         if self.images is None:
             return [None] * len(self.prompt_ids)
@@ -590,15 +600,15 @@ class Written:
 
     def with_columns(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The rows with the extra columns. If a list is too short, the last rows lack that column, as in TRL."""
-        return [{**row, **self._of(place)} for place, row in enumerate(rows)]
+        return [{**row, **self._columns_at(index)} for index, row in enumerate(rows)]
 
-    def _of(self, place: int) -> dict[str, Any]:
+    def _columns_at(self, index: int) -> dict[str, Any]:
         lists = {name: values for name, values in self.columns.items() if isinstance(values, list)}
-        own = {name: values[place] for name, values in lists.items() if place < len(values)}
-        return own | {name: value for name, value in self.columns.items() if name not in lists}
+        columns = {name: values[index] for name, values in lists.items() if index < len(values)}
+        return columns | {name: value for name, value in self.columns.items() if name not in lists}
 
 
-def _json_of(messages: list[list[dict[str, Any]]]) -> str:
+def _messages_to_json(messages: list[list[dict[str, Any]]]) -> str:
     for message in chain.from_iterable(messages):
         try:
             json.dumps(message)
@@ -610,28 +620,28 @@ def _json_of(messages: list[list[dict[str, Any]]]) -> str:
     return json.dumps(messages)
 
 
-def _with_pictures(messages: Sequence[Sequence[Mapping]], convert: Callable[[Any], Any]) -> list[list[dict[str, Any]]]:
-    """Messages whose pictures (see `open_picture`) are converted."""
+def _map_pictures(messages: Sequence[Sequence[Mapping]], convert: Callable[[Any], Any]) -> list[list[dict[str, Any]]]:
+    """Convert the pictures (see `open_picture`) in messages."""
 
-    def part(own: Any) -> Any:
-        seen = isinstance(own, Mapping) and own.get("type") == "image" and "image" in own
-        return {**own, "image": convert(own["image"])} if seen else own
+    def convert_part(part: Any) -> Any:
+        is_image = isinstance(part, Mapping) and part.get("type") == "image" and "image" in part
+        return {**part, "image": convert(part["image"])} if is_image else part
 
-    def message(own: Mapping[str, Any]) -> dict[str, Any]:
-        parts = isinstance(own.get("content"), list | tuple)
-        return {**own, "content": list(map(part, own["content"]))} if parts else dict(own)
+    def convert_message(message: Mapping[str, Any]) -> dict[str, Any]:
+        has_parts = isinstance(message.get("content"), list | tuple)
+        return {**message, "content": list(map(convert_part, message["content"]))} if has_parts else dict(message)
 
-    return [list(map(message, talk)) for talk in messages]
+    return [list(map(convert_message, conversation)) for conversation in messages]
 
 
-def all_written(completions: Sequence[np.ndarray]) -> list[np.ndarray]:
+def all_by_model(completions: Sequence[np.ndarray]) -> list[np.ndarray]:
     """`by_model` for completions that the model generated without tools."""
-    return [np.ones(len(own), bool) for own in completions]
+    return [np.ones(len(ids), bool) for ids in completions]
 
 
-def _split(arrays: Mapping[str, np.ndarray], name: str, of: str) -> list[np.ndarray]:
+def _split(arrays: Mapping[str, np.ndarray], name: str, lengths_of: str) -> list[np.ndarray]:
     """The rows of a flat array, whose lengths are in `<of>_length`."""
-    return np.split(arrays[name], np.cumsum(arrays[f"{of}_length"])[:-1])
+    return np.split(arrays[name], np.cumsum(arrays[f"{lengths_of}_length"])[:-1])
 
 
 def prefixed(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

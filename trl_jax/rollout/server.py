@@ -32,13 +32,13 @@ from trl_jax.core.text import brief
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 256  # requests in flight per server; the server queues those that it cannot run yet
-_SPEAKS_AFTER, _SPEAKS_EVERY = 5.0, 30.0  # seconds: until an unreachable server is logged, and between two logs
-_ANSWERS_WITHIN = 5.0  # seconds: the connect timeout, and the longest interval and timeout of health checks
-_BUSY = (502, 503, 504)
-_RETRY_AFTER = 0.5  # seconds
-_LOST = 45.0  # seconds to wait for a server that answered before, by default: with a checkpoint, the run ends in 60 s
-_REPEATS = 3  # minimum number of times that a completion request is sent again after its timeout
+_MAX_IN_FLIGHT = 256  # requests in flight per server; the server queues those that it cannot run yet
+_WARN_AFTER, _WARN_INTERVAL = 5.0, 30.0  # seconds: until an unreachable server is logged, and between two logs
+_CONNECT_TIMEOUT = 5.0  # seconds: the connect timeout, and the longest interval and timeout of health checks
+_RETRIED_STATUSES = (502, 503, 504)
+_RETRY_INTERVAL = 0.5  # seconds
+_RESTART_TIMEOUT = 45.0  # default seconds to wait for a server that answered before: with a checkpoint, 60 s in all
+_MIN_RETRIES = 3  # minimum number of times that a completion request is sent again after its timeout
 
 Progress = Callable[[int, int], None]
 
@@ -120,11 +120,10 @@ class Requirements:
 class SamplingOptions:
     """The run's sampling arguments, independent of the engine.
 
-    ends: EOS token ids.
     regex: a pattern that constrains completions, or None.
-    never: token ids that must not be sampled.
-    others: `generation_kwargs`: vLLM's sampling parameters by name, plus transformers' `stop_strings`. They override
-        the other fields except `regex` and `never`.
+    suppressed_ids: token ids that must not be sampled.
+    generation_kwargs: vLLM's sampling parameters by name, plus transformers' `stop_strings`. They override the other
+        fields except `regex` and `suppressed_ids`.
     """
 
     max_tokens: int
@@ -133,23 +132,23 @@ class SamplingOptions:
     top_k: int | None
     min_p: float | None
     repetition_penalty: float | None
-    ends: Sequence[int]
+    eos_token_ids: Sequence[int]
     regex: str | None
-    never: Sequence[int]
-    others: Mapping[str, Any]
+    suppressed_ids: Sequence[int]
+    generation_kwargs: Mapping[str, Any]
 
 
 class Prompt(NamedTuple):
     """A prompt that a server completes `group` times.
 
-    most: maximum number of tokens per completion, in addition to the limit in the sampling parameters; None for none.
+    max_tokens: maximum per completion, in addition to the limit in the sampling parameters; None for none.
     images: data URLs.
     """
 
     ids: list[int]
     group: int
     seed: int
-    most: int | None
+    max_tokens: int | None
     images: Sequence[str]
 
 
@@ -236,9 +235,9 @@ class Engine(Protocol):
         """
 
     async def complete(
-        self, client: httpx2.AsyncClient, place: int, prompt: Prompt, parameters: Mapping[str, Any]
+        self, client: httpx2.AsyncClient, server: int, prompt: Prompt, parameters: Mapping[str, Any]
     ) -> Sampled:
-        """Complete a prompt on the server at `transport.urls[place]`."""
+        """Complete a prompt on the server at `transport.urls[server]`."""
 
     def score(self, ids: Sequence[int]) -> list[np.ndarray]:
         """Have every server score a text: log-probabilities of `ids[1:]` at temperature 1, float32 `[tokens - 1]`
@@ -292,37 +291,40 @@ class Servers:
             the timeout, and StaleWeights if a server lost the weights loaded last.
         """
         limits = self._transport.limits
-        bounds = [None] * len(prompts) if most is None else most
-        seen = [()] * len(prompts) if images is None else images
-        jobs = [
-            Prompt(list(map(int, ids)), group, int(seed), bound, pictures)
-            for ids, seed, bound, pictures in zip(prompts, seeds, bounds, seen, strict=True)
+        most = [None] * len(prompts) if most is None else most
+        images = [()] * len(prompts) if images is None else images
+        requests = [
+            Prompt(list(map(int, ids)), group, int(seed), max_tokens, urls)
+            for ids, seed, max_tokens, urls in zip(prompts, seeds, most, images, strict=True)
         ]
 
-        async def ask(client: httpx2.AsyncClient) -> list[Sampled]:
-            gates, done, at_once = [asyncio.Semaphore(_AT_ONCE) for _ in self.urls], [0, 0], limits.at_once
-            gate = asyncio.Semaphore(len(jobs) if at_once is None else max(at_once // group, 1))
+        async def complete_all(client: httpx2.AsyncClient) -> list[Sampled]:
+            server_slots, at_once = [asyncio.Semaphore(_MAX_IN_FLIGHT) for _ in self.urls], limits.at_once
+            slots = asyncio.Semaphore(len(requests) if at_once is None else max(at_once // group, 1))
+            num_completions = num_tokens = 0
 
-            async def one(number: int) -> Sampled:
-                place = number % len(self.urls)
-                async with gate, gates[place]:
-                    found = await self.engine.complete(client, place, jobs[number], parameters)
-                done[0], done[1] = done[0] + group, done[1] + sum(map(len, found.completions))
+            async def complete_one(index: int) -> Sampled:
+                nonlocal num_completions, num_tokens
+                server = index % len(self.urls)
+                async with slots, server_slots[server]:
+                    sampled = await self.engine.complete(client, server, requests[index], parameters)
+                num_completions, num_tokens = num_completions + group, num_tokens + sum(map(len, sampled.completions))
                 if progress is not None:
-                    progress(*done)
-                return found
+                    progress(num_completions, num_tokens)
+                return sampled
 
-            tasks = [asyncio.create_task(one(number)) for number in range(len(jobs))]
+            tasks = [asyncio.create_task(complete_one(index)) for index in range(len(requests))]
             return await self._transport.watched(client, tasks, alive=limits.alive)
 
-        def complete() -> Sampled:
+        def run() -> Sampled:
             began = time.monotonic()
-            found = self._transport.run(ask)
+            results = self._transport.run(complete_all)
             self._check_version()
-            completions = [own for part in found for own in part.completions]
-            return Sampled(completions, [own for part in found for own in part.logps], time.monotonic() - began)
+            completions = [ids for sampled in results for ids in sampled.completions]
+            logps = [row for sampled in results for row in sampled.logps]
+            return Sampled(completions, logps, time.monotonic() - began)
 
-        return _in_thread(complete)
+        return _in_thread(run)
 
     def load(self, folder: str, version: str) -> None:
         """Load a checkpoint into every server, between completions, and label the weights `version`.
@@ -335,9 +337,9 @@ class Servers:
         """
         self.engine.load(folder, version)
         self.version = version
-        for url, found in zip(self.urls, self.engine.versions(), strict=True):
-            if found != version:
-                raise self._transport.unusable(url, f"has the weights {found!r} right after {version!r} were loaded")
+        for url, loaded in zip(self.urls, self.engine.versions(), strict=True):
+            if loaded != version:
+                raise self._transport.unusable(url, f"has the weights {loaded!r} right after {version!r} were loaded")
 
     def load_adapter(self, folder: str, version: str) -> None:
         """Load a LoRA adapter into every server and use it for all later completions.
@@ -356,9 +358,9 @@ class Servers:
     def _check_version(self) -> None:
         if self.version is None:
             return
-        for url, found in zip(self.urls, self.engine.versions(), strict=True):
-            if found != self.version:
-                raise StaleWeights(f"{url} has the weights {found!r}, not {self.version!r}")
+        for url, loaded in zip(self.urls, self.engine.versions(), strict=True):
+            if loaded != self.version:
+                raise StaleWeights(f"{url} has the weights {loaded!r}, not {self.version!r}")
 
 
 # Requests
@@ -370,18 +372,18 @@ class Transport:
     Args:
         name: the engine's name in error messages.
         command: returns the command that starts the server at a URL, for error messages.
-        alive: path of the health check. The server must answer it at any time, even while it loads weights.
+        health: path of the health check. The server must answer it at any time, even while it loads weights.
     """
 
     def __init__(
-        self, urls: Sequence[str], limits: Limits, name: str, command: Callable[[str], str], alive: str = "/health"
+        self, urls: Sequence[str], limits: Limits, name: str, command: Callable[[str], str], health: str = "/health"
     ):
         self.urls, self.limits, self.name, self.command = list(urls), limits, name, command
-        self._alive = alive
-        self._spoke: dict[str, float] = {}  # URL -> time of the last warning
-        self._reached: set[str] = set()  # the URLs of servers that have answered
+        self._health = health
+        self._warned_at: dict[str, float] = {}  # URL -> time of the last warning
+        self._answered: set[str] = set()  # the URLs of servers that have answered
 
-    def each(
+    def request_all(
         self,
         method: str,
         path: str,
@@ -404,7 +406,7 @@ class Transport:
             ServerError: a server refuses the request, is unreachable for too long, or exceeds `within`.
         """
 
-        async def one(client: httpx2.AsyncClient, url: str) -> Any:
+        async def send(client: httpx2.AsyncClient, url: str) -> Any:
             try:
                 reply = await asyncio.wait_for(self.answer(client, url, method, path, body), within)
             except TimeoutError as error:
@@ -417,23 +419,23 @@ class Transport:
                 return _body(reply)
             return self.accepted(url, reply, doing)
 
-        async def ask(client: httpx2.AsyncClient) -> list[Any]:
-            return await self.watched(client, [asyncio.create_task(one(client, url)) for url in self.urls])
+        async def send_all(client: httpx2.AsyncClient) -> list[Any]:
+            return await self.watched(client, [asyncio.create_task(send(client, url)) for url in self.urls])
 
-        return self.run(ask)
+        return self.run(send_all)
 
-    def post_each(self, path: str, bodies: Sequence[Any]) -> list[Any]:
+    def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
         """Post a body to each server. Returns their replies as JSON; the text of the refusal where one refuses."""
 
-        async def one(client: httpx2.AsyncClient, url: str, body: Any) -> Any:
+        async def post(client: httpx2.AsyncClient, url: str, body: Any) -> Any:
             reply = await self.answer(client, url, "POST", path, body)
             return reply.json() if reply.status_code == 200 else message(reply)
 
-        async def ask(client: httpx2.AsyncClient) -> list[Any]:
+        async def send_all(client: httpx2.AsyncClient) -> list[Any]:
             servers = zip(self.urls, bodies, strict=True)
-            return await self.watched(client, [asyncio.create_task(one(client, *server)) for server in servers])
+            return await self.watched(client, [asyncio.create_task(post(client, *server)) for server in servers])
 
-        return self.run(ask)
+        return self.run(send_all)
 
     def accepted(self, url: str, reply: httpx2.Response, doing: str = "") -> Any:
         """The body of a successful reply: parsed if it is JSON, else as text.
@@ -465,13 +467,13 @@ class Transport:
         Raises:
             ServerSilent: there is no reply by then.
         """
-        failed, late = None, 0
+        failing_since, num_timeouts = None, 0
         while True:
             began = time.monotonic()
             try:
                 reply = await asyncio.wait_for(client.request(method, url + path, json=body), within)
-                if reply.status_code not in _BUSY:
-                    self._reached.add(url)
+                if reply.status_code not in _RETRIED_STATUSES:
+                    self._answered.add(url)
                     return reply
                 problem, lost = f"HTTP {reply.status_code}", time.monotonic()
             except httpx2.TransportError as error:
@@ -479,35 +481,36 @@ class Transport:
                 # A connection that breaks may have been open for longer than the timeout.
                 lost = began if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) else time.monotonic()
             except TimeoutError:
-                problem, late = f"no completions within request_timeout={within:g} s", late + 1
-                if late <= _REPEATS or late * within <= self.limits.answer:
-                    failed = None  # it was reachable
+                problem, num_timeouts = f"no completions within request_timeout={within:g} s", num_timeouts + 1
+                if num_timeouts <= _MIN_RETRIES or num_timeouts * within <= self.limits.answer:
+                    failing_since = None  # it was reachable
                     continue
                 raise ServerSilent(
-                    f"The {self.name} server at {url} did not answer for {late * within:g} s (request_timeout; "
-                    f"{problem}, {late} times). Raise request_timeout, or lower max_completion_length or "
+                    f"The {self.name} server at {url} did not answer for {num_timeouts * within:g} s (request_timeout; "
+                    f"{problem}, {num_timeouts} times). Raise request_timeout, or lower max_completion_length or "
                     "max_inflight_tasks."
                 ) from None
-            now, failed = time.monotonic(), lost if failed is None else failed
-            timeout, argument = self._patience(url)
-            if now - failed > timeout:
-                raise self._silent(url, problem, timeout, argument)
-            if now - failed > _SPEAKS_AFTER and now - self._spoke.get(url, -math.inf) > _SPEAKS_EVERY:
-                left, self._spoke[url] = timeout - (now - failed), now
-                logger.warning("Waiting up to %.0f s more for the %s server at %s (%s).", left, self.name, url, problem)
-            await asyncio.sleep(min(_RETRY_AFTER, timeout / 4))
+            now, failing_since = time.monotonic(), lost if failing_since is None else failing_since
+            timeout, argument = self._outage_limit(url)
+            if now - failing_since > timeout:
+                raise self._silent_error(url, problem, timeout, argument)
+            if now - failing_since > _WARN_AFTER and now - self._warned_at.get(url, -math.inf) > _WARN_INTERVAL:
+                remaining, self._warned_at[url] = timeout - (now - failing_since), now
+                text = "Waiting up to %.0f s more for the %s server at %s (%s)."
+                logger.warning(text, remaining, self.name, url, problem)
+            await asyncio.sleep(min(_RETRY_INTERVAL, timeout / 4))
 
-    def _patience(self, url: str) -> tuple[float, str]:
+    def _outage_limit(self, url: str) -> tuple[float, str]:
         """How many seconds a server may be unreachable, and the argument that sets them."""
         restart = self.limits.restart
-        if url not in self._reached or (restart is None and self.limits.answer <= _LOST):
+        if url not in self._answered or (restart is None and self.limits.answer <= _RESTART_TIMEOUT):
             return self.limits.answer, "vllm_server_timeout"
-        return _LOST if restart is None else restart, "vllm_server_restart_timeout"
+        return _RESTART_TIMEOUT if restart is None else restart, "vllm_server_restart_timeout"
 
-    def _silent(self, url: str, problem: str, timeout: float, argument: str) -> ServerSilent:
-        slow = f"If it was restarting, raise {argument}. " if argument == "vllm_server_restart_timeout" else ""
+    def _silent_error(self, url: str, problem: str, timeout: float, argument: str) -> ServerSilent:
+        hint = f"If it was restarting, raise {argument}. " if argument == "vllm_server_restart_timeout" else ""
         return ServerSilent(
-            f"The {self.name} server at {url} did not answer for {timeout:g} s ({argument}; {problem}). {slow}"
+            f"The {self.name} server at {url} did not answer for {timeout:g} s ({argument}; {problem}). {hint}"
             f"Start it with: {self.command(url)}"
         )
 
@@ -518,76 +521,76 @@ class Transport:
 
         Health checks run meanwhile, because a server that hangs keeps its connections open.
         """
-        watch = asyncio.create_task(self._watch(client, alive))
+        monitor = asyncio.create_task(self._monitor_health(client, alive))
         try:
             waiting = set(tasks)
             while waiting:
-                done, _ = await asyncio.wait({*waiting, watch}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({*waiting, monitor}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()  # re-raises the task's exception
                 waiting -= done
             return [task.result() for task in tasks]
         finally:
-            for task in (*tasks, watch):
+            for task in (*tasks, monitor):
                 task.cancel()
-            await asyncio.gather(*tasks, watch, return_exceptions=True)
+            await asyncio.gather(*tasks, monitor, return_exceptions=True)
 
-    async def _watch(self, client: httpx2.AsyncClient, alive: float | None) -> None:
+    async def _monitor_health(self, client: httpx2.AsyncClient, alive: float | None) -> None:
         """Poll the servers' health forever. Any HTTP reply counts as healthy.
 
         Raises:
             ServerSilent: a server did not reply for `alive` seconds (None: `limits.answer` or `limits.restart`).
         """
-        seen = dict.fromkeys(self.urls, time.monotonic())
-        shortest = alive or min(self._patience(url)[0] for url in self.urls)
-        every = min(_ANSWERS_WITHIN, max(shortest / 15, 0.05))
+        last_reply = dict.fromkeys(self.urls, time.monotonic())
+        shortest_limit = alive or min(self._outage_limit(url)[0] for url in self.urls)
+        interval = min(_CONNECT_TIMEOUT, max(shortest_limit / 15, 0.05))
         while True:
-            await asyncio.sleep(every)
+            await asyncio.sleep(interval)
             for url in self.urls:
                 try:
-                    await client.get(url + self._alive, timeout=every)
-                    seen[url] = time.monotonic()
+                    await client.get(url + self._health, timeout=interval)
+                    last_reply[url] = time.monotonic()
                 except httpx2.TransportError as error:
-                    timeout, argument = (alive, "heartbeat_stale_after_s") if alive else self._patience(url)
-                    if time.monotonic() - seen[url] > timeout:
-                        raise self._silent(url, type(error).__name__, timeout, argument) from error
+                    timeout, argument = (alive, "heartbeat_stale_after_s") if alive else self._outage_limit(url)
+                    if time.monotonic() - last_reply[url] > timeout:
+                        raise self._silent_error(url, type(error).__name__, timeout, argument) from error
 
-    def run(self, ask: Callable[[httpx2.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
+    def run(self, request: Callable[[httpx2.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
         """Run a coroutine to completion in a new thread: this thread may already run an event loop (Jupyter)."""
 
         async def main() -> Any:
-            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=_AT_ONCE)
-            timeout = httpx2.Timeout(None, connect=_ANSWERS_WITHIN)
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=_MAX_IN_FLIGHT)
+            timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT)
             async with httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
-                return await ask(client)
+                return await request(client)
 
         return _in_thread(lambda: asyncio.run(main())).result()
 
-    def logps(self, url: str, found: Sequence[float | None], ids: np.ndarray) -> np.ndarray:
+    def logps(self, url: str, values: Sequence[float | None], ids: np.ndarray) -> np.ndarray:
         """Convert log-probabilities to float32 `[tokens]`, with NaN for None.
 
         Raises:
             ServerError: their number differs from the number of tokens.
         """
-        if len(found) != len(ids):
-            raise self.unusable(url, f"returned {len(found)} log-probabilities for {len(ids)} tokens")
-        return np.asarray([np.nan if value is None else value for value in found], np.float32)
+        if len(values) != len(ids):
+            raise self.unusable(url, f"returned {len(values)} log-probabilities for {len(ids)} tokens")
+        return np.asarray([np.nan if value is None else value for value in values], np.float32)
 
     def unusable(self, url: str, why: str) -> ServerError:
         return ServerError(f"The {self.name} server at {url} {why}. Start it with: {self.command(url)}")
 
 
-def _in_thread(do: Callable[[], Any]) -> concurrent.futures.Future:
-    """Call `do` in a daemon thread. (The threads of a ThreadPoolExecutor would delay the exit of the process.)"""
+def _in_thread(call: Callable[[], Any]) -> concurrent.futures.Future:
+    """Call a function in a daemon thread. (The threads of a ThreadPoolExecutor would delay the exit of the process.)"""
     future: concurrent.futures.Future = concurrent.futures.Future()
 
-    def work() -> None:
+    def target() -> None:
         try:
-            future.set_result(do())
+            future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
 
-    Thread(target=work, name="trl_jax-server", daemon=True).start()
+    Thread(target=target, name="trl_jax-server", daemon=True).start()
     return future
 
 
@@ -602,5 +605,6 @@ def message(reply: httpx2.Response) -> str:
     except ValueError:
         return brief(reply.text)
     names = ("error", "detail", "error_message")
-    found = next((body[name] for name in names if name in body), body) if isinstance(body, dict) else body
-    return brief(found["message"] if isinstance(found, dict) and "message" in found else found)
+    if isinstance(body, dict):
+        body = next((body[name] for name in names if name in body), body)
+    return brief(body["message"] if isinstance(body, dict) and "message" in body else body)

@@ -18,7 +18,15 @@ from datasets import IterableDataset
 
 from trl_jax.core.torch_random import GeneratorState, TorchGenerator
 from trl_jax.rollout.completions_log import MetricLog
-from trl_jax.rollout.rollout import Experience, Rollout, Row, ScoredCompletion, Written, prefixed, under_prefix
+from trl_jax.rollout.rollout import (
+    Experience,
+    GeneratedCompletions,
+    Rollout,
+    Row,
+    ScoredCompletion,
+    prefixed,
+    under_prefix,
+)
 from trl_jax.rollout.server import ServerError
 from trl_jax.tasks.policy import Cycle, EntropyBonus
 
@@ -75,7 +83,7 @@ class RolloutSteps:
     recoverable: ClassVar[tuple[type[Exception], ...]] = (ServerError,)  # a later run can go on from the last step
 
     def __post_init__(self) -> None:
-        self._losses_first, self._begun_at = False, 0.0
+        self._losses_first, self._step_started_at = False, 0.0
         self.begin(lambda: None)
 
     def begin(
@@ -89,7 +97,7 @@ class RolloutSteps:
                 `TrainStep.at_iterates`): it generates with these, as in TRL.
         """
         self.generation: Experience | None = None
-        self._next: Begun | None = None
+        self._pending: PendingCompletions | None = None
         self.num_micro_batches, self.num_steps, self.epoch = 0, 0, -1
         self.sampler, self._begin_step, self._at_iterates = self.make_sampler(), begin_step, at_iterates
 
@@ -99,7 +107,7 @@ class RolloutSteps:
 
     def begin_epoch_again(self, epoch: int) -> None:
         """Make the next `set_epoch(epoch)` restart that epoch with the current dataset and a new generation."""
-        self.generation, self._next, self.num_micro_batches, self.epoch = None, None, 0, epoch - 1
+        self.generation, self._pending, self.num_micro_batches, self.epoch = None, None, 0, epoch - 1
         self.sampler.begin(epoch)
 
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
@@ -124,24 +132,24 @@ class RolloutSteps:
             yield self._step()
 
     def _step(self) -> Any:
-        """The next step. If a server fails, everything is as before the step, and may be saved."""
+        """The next step. If a server fails, the state from before the step is restored, so that it can be saved."""
         streams = self.random_streams
-        before = self.sampler.state(), [stream.state() for stream in streams], self._metrics.copied()
-        place = self.generation, self._next, self.num_micro_batches
+        sampler, metrics = self.sampler.state(), self._metrics.copied()
+        stream_states = [stream.state() for stream in streams]
+        generation, pending, num_micro_batches = self.generation, self._pending, self.num_micro_batches
         try:
             return self._next_batch()
         except ServerError:
-            sampler, states, metrics = before
             self.sampler.restore(sampler)
-            for stream, state in zip(streams, states, strict=True):
+            for stream, state in zip(streams, stream_states, strict=True):
                 stream.restore(state)
             self._metrics.restore(metrics)
-            self.generation, self._next, self.num_micro_batches = place
+            self.generation, self._pending, self.num_micro_batches = generation, pending, num_micro_batches
             raise
 
     def _next_batch(self) -> Any:
         """Lay out the micro-batches of one step (fewer at the end of an epoch), and generate when one is due."""
-        self._begun_at = time.monotonic()
+        self._step_started_at = time.monotonic()
         micro_batches, generations, self._losses_first = [], [], False
         is_first = not self._metrics.values  # since the last log
         while len(micro_batches) < self.cycle.accumulation and self.sampler.has_next:
@@ -161,18 +169,18 @@ class RolloutSteps:
 
         Returns how many of the skipped steps belong to the last epoch reached.
         """
-        of_epoch = 0
+        epoch_steps = 0
         for _ in range(steps):
             if not self.sampler.has_next:
                 self.set_epoch(self.epoch + 1)
-                of_epoch = 0
+                epoch_steps = 0
             parts = 0
             while parts < self.cycle.accumulation and self.sampler.has_next:
                 self.sampler.next()
                 parts += 1
             self.num_micro_batches += parts
-            self.num_steps, of_epoch = self.num_steps + 1, of_epoch + 1
-        return of_epoch
+            self.num_steps, epoch_steps = self.num_steps + 1, epoch_steps + 1
+        return epoch_steps
 
     def finish(self) -> None:
         """Wait for pending uploads at the end of a run."""
@@ -180,19 +188,19 @@ class RolloutSteps:
             self.rollout.table.finish()
 
     def stepped(self, metrics: dict[str, Any]) -> None:
-        """Wait for a step to finish, which the next generation would do anyway, and add its metrics to those since the
-        last log, in the order in which TRL records them."""
+        """Wait for a step to finish, as the next generation would do anyway, and add its metrics to those since the
+        last log, in TRL's order."""
         metrics = jax.device_get(metrics)
-        found = self.measure(metrics)
+        loss_metrics = self.measure(metrics)
         if self.bonus is not None:
             self.bonus.stepped(metrics)
             coef = {"entropy_coef": self.bonus.taken()}  # TRL records it during the last micro-batch
-            if len(found.get("policy_loss", ())) == 1:
-                found = {"policy_loss": found.pop("policy_loss")} | coef | found
+            if len(loss_metrics.get("policy_loss", ())) == 1:
+                loss_metrics = {"policy_loss": loss_metrics.pop("policy_loss")} | coef | loss_metrics
             else:
-                found = found | coef
-        self._metrics.extend(found, first=self._losses_first)
-        self._metrics.extend({"step_time": [time.monotonic() - self._begun_at]})
+                loss_metrics = loss_metrics | coef
+        self._metrics.extend(loss_metrics, first=self._losses_first)
+        self._metrics.extend({"step_time": [time.monotonic() - self._step_started_at]})
 
     @property
     def _metrics(self) -> MetricLog:
@@ -202,37 +210,38 @@ class RolloutSteps:
         """Generate completions for these prompts and shuffle them within each rank."""
         rows = self._rows_of(prompts)
         with self._at_iterates():
-            written = self._take_ahead(prompts, rows) if self.ahead else None
-            experience = self.rollout.make(rows, self.cycle.group, "train", written)
+            generated_ahead = self._take_completions_ahead(prompts, rows) if self.ahead else None
+            experience = self.rollout.generate_and_score(rows, self.cycle.group, "train", generated_ahead)
         size = len(rows) // len(self.streams)
-        order = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
-        return experience.ordered(np.concatenate(order).tolist())
+        orders = [rank * size + stream.permutation(size) for rank, stream in enumerate(self.streams)]
+        return experience.reordered(np.concatenate(orders).tolist())
 
     def _rows_of(self, prompts: Sequence[Any]) -> list[Row]:
-        return [self.read_row(index) for index in prompts for _ in range(self.cycle.group)]
+        return [self.read_row(prompt) for prompt in prompts for _ in range(self.cycle.group)]
 
-    def _take_ahead(self, prompts: Sequence[Any], rows: Sequence[Row]) -> Written:
+    def _take_completions_ahead(self, prompts: Sequence[Any], rows: Sequence[Row]) -> GeneratedCompletions:
         """Wait for the completions of these rows, which were started before the steps of the previous generation, or
         start them now if there was none. Then start the next generation's."""
         group = self.cycle.group
-        begun, self._next = self._next, None
-        if begun is None or not begun.is_for(prompts):  # a callback may have ended the epoch
-            begun = Begun(self.rollout.begin_ahead(rows, group), self.num_steps)
-        written = begun.completions
-        staleness = self.num_steps // self.sync_steps - begun.step // self.sync_steps
+        pending, self._pending = self._pending, None
+        if pending is None or not pending.is_for(prompts):  # a callback may have ended the epoch
+            pending = PendingCompletions(self.rollout.start_generating(rows, group), self.num_steps)
+        completions = pending.completions
+        staleness = self.num_steps // self.sync_steps - pending.step // self.sync_steps
         self._metrics.extend({"sample/staleness_mean": [float(staleness)]})
-        still = self.num_micro_batches + self.cycle.repeats < self.num_steps_of_run() * self.cycle.accumulation
-        following = self.sampler.following() if still else None
-        if following is not None:
-            self._next = Begun(self.rollout.begin_ahead(self._rows_of(following), group), self.num_steps, following)
-        return written
+        end = self.num_steps_of_run() * self.cycle.accumulation
+        next_prompts = self.sampler.following() if self.num_micro_batches + self.cycle.repeats < end else None
+        if next_prompts is not None:
+            wait = self.rollout.start_generating(self._rows_of(next_prompts), group)
+            self._pending = PendingCompletions(wait, self.num_steps, next_prompts)
+        return completions
 
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """What a resumed run needs to continue bitwise identically: arrays and JSON values. Waits for servers."""
         arrays = {} if self.generation is None else prefixed("buffer", self.generation.arrays())
-        begun = None if self._next is None else self._next.ended()
-        if begun is not None:
-            arrays |= prefixed("next", begun.completions.arrays())
+        pending = None if self._pending is None else self._pending.wait_or_none()
+        if pending is not None:
+            arrays |= prefixed("next", pending.completions.arrays())
         states = [stream.state() for stream in self.streams]
         arrays["streams"] = np.stack([state.key for state in states])
         seeds = None if self.seeds is None else self.seeds.state()
@@ -240,7 +249,7 @@ class RolloutSteps:
         if self.rollout.table is not None:
             arrays["table"] = self.rollout.table.state()
         arrays |= prefixed("sampler", self.sampler.state())
-        facts = {
+        values = {
             "num_micro_batches": self.num_micro_batches,
             "num_steps": self.num_steps,
             "epoch": self.epoch,
@@ -249,12 +258,12 @@ class RolloutSteps:
             "seeds": None if seeds is None else [seeds.used, seeds.position],
             "metrics": self._metrics.copied(),
             "bonus": None if self.bonus is None else self.bonus.state(),
-            "next": None if begun is None else begun.step,
+            "next": None if pending is None else pending.step,
         }
-        return arrays, facts
+        return arrays, values
 
     def restore(
-        self, arrays: dict[str, np.ndarray], facts: dict[str, Any], unlogged: Sequence[dict[str, np.ndarray]] = ()
+        self, arrays: dict[str, np.ndarray], values: dict[str, Any], unlogged: Sequence[dict[str, np.ndarray]] = ()
     ) -> bool:
         """Continue from a saved `state`.
 
@@ -265,41 +274,46 @@ class RolloutSteps:
             Whether arguments have changed, so that new generations are formed, starting with the first prompt that no
             finished generation has used. The position in the epoch is then counted from zero again.
         """
-        states = zip(arrays["streams"], facts["streams"], strict=True)
+        states = zip(arrays["streams"], values["streams"], strict=True)
         for stream, (key, (used, position)) in zip(self.streams, states, strict=False):  # ranks may differ
             stream.restore(GeneratorState(key, used, position))
-        if self.seeds is not None and facts.get("seeds") is not None:
-            self.seeds.restore(GeneratorState(arrays["seeds"], *facts["seeds"]))
+        if self.seeds is not None and values.get("seeds") is not None:
+            self.seeds.restore(GeneratorState(arrays["seeds"], *values["seeds"]))
         if self.rollout.table is not None and "table" in arrays:
             self.rollout.table.restore(arrays["table"])
-        self.num_steps = facts["num_steps"]
-        if self.bonus is not None and facts["bonus"] is not None:
-            self.bonus.restore(facts["bonus"])
-        self._metrics.restore(facts["metrics"])
-        if "generated" in facts:  # a checkpoint of an earlier version, whose metrics leave out the losses
+        self.num_steps = values["num_steps"]
+        if self.bonus is not None and values["bonus"] is not None:
+            self.bonus.restore(values["bonus"])
+        self._metrics.restore(values["metrics"])
+        if "generated" in values:  # a checkpoint of an earlier version, whose metrics leave out the losses
             for metrics in unlogged:
                 with suppress(KeyError):  # sums of another loss, if arguments have changed
                     self._metrics.extend(self.measure(metrics))
-        written = under_prefix("next", arrays)
-        self._next = Begun(lambda: Written.of_arrays(written), facts["next"]) if written and self.ahead else None
-        return self._restore_place(under_prefix("buffer", arrays), under_prefix("sampler", arrays), facts)
+        saved_completions = under_prefix("next", arrays)
+        self._pending = None
+        if saved_completions and self.ahead:
+            self._pending = PendingCompletions(
+                lambda: GeneratedCompletions.from_arrays(saved_completions), values["next"]
+            )
+        return self._restore_place(under_prefix("buffer", arrays), under_prefix("sampler", arrays), values)
 
-    def _restore_place(self, buffer: dict, sampler: dict, facts: dict[str, Any]) -> bool:
-        now = self._sizes()
-        then = facts.get("sizes", now)  # missing in earlier checkpoints
-        self.epoch, self.num_micro_batches = facts["epoch"], facts["num_micro_batches"]
-        self.generation = Experience.of_arrays(buffer) if buffer else None
+    def _restore_place(self, buffer: dict, sampler: dict, values: dict[str, Any]) -> bool:
+        sizes = self._sizes()
+        saved = values.get("sizes", sizes)  # missing in earlier checkpoints
+        self.epoch, self.num_micro_batches = values["epoch"], values["num_micro_batches"]
+        self.generation = Experience.from_arrays(buffer) if buffer else None
         if ("order" in sampler) != ("order" in self.sampler.state()):  # a table then and a stream now, or vice versa
             self.begin_epoch_again(self.epoch)
             return True
         self.sampler.restore(sampler)
-        changed = [f"{name} {then[name]} -> {now[name]}" for name in now if then[name] != now[name]]
-        unfinished = self.num_micro_batches % (then["steps_per_generation"] * then["num_iterations"]) > 0
-        moved, reasons = bool(changed), changed
+        changed = [f"{name} {saved[name]} -> {sizes[name]}" for name in sizes if saved[name] != sizes[name]]
+        unfinished = self.num_micro_batches % (saved["steps_per_generation"] * saved["num_iterations"]) > 0
+        restarts, reasons = bool(changed), changed
         if unfinished and self.generation is not None:
-            other = self.needed_logps.symmetric_difference(self.generation.logps)
-            reasons = changed + [_REASONS[name] for name in sorted(other)]
-            moved = moved or (bool(other) and self.cycle.keeps_policy)  # then steps must start with a generation
+            changed_logps = self.needed_logps.symmetric_difference(self.generation.logps)
+            reasons = changed + [_REASONS[name] for name in sorted(changed_logps)]
+            # With `keeps_policy`, steps must start with a generation.
+            restarts = restarts or (bool(changed_logps) and self.cycle.keeps_policy)
         if unfinished and reasons:
             self.generation = None
             logger.warning(
@@ -307,10 +321,10 @@ class RolloutSteps:
                 "its prompts are completed again.",
                 ", ".join(reasons),
             )
-        if moved:
-            self.generation, self._next, self.num_micro_batches = None, None, 0
+        if restarts:
+            self.generation, self._pending, self.num_micro_batches = None, None, 0
             self.sampler.repeat_chunk()
-        return moved
+        return restarts
 
     def _sizes(self) -> dict[str, int]:
         """The sizes that define generations and micro-batches, named after the arguments."""
@@ -331,7 +345,7 @@ class RolloutSteps:
 
 
 @dataclass
-class Begun:
+class PendingCompletions:
     """Completions that servers are generating.
 
     wait: waits for them.
@@ -339,12 +353,12 @@ class Begun:
     prompts: the chunk of prompts, as the sampler returned it; None for the current one.
     """
 
-    wait: Callable[[], Written]
+    wait: Callable[[], GeneratedCompletions]
     step: int
     prompts: Sequence[Any] | None = None
 
     @cached_property
-    def completions(self) -> Written:
+    def completions(self) -> GeneratedCompletions:
         """The completions, once the servers have generated them. If they fail, the next access waits again."""
         return self.wait()
 
@@ -354,7 +368,7 @@ class Begun:
             return True
         return isinstance(prompts, np.ndarray) and np.array_equal(prompts, self.prompts)
 
-    def ended(self) -> Begun | None:
+    def wait_or_none(self) -> PendingCompletions | None:
         """Wait for the completions and return self; None if the servers failed."""
         try:
             _ = self.completions
@@ -425,20 +439,20 @@ class RepeatSampler:
         self._stream = TorchGenerator(self._seed)
         for _ in range(epoch):
             self.next_epoch()
-        self._order, self._start, self._given = np.zeros(0, np.int64), 0, 0
+        self._order, self._start, self._num_yielded = np.zeros(0, np.int64), 0, 0
 
     def next_epoch(self) -> None:
         if self._wraps:
-            self._order = self._after_last(self.num_chunks * self._chunk)
+            self._order = self._next_in_cycle(self.num_chunks * self._chunk)
         else:
-            self._order = self._drawn(self._stream)
-        self._start = self._given = 0
+            self._order = self._epoch_order(self._stream)
+        self._start = self._num_yielded = 0
 
-    def _drawn(self, stream: TorchGenerator) -> np.ndarray:
+    def _epoch_order(self, stream: TorchGenerator) -> np.ndarray:
         """The order of an epoch, from the stream's current state."""
         return stream.permutation(self._rows) if self._shuffle else np.arange(self._rows)
 
-    def _after_last(self, count: int) -> np.ndarray:
+    def _next_in_cycle(self, count: int) -> np.ndarray:
         """The indices of the next `count` prompts, wrapping around at the end of the dataset."""
         first = self._order[-1] + 1 if len(self._order) else 0
         return (first + np.arange(count)) % self._rows
@@ -446,46 +460,46 @@ class RepeatSampler:
     @property
     def has_next(self) -> bool:
         chunks = (len(self._order) - self._start) // self._chunk
-        return self._given < chunks * self._repeats
+        return self._num_yielded < chunks * self._repeats
 
     def next(self) -> np.ndarray:
         """Row indices of the next micro-batch's prompts, int64 `[chunk]`."""
         first = self.num_done
-        self._given += 1
+        self._num_yielded += 1
         return self._order[first : first + self._chunk]
 
     def following(self) -> np.ndarray | None:
-        first = self._start + (max(self._given - 1, 0) // self._repeats + 1) * self._chunk
+        first = self._start + (max(self._num_yielded - 1, 0) // self._repeats + 1) * self._chunk
         if first + self._chunk <= len(self._order):
             return self._order[first : first + self._chunk]
         if self._wraps:
-            return self._after_last(self._chunk)
+            return self._next_in_cycle(self._chunk)
         stream = TorchGenerator(self._seed)
         stream.restore(self._stream.state())
-        return self._drawn(stream)[: self._chunk]
+        return self._epoch_order(stream)[: self._chunk]
 
     @property
     def num_done(self) -> int:
-        return self._start + self._given // self._repeats * self._chunk
+        return self._start + self._num_yielded // self._repeats * self._chunk
 
     def repeat_chunk(self) -> None:
-        self._start, self._given = self.num_done, 0
+        self._start, self._num_yielded = self.num_done, 0
 
     def state(self) -> dict[str, np.ndarray]:
         state = self._stream.state()
-        numbers = np.asarray([self._given, state.used, state.position], np.int64)
+        numbers = np.asarray([self._num_yielded, state.used, state.position], np.int64)
         sizes = np.asarray([self._chunk, self._repeats, self._start], np.int64)
         return {"order": self._order, "stream": state.key, "numbers": numbers, "sizes": sizes}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        self._order, (given, used, position) = state["order"], state["numbers"].tolist()
+        self._order, (num_yielded, used, position) = state["order"], state["numbers"].tolist()
         self._stream.restore(GeneratorState(state["stream"], used, position))
         sizes = self._chunk, self._repeats
         chunk, repeats, start = state["sizes"].tolist() if "sizes" in state else (*sizes, 0)  # earlier checkpoints
         if (chunk, repeats) == sizes:
-            self._start, self._given = start, given
+            self._start, self._num_yielded = start, num_yielded
         else:
-            self._start, self._given = start + given // repeats * chunk, 0
+            self._start, self._num_yielded = start + num_yielded // repeats * chunk, 0
 
 
 class StreamSampler:
@@ -503,7 +517,7 @@ class StreamSampler:
         self.begin()
 
     def begin(self, epoch: int = 0) -> None:
-        self._epoch, self._start, self._chunks, self._given = epoch - 1, 0, 0, 0
+        self._epoch, self._start, self._chunks, self._num_yielded = epoch - 1, 0, 0, 0
         self._rows: Iterator[dict[str, Any]] = iter(())
         self._chunk: list[dict[str, Any]] = []
         self._following: list[dict[str, Any]] | None = None  # chunk that `following` has read ahead
@@ -520,7 +534,7 @@ class StreamSampler:
 
     def _open(self, epoch: int, start: int, chunks: int = 0) -> None:
         """Start reading an epoch after its first `start` prompts and `chunks` chunks."""
-        self._epoch, self._start, self._chunks, self._given, self._chunk = epoch, start, chunks, 0, []
+        self._epoch, self._start, self._chunks, self._num_yielded, self._chunk = epoch, start, chunks, 0, []
         self._following = None
         self._stream.set_epoch(epoch)
         self._rows = islice(iter(self._stream), start + chunks * self._size, None)
@@ -529,15 +543,15 @@ class StreamSampler:
     def has_next(self) -> bool:
         if self._epoch < 0:
             return False
-        if not self._chunk or self._given == self._repeats:
+        if not self._chunk or self._num_yielded == self._repeats:
             following, self._following = self._following, None
-            self._chunk, self._given = list(islice(self._rows, self._size)) if following is None else following, 0
+            self._chunk, self._num_yielded = list(islice(self._rows, self._size)) if following is None else following, 0
             self._chunks += 1
         return len(self._chunk) == self._size
 
     def next(self) -> list[dict[str, Any]]:
         """Return the current chunk of rows, which `has_next` has read. Call only if `has_next`."""
-        self._given += 1
+        self._num_yielded += 1
         return self._chunk
 
     def following(self) -> list[dict[str, Any]] | None:
@@ -547,32 +561,32 @@ class StreamSampler:
 
     @property
     def num_done(self) -> int:
-        return self._start + _done(self._chunks, self._given, self._repeats) * self._size
+        return self._start + _num_complete(self._chunks, self._num_yielded, self._repeats) * self._size
 
     def repeat_chunk(self) -> None:
         self._open(self._epoch, self.num_done)
 
     def state(self) -> dict[str, np.ndarray]:
         # numbers: the epoch, the number of chunks read, and how often the last one was yielded
-        numbers, sizes = [self._epoch, self._chunks, self._given], [self._size, self._repeats, self._start]
+        numbers, sizes = [self._epoch, self._chunks, self._num_yielded], [self._size, self._repeats, self._start]
         return {"numbers": np.asarray(numbers, np.int64), "sizes": np.asarray(sizes, np.int64)}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        epoch, chunks, given = state["numbers"].tolist()
+        epoch, chunks, num_yielded = state["numbers"].tolist()
         sizes = self._size, self._repeats
         size, repeats, start = state["sizes"].tolist() if "sizes" in state else (*sizes, 0)  # earlier checkpoints
         self.begin()
         if epoch < 0:
             return
         if (size, repeats) != sizes:
-            self._open(epoch, start + _done(chunks, given, repeats) * size)
+            self._open(epoch, start + _num_complete(chunks, num_yielded, repeats) * size)
             return
         self._open(epoch, start, max(chunks - 1, 0))
         if chunks:
             self._chunk, self._chunks = list(islice(self._rows, self._size)), chunks
-        self._given = given
+        self._num_yielded = num_yielded
 
 
-def _done(chunks: int, given: int, repeats: int) -> int:
-    """Number of chunks yielded all `repeats` times, if the last of `chunks` was yielded `given` times."""
-    return chunks - (chunks > 0 and given < repeats)
+def _num_complete(chunks: int, num_yielded: int, repeats: int) -> int:
+    """Number of chunks yielded all `repeats` times, if the last of `chunks` was yielded `num_yielded` times."""
+    return chunks - (chunks > 0 and num_yielded < repeats)

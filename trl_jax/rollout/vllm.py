@@ -56,8 +56,8 @@ class Vllm:
 
     def ready(self, cards: Sequence[Mapping[str, Any]]) -> None:
         transport, needs = self.transport, self._needs
-        for place, (url, card) in enumerate(zip(transport.urls, cards, strict=True)):
-            self._models[place] = card["id"]
+        for index, (url, card) in enumerate(zip(transport.urls, cards, strict=True)):
+            self._models[index] = card["id"]
             longest = card.get("max_model_len")
             self.context_length = min(filter(None, (longest, self.context_length)), default=None)
             if longest is not None and longest < needs.max_tokens:
@@ -68,7 +68,7 @@ class Vllm:
                 )
         ranks = []
         for path in ("/server_info?config_format=json", "/weight_info"):
-            for url, reply in zip(transport.urls, transport.each("GET", path, missing_ok=True), strict=True):
+            for url, reply in zip(transport.urls, transport.request_all("GET", path, missing_ok=True), strict=True):
                 if reply is None:
                     raise transport.unusable(
                         url,
@@ -78,18 +78,18 @@ class Vllm:
                 if path.startswith("/server_info"):
                     self._check_logprobs_mode(url, reply)
                     ranks.append((reply["vllm_config"].get("lora_config") or {}).get("max_lora_rank"))
-        transport.each("POST", "/resume")  # a run that was killed while it loaded weights leaves a server paused
+        transport.request_all("POST", "/resume")  # a run that was killed while it loaded weights leaves a server paused
         self.takes_adapters = needs.adapter_rank is not None and all(ranks)
         if self.takes_adapters and min(ranks) < needs.adapter_rank:
             url = transport.urls[ranks.index(min(ranks))]
             raise transport.unusable(
                 url, f"has --max-lora-rank {min(ranks)}, and the adapter that is trained {needs.adapter_rank}"
             )
-        probe = {"prompt": [needs.vocab_size - 1], "max_tokens": 1}
-        for url, model, own in zip(transport.urls, self._models, self._completed(probe), strict=True):
-            if isinstance(own, str):
+        body = {"prompt": [needs.vocab_size - 1], "max_tokens": 1}
+        for url, model, reply in zip(transport.urls, self._models, self._completed(body), strict=True):
+            if isinstance(reply, str):
                 raise transport.unusable(
-                    url, f"serves {model!r}, which does not take the token id {needs.vocab_size - 1} ({own})"
+                    url, f"serves {model!r}, which does not take the token id {needs.vocab_size - 1} ({reply})"
                 )
 
     def _check_logprobs_mode(self, url: str, info: Mapping[str, Any]) -> None:
@@ -101,14 +101,14 @@ class Vllm:
                 "the importance sampling correction (vllm_importance_sampling_correction=False does without it)",
             )
 
-    def _served(self, place: int) -> str:
+    def _model_of(self, server: int) -> str:
         """The `model` of requests to a server: the current adapter's name, or the base model's."""
-        return self._models[place] if self._adapter is None else self._adapter
+        return self._models[server] if self._adapter is None else self._adapter
 
     def _completed(self, body: Mapping[str, Any]) -> list[dict[str, Any] | str]:
         """The replies of all servers to a request for completions; the text of the refusal where one refuses."""
-        bodies = [body | {"model": self._served(place)} for place in range(len(self.transport.urls))]
-        return self.transport.post_each("/v1/completions", bodies)
+        bodies = [body | {"model": self._model_of(server)} for server in range(len(self.transport.urls))]
+        return self.transport.post_all("/v1/completions", bodies)
 
     # Completions
 
@@ -120,27 +120,27 @@ class Vllm:
             "top_k": 0 if options.top_k is None else max(options.top_k, 0),
             "min_p": 0.0 if options.min_p is None else options.min_p,
             "repetition_penalty": 1.0 if options.repetition_penalty is None else options.repetition_penalty,
-            "stop_token_ids": list(options.ends),
+            "stop_token_ids": list(options.eos_token_ids),
         }
-        strings = options.others.get("stop_strings")
-        parameters |= {name: value for name, value in options.others.items() if name != "stop_strings"}
+        strings = options.generation_kwargs.get("stop_strings")
+        parameters |= {name: value for name, value in options.generation_kwargs.items() if name != "stop_strings"}
         if strings is not None:
             parameters |= {"stop": strings, "include_stop_str_in_output": True}
-        if options.never:
-            never = {str(token): -100.0 for token in options.never}
-            parameters["logit_bias"] = {**parameters.get("logit_bias", {}), **never}
+        if options.suppressed_ids:
+            suppressed = {str(token): -100.0 for token in options.suppressed_ids}
+            parameters["logit_bias"] = {**parameters.get("logit_bias", {}), **suppressed}
         return parameters if options.regex is None else parameters | {"structured_outputs": {"regex": options.regex}}
 
     async def complete(
-        self, client: httpx2.AsyncClient, place: int, prompt: Prompt, parameters: Mapping[str, Any]
+        self, client: httpx2.AsyncClient, server: int, prompt: Prompt, parameters: Mapping[str, Any]
     ) -> Sampled:
-        transport, url = self.transport, self.transport.urls[place]
+        transport, url = self.transport, self.transport.urls[server]
         body = dict(parameters) | {
             "prompt": prompt.ids, "n": prompt.group, "seed": prompt.seed, "logprobs": 0, "return_token_ids": True,
-            "model": self._served(place),
+            "model": self._model_of(server),
         }  # fmt: skip
-        if prompt.most is not None:
-            body["max_tokens"] = min(prompt.most, body["max_tokens"])
+        if prompt.max_tokens is not None:
+            body["max_tokens"] = min(prompt.max_tokens, body["max_tokens"])
         path = "/inference/v1/generate" if prompt.images else "/v1/completions"
         body = await self._with_images(client, url, body, prompt.images) if prompt.images else body
         reply = await transport.answer(client, url, "POST", path, body, within=transport.limits.request)
@@ -159,28 +159,28 @@ class Vllm:
         body = {name: value for name, value in body.items() if name != "return_token_ids"}
         ids, model = body.pop("prompt"), body.pop("model")
         parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
-        asked = {"model": model, "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
-        reply = await self.transport.answer(client, url, "POST", "/v1/chat/completions/render", asked)
+        request = {"model": model, "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        reply = await self.transport.answer(client, url, "POST", "/v1/chat/completions/render", request)
         if reply.status_code == 404:
             raise ServerError(
                 f"The vLLM server at {url} has no /v1/chat/completions/render, which prompts with images need. Start "
                 f"it with: {self.command(url)} --enable-scale-out"
             )
         features = dict(self.transport.accepted(url, reply)["features"] or {})
-        given = features.get("mm_placeholders", {}).get("image")
-        if given is None:
+        placeholders = features.get("mm_placeholders", {}).get("image")
+        if placeholders is None:
             raise self.transport.unusable(url, "found no images in a prompt with images")
-        lengths = [own["length"] for own in given]
-        places = _places(ids, self._needs.image_token, lengths)
-        if places is None:
+        lengths = [placeholder["length"] for placeholder in placeholders]
+        image_placeholders = _image_placeholders(ids, self._needs.image_token, lengths)
+        if image_placeholders is None:
             raise ServerError(
                 f"The vLLM server at {url} has images of {lengths} tokens, and the prompt of "
-                f"{_runs(ids, self._needs.image_token)}: it processes them otherwise, or this model's images are not "
-                "one run of image tokens each, which is not in this release of trl_jax. Set use_vllm=False."
+                f"{_run_lengths(ids, self._needs.image_token)}: it processes them otherwise, or this model's images "
+                "are not one run of image tokens each, which is not in this release of trl_jax. Set use_vllm=False."
             )
-        features["mm_placeholders"] = {**features["mm_placeholders"], "image": places}
-        sampling = body | {"output_kind": 2}  # FINAL_ONLY: one reply when all completions are finished
-        return {"model": model, "token_ids": ids, "features": features, "sampling_params": sampling}
+        features["mm_placeholders"] = {**features["mm_placeholders"], "image": image_placeholders}
+        sampling_params = body | {"output_kind": 2}  # FINAL_ONLY: one reply when all completions are finished
+        return {"model": model, "token_ids": ids, "features": features, "sampling_params": sampling_params}
 
     def _read(self, url: str, reply: Mapping[str, Any], group: int) -> Sampled:
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
@@ -193,14 +193,14 @@ class Vllm:
             if choice.get("finish_reason") == "abort":
                 raise ServerError(f"The vLLM server at {url} aborted a completion: another run may have paused it.")
             completions.append(token_ids(choice["token_ids"], self._needs.vocab_size, f"A completion of {url}"))
-            found = choice["logprobs"]
-            if found is None:
+            logprobs = choice["logprobs"]
+            if logprobs is None:
                 raise self.transport.unusable(url, "returned a completion without log-probabilities")
-            if "content" in found:  # from /inference/v1/generate
-                found = [of_token["logprob"] for of_token in found["content"]]
+            if "content" in logprobs:  # from /inference/v1/generate
+                logprobs = [entry["logprob"] for entry in logprobs["content"]]
             else:
-                found = found["token_logprobs"]
-            logps.append(self.transport.logps(url, found, completions[-1]))
+                logprobs = logprobs["token_logprobs"]
+            logps.append(self.transport.logps(url, logprobs, completions[-1]))
         return Sampled(completions, logps, 0.0)
 
     def score(self, ids: Sequence[int]) -> list[np.ndarray]:
@@ -209,64 +209,64 @@ class Vllm:
         for url, reply in zip(self.transport.urls, self._completed(body), strict=True):
             if isinstance(reply, str):
                 raise self.transport.unusable(url, f"refused to score a text ({reply})")
-            given = reply["choices"][0]["prompt_logprobs"][1:]
-            own = [at[str(int(token))]["logprob"] for at, token in zip(given, ids[1:], strict=True)]
-            scores.append(np.asarray(own, np.float32))
+            entries = reply["choices"][0]["prompt_logprobs"][1:]
+            logprobs = [entry[str(int(token))]["logprob"] for entry, token in zip(entries, ids[1:], strict=True)]
+            scores.append(np.asarray(logprobs, np.float32))
         return scores
 
     # Weights
 
     def load(self, folder: str, version: str) -> None:
-        each, adapter = self.transport.each, self._adapter
+        request_all, adapter = self.transport.request_all, self._adapter
         try:
-            each("POST", "/pause?mode=wait")
+            request_all("POST", "/pause?mode=wait")
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
             doing, within = f"load the weights in {folder}", self.transport.limits.load
-            each("POST", "/collective_rpc", body, doing=doing, within=within)
-            each("POST", "/reset_prefix_cache")
-            each("POST", "/update_weight_version", {"new_version": version})
+            request_all("POST", "/collective_rpc", body, doing=doing, within=within)
+            request_all("POST", "/reset_prefix_cache")
+            request_all("POST", "/update_weight_version", {"new_version": version})
         except ServerSilent:
             raise
         except ServerError:
-            each("POST", "/resume")
+            request_all("POST", "/resume")
             raise
-        each("POST", "/resume")
+        request_all("POST", "/resume")
         if adapter is not None:
-            each("POST", "/v1/unload_lora_adapter", {"lora_name": adapter}, missing_ok=True)
+            request_all("POST", "/v1/unload_lora_adapter", {"lora_name": adapter}, missing_ok=True)
         self._adapter = None
 
     def load_adapter(self, folder: str, version: str) -> None:
-        each, before = self.transport.each, self._adapter
+        request_all, previous = self.transport.request_all, self._adapter
         doing, within = f"load the adapter in {folder}", self.transport.limits.load
         # A request that is sent again after a lost reply finds its own adapter. (`load_inplace` would accept it, but
         # then the server reads the folder in every step of its engine.)
-        how = {"missing_ok": True, "refused_ok": "has already been loaded", "doing": doing, "within": within}
-        replies = each("POST", "/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder}, **how)
+        options = {"missing_ok": True, "refused_ok": "has already been loaded", "doing": doing, "within": within}
+        replies = request_all("POST", "/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder}, **options)
         for url, reply in zip(self.transport.urls, replies, strict=True):
             if reply is None:
                 raise self.transport.unusable(
                     url, f"could not {doing}: it does not see the folder, or lacks VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                 )
         self._adapter = version
-        if before is not None:
-            each("POST", "/v1/unload_lora_adapter", {"lora_name": before}, missing_ok=True)
+        if previous is not None:
+            request_all("POST", "/v1/unload_lora_adapter", {"lora_name": previous}, missing_ok=True)
 
     def versions(self) -> list[str]:
-        return [reply["weight_version"] for reply in self.transport.each("GET", "/weight_info")]
+        return [reply["weight_version"] for reply in self.transport.request_all("GET", "/weight_info")]
 
 
-def _places(ids: Sequence[int], token: int, lengths: Sequence[int]) -> list[dict[str, int]] | None:
+def _image_placeholders(ids: Sequence[int], token: int, lengths: Sequence[int]) -> list[dict[str, int]] | None:
     """Offset and length of each image, whose `lengths` are the numbers of consecutive occurrences of `token`; None if
     the text does not have such images."""
-    places, found = [place for place, own in enumerate(ids) if own == token], []
+    positions, placeholders = [index for index, token_id in enumerate(ids) if token_id == token], []
     for length in lengths:
-        own, places = places[:length], places[length:]
-        if len(own) != length or own[-1] - own[0] != length - 1:
+        run, positions = positions[:length], positions[length:]
+        if len(run) != length or run[-1] - run[0] != length - 1:
             return None
-        found.append({"offset": own[0], "length": length})
-    return None if places else found
+        placeholders.append({"offset": run[0], "length": length})
+    return None if positions else placeholders
 
 
-def _runs(ids: Sequence[int], token: int) -> list[int]:
+def _run_lengths(ids: Sequence[int], token: int) -> list[int]:
     """The length of each run of consecutive occurrences of `token`."""
-    return [len(list(run)) for own, run in groupby(ids) if own == token]
+    return [len(list(run)) for token_id, run in groupby(ids) if token_id == token]

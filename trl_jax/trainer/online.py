@@ -397,10 +397,10 @@ class RolloutTrainer(BaseTrainer):
         options = SamplingOptions(
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
             min_p=args.min_p, repetition_penalty=args.repetition_penalty,
-            ends=eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
+            eos_token_ids=eos_token_ids(run.processing_class, model), regex=args.vllm_structured_outputs_regex,
             # In a completion they would stand for an image, a video or audio that is not there.
-            never=() if encoder is None else (encoder.image_token_id, *needs.other_media),
-            others=others,
+            suppressed_ids=() if encoder is None else (encoder.image_token_id, *needs.other_media),
+            generation_kwargs=others,
         )  # fmt: skip
         sampling = servers.engine.parameters(options)
         ahead = self._generates_ahead()
@@ -441,7 +441,7 @@ class RolloutTrainer(BaseTrainer):
             return None, args.chat_template_kwargs or {}
         if self._environments is not None:
             self._environments.check(run.train_dataset, "train_dataset")
-            self._environments.sees = run.encoder is not None
+            self._environments.has_vision = run.encoder is not None
         return tools_of(
             self.tools, self._environments, run.processing_class, args.chat_template_kwargs or {},
             most_turns=args.max_tool_calling_iterations, longest=args.max_completion_length,
@@ -667,7 +667,7 @@ class OnlineTrainer(RolloutTrainer):
         Args:
             inputs: the rows of the dataset, one per completion.
         """
-        rewards = self._reward_functions.calculated(inputs, prompts, completions, completion_ids_list)
+        rewards = self._reward_functions.calculate(inputs, prompts, completions, completion_ids_list)
         return batch_tensor(rewards) if self._overridden_in_torch("_calculate_rewards") else rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -821,7 +821,7 @@ class OnlineTrainer(RolloutTrainer):
             columns=None if open_ended or has_transform(rows) else rows.column_names, helpers=self._reward_helpers,
         )  # fmt: skip
         if "_calculate_rewards" in run.overridden:
-            rewards.own = self._calculate_rewards
+            rewards.override = self._calculate_rewards
         self._reward_functions, self.reward_processing_classes = rewards, rewards.tokenizers
         return rewards
 

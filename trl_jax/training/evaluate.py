@@ -121,7 +121,7 @@ class CompletionEvaluator:
     def arrays(self, rows: list[dict[str, Any]]) -> Batch:
         """Generate a batch's completions, and lay them out as one pass."""
         setup, task = self._setup, self._setup.task
-        experience = self._source.rollout.make(rows, task.num_generations_eval, "eval")
+        experience = self._source.rollout.generate_and_score(rows, task.num_generations_eval, "eval")
         layout = data.evaluation_layout(setup)
         if setup.completions_loss is not None:  # a user-defined loss takes means over rows
             layout = replace(layout, batch_size=-(-len(rows) // layout.shards) * layout.shards)

@@ -40,9 +40,9 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.vision.processor import open_picture
 from trl_jax.mesh.processes import of_each_process, several
 from trl_jax.rollout.rewards import RewardFunctions, raised_by
-from trl_jax.rollout.rollout import EncodedTexts, Ids, Written, all_written
+from trl_jax.rollout.rollout import EncodedTexts, GeneratedCompletions, Ids, all_by_model
 from trl_jax.rollout.server import data_url
-from trl_jax.rollout.tools import Tools, written_by
+from trl_jax.rollout.tools import Tools, call_rollout_func
 from trl_jax.rollout.user_methods import UserMethods
 from trl_jax.training.devices import device_memory_limit, local_memory_limit, run_device
 from trl_jax.training.logging import GenerationProgress, ProgressLine, tell_first
@@ -93,7 +93,7 @@ class PolicyWriter:
             the first of all.
         alone: whether this process completes only its own prompts, on one device, instead of all prompts together with
             the other processes.
-        rollout_func: maps prompts to completions, as `written_by` takes it; None: the policy completes them.
+        rollout_func: maps prompts to completions, as `call_rollout_func` takes it; None: the policy completes them.
         server: the servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
         user_methods: a script's override of `_tokenize_prompts`, among others; None without any.
         rewards: their arrays share the devices with the completions; None without any.
@@ -143,13 +143,13 @@ class PolicyWriter:
         finally:
             self._copy = None
 
-    def write(self, prompts: list, group: int) -> Written:
+    def write(self, prompts: list, group: int) -> GeneratedCompletions:
         if not self._alone:
             return self._write(prompts, group)
         with self._prepared(prompts):
             return write_local_part(self._write, prompts, group, self._streams)
 
-    def _write(self, prompts: list, group: int) -> Written | None:
+    def _write(self, prompts: list, group: int) -> GeneratedCompletions | None:
         """One completion per prompt; None without prompts, if other processes have some."""
         if not prompts:
             return None if self._server is None else in_rounds(self._complete_round, lambda next_round: None)
@@ -160,7 +160,7 @@ class PolicyWriter:
             return self.checked(self._by_servers(prompts, group, GenerationProgress(self._line, len(prompts)))())
         return self.checked(self._by_policy(prompts, group))
 
-    def checked(self, made: Written) -> Written:
+    def checked(self, made: GeneratedCompletions) -> GeneratedCompletions:
         encoder = self._setup.encoder
         if encoder is not None and has_stray_images(made, encoder.image_token_id):
             raise ValueError(
@@ -178,16 +178,16 @@ class PolicyWriter:
                 'as in [{"role": "user", "content": "..."}].'
             )
 
-    def _by_script(self, prompts: list) -> Written:
+    def _by_script(self, prompts: list) -> GeneratedCompletions:
         setup = self._setup
         if self._server is not None and not self._alone:
             self._server.refresh(self.prompt_ids(prompts[:1])[0])
 
-        def run(next_round: Further | None) -> Written:
+        def run(next_round: Further | None) -> GeneratedCompletions:
             self._next_round, self._turns = next_round, TurnCache()
             try:
                 with raised_by("rollout_func", prompts):
-                    return written_by(self._rollout_func, prompts, setup.vocab_size)
+                    return call_rollout_func(self._rollout_func, prompts, setup.vocab_size)
             finally:
                 self._next_round = self._turns = None
 
@@ -202,24 +202,24 @@ class PolicyWriter:
             return made
         return replace(made, images=prompt_rows.placed_images(prompts, made.prompt_ids, setup.encoder))
 
-    def _by_policy(self, prompts: list, group: int) -> Written:
+    def _by_policy(self, prompts: list, group: int) -> GeneratedCompletions:
         tools = self._sampling.tools
         texts = self._checked(prompts)
         turns = None if tools is None else TurnCache()
         completions = self.complete(texts.ids, texts.equal_runs(group), texts.images, turns)
         if tools is None:
-            return Written(texts.ids, completions, all_written(completions), images=texts.images)
+            return GeneratedCompletions(texts.ids, completions, all_by_model(completions), images=texts.images)
 
         def next_turn(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], None]:
             del rooms
             images = None if texts.images is None else list(with_features(self._setup, texts.images))
             return self.complete(texts.ids, 1, images, turns), None
 
-        return tools.completed(texts, completions, next_turn)
+        return tools.run_turns(texts, completions, next_turn)
 
     def _by_servers(
         self, prompts: list, group: int, progress: GenerationProgress | None = None
-    ) -> Callable[[], Written]:
+    ) -> Callable[[], GeneratedCompletions]:
         """Start completing prompts; the returned function waits for the completions."""
         tools = self._sampling.tools
         if several() and tools is not None:  # each process has the environments and tools of its own part
@@ -230,12 +230,12 @@ class PolicyWriter:
             local_texts = texts
         completions = self._request(texts, texts.equal_runs(group), progress)
 
-        def written() -> Written:
+        def written() -> GeneratedCompletions:
             first = completions()
             if tools is None:
-                by_model = all_written(first.completions)
+                by_model = all_by_model(first.completions)
                 more = {"sampling_logps": first.logps, "images": local_texts.images, "seconds": first.seconds}
-                return Written(local_texts.ids, first.completions, by_model, **more)
+                return GeneratedCompletions(local_texts.ids, first.completions, by_model, **more)
             seconds = Counter(first.seconds)
 
             def next_turn(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -250,8 +250,8 @@ class PolicyWriter:
                     tokens[place], logps[place] = of_text
                 return tokens, logps
 
-            def run(next_round: Further) -> Written:
-                return tools.completed(local_texts, first.completions[part], next_round, first.logps[part], _url_of)
+            def run(next_round: Further) -> GeneratedCompletions:
+                return tools.run_turns(local_texts, first.completions[part], next_round, first.logps[part], _url_of)
 
             done = in_rounds(next_turn, run)
             done = joined(of_each_process(lambda: done)) if several() else done
@@ -270,7 +270,7 @@ class PolicyWriter:
         urls = None if texts.urls is None else texts.urls[::group]
         return self._server.begin(texts.ids[::group], group, progress, most=most, images=urls)
 
-    def begin(self, prompts: list, group: int) -> Callable[[], Written]:
+    def begin(self, prompts: list, group: int) -> Callable[[], GeneratedCompletions]:
         """Like `write`, but returns while the servers generate: the returned function waits for them."""
         self._check(prompts[::group])
         return self._by_servers(prompts, group)
@@ -312,7 +312,7 @@ class PolicyWriter:
             ValueError: a token id is not in the vocabulary.
         """
         of_script = self._user_methods
-        texts = self.encoded(prompts) if of_script is None else of_script.encoded(prompts, self.encoded)
+        texts = self.encoded(prompts) if of_script is None else of_script.tokenize_prompts(prompts, self.encoded)
         for prompt, ids in zip(prompts, texts.ids, strict=True):
             token_ids(ids, self._setup.vocab_size, f"The prompt {brief(prompt)}")
         return texts
@@ -320,11 +320,11 @@ class PolicyWriter:
     def encoded(self, prompts: list) -> EncodedTexts:
         """The token ids of prompts, and their images if the run has any."""
         options, tools = self._sampling.template_options, self._sampling.tools
-        if tools is None or tools.of_each is None:
+        if tools is None or tools.functions_by_completion is None:
             return self._rendered(prompts, options)
         texts = [
             self._rendered([prompt], options | {"tools": list(functions.values()) or None})
-            for prompt, functions in zip(prompts, tools.of_each, strict=True)
+            for prompt, functions in zip(prompts, tools.functions_by_completion, strict=True)
         ]
         images = None if self._setup.encoder is None else [text.images[0] for text in texts]
         return EncodedTexts([text.ids[0] for text in texts], images)
@@ -416,7 +416,7 @@ def up_to_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
     return tokens[: places[0] + 1] if len(places) else tokens
 
 
-def has_stray_images(made: Written, image_token: int) -> bool:
+def has_stray_images(made: GeneratedCompletions, image_token: int) -> bool:
     """Whether a completion has an image token without an image."""
     seen = [None] * len(made.completion_ids) if made.images is None else made.images
     for prompt, completion, images in zip(made.prompt_ids, made.completion_ids, seen, strict=True):

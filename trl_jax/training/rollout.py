@@ -24,13 +24,13 @@ from trl_jax.rollout.completions_log import CompletionsLog
 from trl_jax.rollout.rewards import RewardFunctions
 from trl_jax.rollout.rollout import (
     Experience,
-    Judge,
+    GeneratedCompletions,
     Logps,
     Rollout,
     Row,
     ScoredCompletion,
-    Written,
-    example_of,
+    Scorer,
+    make_example,
     step_examples,
 )
 from trl_jax.rollout.steps import RepeatSampler, RolloutSteps, Sampler, StreamSampler
@@ -68,15 +68,15 @@ def rollout_steps(
     )  # fmt: skip
     rollout = Rollout(
         writer=writer,
-        judge=None if parts.rewards is None else _judge(setup, parts.rewards, logps, line),
-        ends=frozenset({*parts.sampling.ends, setup.processing_class.pad_token_id}),
-        drops_truncated=parts.drops_truncated,
-        saw_tokens=partial(_count_tokens, setup.events),
+        scorer=None if parts.rewards is None else _scorer(setup, parts.rewards, logps, line),
+        eos_token_ids=frozenset({*parts.sampling.ends, setup.processing_class.pad_token_id}),
+        mask_truncated_completions=parts.drops_truncated,
+        count_tokens=partial(_count_tokens, setup.events),
         table=parts.table if is_first() else None,
-        tell=line,
+        report_progress=line,
         stop=stop_rule(setup.model, parts.sampling.options, setup.processing_class),
-        begin=list if tools is None or tools.environments is None else _reset(tools.environments),
-        own=parts.own,
+        reset_environments=list if tools is None or tools.environments is None else _reset(tools.environments),
+        overrides=parts.own,
     )
 
     def make_sampler() -> Sampler:
@@ -96,7 +96,7 @@ def rollout_steps(
 
 
 def _reset(environments: Environments) -> Callable[[Sequence[Row]], list[Row]]:
-    return partial(begin_local_part, environments) if several() else environments.begin
+    return partial(begin_local_part, environments) if several() else environments.reset
 
 
 def _completes_alone(parts: RolloutParts, dtype: str) -> bool:
@@ -108,10 +108,10 @@ def _completes_alone(parts: RolloutParts, dtype: str) -> bool:
     return parts.server is None and (parts.sampling.tools is not None or exact_draws(dtype))
 
 
-def _judge(setup: Setup, rewards: RewardFunctions, logps: CompletionLogps, line: ProgressLine) -> Judge:
+def _scorer(setup: Setup, rewards: RewardFunctions, logps: CompletionLogps, line: ProgressLine) -> Scorer:
     if several():  # processes compute together, so their calls must have the same order
-        return Judge(lambda: setup.task, RankRewards(rewards), logps, call_now, line)
-    return Judge(lambda: setup.task, rewards, logps, call_in_thread, line)
+        return Scorer(lambda: setup.task, RankRewards(rewards), logps, call_now, line)
+    return Scorer(lambda: setup.task, rewards, logps, call_in_thread, line)
 
 
 def readable(
@@ -251,7 +251,7 @@ class RolloutParts:
     rewards: the reward functions; None if completions are not judged.
     shuffle: whether to shuffle the prompts in each epoch.
     bonus: the coefficient of the entropy bonus; None without one.
-    rollout_func: prompts -> completions, as `written_by` takes it; None: the policy completes them.
+    rollout_func: prompts -> completions, as `call_rollout_func` takes it; None: the policy completes them.
     server: the servers that complete prompts; None: this process does. With a rollout_func, they only get weights.
     own: user-defined methods that completions go through; None without any.
     """
@@ -278,13 +278,13 @@ class CompletionLogps:
         stats = {"policy": forward.policy_stats, "reference": forward.reference_stats}
         self._logps = {model: _compiled_logps(function, sharded_step) for model, function in stats.items()}
 
-    def __call__(self, model: str, made: Written, completion_mask: Sequence[np.ndarray]) -> Logps:
+    def __call__(self, model: str, made: GeneratedCompletions, completion_mask: Sequence[np.ndarray]) -> Logps:
         setup = self._setup
         layout = replace(data.training_layout(setup), accumulation=1)
         virtual = setup.virtual if model == "policy" else setup.reference.backend.virtual
-        rows = zip(made.prompt_ids, made.completion_ids, completion_mask, made.images_of_each, strict=True)
+        rows = zip(made.prompt_ids, made.completion_ids, completion_mask, made.images_by_row, strict=True)
         examples = [
-            example_of(*row, images=images).with_virtual_tokens(virtual, predicted=False) for *row, images in rows
+            make_example(*row, images=images).with_virtual_tokens(virtual, predicted=False) for *row, images in rows
         ]
         found = [np.zeros(len(own), np.float32) for own in made.completion_ids]
         with setup.on_device():

@@ -19,7 +19,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.mesh.mesh import fetched
 from trl_jax.mesh.processes import of_each_process, several
 from trl_jax.rollout.rewards import RewardFunctions
-from trl_jax.rollout.rollout import EncodedTexts, Written
+from trl_jax.rollout.rollout import EncodedTexts, GeneratedCompletions
 from trl_jax.rollout.tools import Environments
 
 
@@ -35,8 +35,11 @@ def local_part(rows: int) -> slice:
 
 
 def write_local_part(
-    write: Callable[[list, int], Written | None], prompts: list, group: int, streams: Sequence[TorchGenerator]
-) -> Written:
+    write: Callable[[list, int], GeneratedCompletions | None],
+    prompts: list,
+    group: int,
+    streams: Sequence[TorchGenerator],
+) -> GeneratedCompletions:
     """Complete this process's part of the prompts, and gather the completions of the other processes.
 
     Args:
@@ -46,7 +49,7 @@ def write_local_part(
     """
     own, stream = prompts[local_part(len(prompts))], streams[local_rank(len(streams))]
 
-    def do() -> tuple[Written | None, GeneratorState]:
+    def do() -> tuple[GeneratedCompletions | None, GeneratorState]:
         # A group of completions may be split over two ranks.
         made = write(own, math.gcd(group, len(own)))
         return made, stream.state()
@@ -57,7 +60,7 @@ def write_local_part(
     return joined([made for made, _ in found if made is not None])
 
 
-def joined(parts: Sequence[Written]) -> Written:
+def joined(parts: Sequence[GeneratedCompletions]) -> GeneratedCompletions:
     """Concatenate the parts. A column that is not a list is taken from the first part."""
     ids, written, by_model = (
         list(chain.from_iterable(lists))
@@ -71,7 +74,7 @@ def joined(parts: Sequence[Written]) -> Written:
     sampling = None if any(own is None for own in logps) else list(chain.from_iterable(logps))
     images = None if parts[0].images is None else list(chain.from_iterable(part.images for part in parts))
     calls = [part.calls for part in parts if part.calls is not None]
-    return Written(
+    return GeneratedCompletions(
         ids, written, by_model, columns,
         messages=None if parts[0].messages is None else list(chain.from_iterable(part.messages for part in parts)),
         calls=tuple(map(sum, zip(*calls, strict=True))) if calls else None, sampling_logps=sampling, images=images,
@@ -143,7 +146,7 @@ def begin_local_part(environments: Environments, rows: Sequence[dict[str, Any]])
     own, begun = local_part(len(rows)), []
 
     def do() -> list:
-        begun.extend(environments.begin(rows[own]))
+        begun.extend(environments.reset(rows[own]))
         return [row["prompt"] for row in begun]
 
     prompts = chain.from_iterable(of_each_process(do))

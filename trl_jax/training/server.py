@@ -72,8 +72,8 @@ def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers
         return f"{vllm} (or, for SGLang: {sglang})"
 
     unknown = Transport(urls, limits, "vLLM or SGLang", command)
-    unknown.each("GET", "/health")
-    models = [reply["data"] for reply in unknown.each("GET", "/v1/models")]
+    unknown.request_all("GET", "/health")
+    models = [reply["data"] for reply in unknown.request_all("GET", "/v1/models")]
     cards = [next((card for card in own if card.get("parent") is None), {}) for own in models]
     owners = [card.get("owned_by") for card in cards]
     for url, owner in zip(urls, owners, strict=True):
