@@ -17,8 +17,7 @@ import trl_jax.trainer
 from compat_tests.effort import only_thorough
 from trl_jax.cli.main import COMMANDS
 from trl_jax.cli.trl_alias import MODULES
-from trl_jax.core.trainers import TRAINERS
-from trl_jax.trainer.overrides import NEAR
+from trl_jax.core.trainers import NEAR, TRAINERS
 
 HEAVY = (
     "jax",

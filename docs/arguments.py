@@ -35,6 +35,7 @@ def entry(name: str, kind: str, text: str, default: str) -> str:
 def configs() -> dict[str, ast.ClassDef]:
     paths = [
         PACKAGE / "config" / "base.py",
+        PACKAGE / "trainer" / "online.py",
         PACKAGE / "trainer" / "reference.py",
         *(PACKAGE / "trainer").glob("*_config.py"),
     ]

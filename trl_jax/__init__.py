@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from trl_jax.core.text import api_boundary
-from trl_jax.core.trainers import WHERE, lazy_getattr
+from trl_jax.core.trainers import NEAR, WHERE, check_not_experimental, lazy_getattr, placeholder
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.chat_template_utils import (
@@ -75,8 +75,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from trl_jax.trainer.kto_config import KTOConfig
     from trl_jax.trainer.kto_trainer import KTOTrainer
     from trl_jax.trainer.model_config import ModelConfig
-    from trl_jax.trainer.online import OnlineTrainer
-    from trl_jax.trainer.online_config import OnlineConfig
+    from trl_jax.trainer.online import OnlineConfig, OnlineTrainer
     from trl_jax.trainer.orpo_config import ORPOConfig
     from trl_jax.trainer.orpo_trainer import ORPOTrainer
     from trl_jax.trainer.reference import ReferenceConfig, ReferenceTrainer
@@ -119,7 +118,7 @@ _WHERE = WHERE | {
     "LogCompletionsCallback": "trl_jax.trainer.callbacks",
     "LoraConfig": "trl_jax.hub.peft_config",
     "ModelConfig": "trl_jax.trainer.model_config",
-    "OnlineConfig": "trl_jax.trainer.online_config",
+    "OnlineConfig": "trl_jax.trainer.online",
     "OnlineTrainer": "trl_jax.trainer.online",
     "PreTrainedModel": "trl_jax.hub.pretrained",
     "PrefixTuningConfig": "trl_jax.hub.peft_config",
@@ -181,8 +180,6 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name[:1] != "_" and name not in _WHERE:
-        from trl_jax.trainer.overrides import NEAR, check_not_experimental, placeholder
-
         check_not_experimental(name)
         if name in NEAR:
             return placeholder(name)

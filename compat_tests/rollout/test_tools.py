@@ -15,8 +15,7 @@ from compat_tests.tiny import tiny_tokenizer
 from trl_jax.data.chat import PartsTokenizer
 from trl_jax.data.chat_templates import response_template
 from trl_jax.rollout.rollout import EncodedTexts
-from trl_jax.rollout.tools import Environments, ToolCaller, Tools
-from trl_jax.trainer.online import tools_of
+from trl_jax.rollout.tools import Environments, ToolCaller, Tools, tools_of
 from trl_jax.training.policy_writer import PolicyWriter, Sampling
 
 # Turns are delimited by <|im_start|> and <|im_end|>; tool calls are JSON, or tags with parameters.

@@ -20,7 +20,7 @@ from compat_tests.parity.dpo_cases import SMALL
 from compat_tests.parity.reference import BASE
 from compat_tests.parity.test_dpo_curve import assert_same
 from compat_tests.trainer.trainers import FACTS
-from trl_jax.trainer.overrides import InitOnlyArg, MirroredArg
+from trl_jax.trainer.arguments import InitOnlyAttribute, MirroredArg
 from trl_jax.training.optimizer_choice import LearningRate, OptimizerChoice, ShownOptimizer
 from trl_jax.training.optimizers import Hyperparameters, Optimizer
 
@@ -154,9 +154,11 @@ def test_every_attribute_that_trls_loss_reads_counts_or_is_refused(kind):
             node.attr for node in ast.walk(source)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
         }  # fmt: skip
-    known = {name for name in dir(ours) if isinstance(inspect.getattr_static(ours, name), MirroredArg | InitOnlyArg)}
+    known = {
+        name for name in dir(ours) if isinstance(inspect.getattr_static(ours, name), MirroredArg | InitOnlyAttribute)
+    }
     assert len(read) > 3
-    assert read - OF_RUNS - READ_ONCE - {"_compute_loss"} <= known | ours._never_read.keys()
+    assert read - OF_RUNS - READ_ONCE - {"_compute_loss"} <= known | ours._traits.refused.never_read.keys()
 
 
 REFUSED = {

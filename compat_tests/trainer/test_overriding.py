@@ -49,7 +49,7 @@ def called_on_self(cls: type) -> set[str]:
 def test_every_method_of_trls_trainers_is_called_or_refused(kind):
     trl = pytest.importorskip("trl")
     ours, wanted = getattr(trl_jax, kind), called_on_self(getattr(trl, kind))
-    refused = ours._never_called.keys()
+    refused = ours._traits.refused.never_called.keys()
     assert len(wanted) > 80 and {"_prepare_dataset", "_generate"} & wanted
     honored = HONORED.get(kind, set())
     assert wanted <= CALLED | refused | honored and honored <= wanted and not honored & refused
@@ -117,7 +117,7 @@ def test_what_a_script_writes_in_the_place_of_a_students_method_is_said(name):
 def test_a_name_that_trl_does_not_know_is_the_scripts():
     for name in ("_compute_loss", "_compute_kl_logps", "compute_ref_log_probs"):
         own = type("Own", (trl_jax.SFTTrainer,), {name: lambda self: None})
-        assert name in vars(own) and name not in own._never_called
+        assert name in vars(own) and name not in own._traits.refused.never_called
 
 
 def overridden(kind, names, seen):

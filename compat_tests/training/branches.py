@@ -20,7 +20,6 @@ from trl_jax.hub.auto import AutoModelForCausalLM
 from trl_jax.losses.supervised import at_reads, of_texts, real_examples, summed
 from trl_jax.tasks.task import TokenTask, joined
 from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.training import setup
 from trl_jax.training.reference import given
 
 TEMPERATURE, KL, ENTROPY = 0.7, 0.1, 0.05
@@ -85,6 +84,7 @@ def of_tokens(logps, entropy, ref_logps, old_logps, advantages):
 class BranchesConfig(BaseConfig):
     max_length: int | None = field(default=None)
     disable_dropout: bool = field(default=True)
+    reference: str = field(default="", metadata={"help": "The checkpoint of the reference model."})
 
 
 class BranchesTrainer(BaseTrainer):
@@ -94,19 +94,20 @@ class BranchesTrainer(BaseTrainer):
     def make_task(self) -> BranchesTask:
         return BranchesTask()
 
+    def _make_reference(self, args, task, policy):
+        return given(AutoModelForCausalLM.from_pretrained(args.reference), policy.vocab_size, as_bits=False)
+
 
 def trainer(policy, reference, folder, train: list[dict], kind=BranchesTrainer, **config) -> BranchesTrainer:
     """A trainer from two checkpoints; it evaluates on the training rows."""
 
-    def compared(args, task, policy):
-        return given(AutoModelForCausalLM.from_pretrained(reference), policy.vocab_size, as_bits=False)
-
     args = BranchesConfig(
         str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
-        logging_steps=1, optim="sgd", learning_rate=1e-3, max_steps=1, train_sampling_strategy="sequential", **config,
+        logging_steps=1, optim="sgd", learning_rate=1e-3, max_steps=1, train_sampling_strategy="sequential",
+        reference=str(reference), **config,
     )  # fmt: skip
     data = Dataset.from_list(train)
-    return kind(str(policy), args, train_dataset=data, eval_dataset=data, spec=setup.TrainerSpec(compared))
+    return kind(str(policy), args, train_dataset=data, eval_dataset=data)
 
 
 def rows(prompts: tuple[int, ...] = (9, 1, 14, 30)) -> list[dict]:

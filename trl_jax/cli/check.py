@@ -64,9 +64,9 @@ from trl_jax.cli.reading import (
 from trl_jax.cli.trl_alias import ADVICE, spec_of, stands_in
 from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
-from trl_jax.core.trainers import TrainerNames
+from trl_jax.core.trainers import NEAR, TrainerNames, check_not_experimental
 from trl_jax.legacy.arguments import is_ignored_argument, moved_arguments
-from trl_jax.trainer.overrides import NEAR, OF_TORCH, OLD_COMPUTE_LOSS, check_not_experimental
+from trl_jax.trainer.overrides import OF_TORCH, OLD_COMPUTE_LOSS
 
 # The command
 
@@ -312,7 +312,7 @@ class _Script:
     def _trainer_findings(self, call: Call, meaning: Meaning, names: TrainerNames) -> Iterator[Finding]:
         trainer, name = names.load_trainer(), short_name(meaning)
         parameters = [parameter for parameter in inspect.signature(trainer.__init__).parameters if parameter != "self"]
-        old_names = trainer._old_arguments
+        old_names = trainer._traits.old_arguments
         config_fields = {field.name for field in fields(names.load_config())}
         defines_init = isinstance(meaning, Defined) and "__init__" in methods(meaning)
         arguments, has_unknown = arguments_of(call.node, call.scope, [] if defines_init else parameters)
@@ -404,12 +404,13 @@ def _write_finding(used: Attribute, owner: Meaning, trainer: type) -> Finding | 
     """The finding on an attribute of a trainer that the script sets."""
     name, line = used.node.attr, used.node.lineno
     what, text = f"{short_name(owner)}.{name} = ...", ""
-    never_called = {**trainer._never_called, **trainer._once_called}
-    if name in trainer._never_read:
-        text = f"trl_jax never reads it. {trainer._never_read[name]}"
+    refused = trainer._traits.refused
+    never_called = {**refused.never_called, **refused.once_called}
+    if name in refused.never_read:
+        text = f"trl_jax never reads it. {refused.never_read[name]}"
     elif name in never_called:
         text = f"trl_jax never calls it. {never_called[name]}"
-    elif name in trainer._compiled_methods:
+    elif name in refused.of_the_class:
         text = f"trl_jax calls the class's method instead. Define {name} in a subclass of {trainer.__name__}."
     return Finding(line, what, "refused", text) if text else None
 
@@ -426,7 +427,8 @@ def _read_finding(used: Attribute, owner: Meaning, trainer: type) -> Finding | N
     if "*" in defined:
         return Finding(line, what, "not known", "A base class of the script's is not read, and may have it.")
     text = f"{trainer.__name__} of trl_jax has no such attribute."
-    if (instead := {**trainer._never_called, **trainer._never_there}.get(name)) is not None:
+    refused = trainer._traits.refused
+    if (instead := {**refused.never_called, **refused.never_there}.get(name)) is not None:
         text += f" {instead}"
     elif name.startswith("_"):
         text += " It is a private one of TRL's."

@@ -42,8 +42,8 @@ from trl_jax.cli.trl_alias import MODULES, public_names, spec_of
 from trl_jax.config.devices import without_launcher
 from trl_jax.config.renamed import RENAMED, way_out
 from trl_jax.config.rules import show
-from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, TrainerNames
-from trl_jax.trainer.overrides import NEAR, NO_COLLATOR
+from trl_jax.core.trainers import EXPERIMENTAL, NEAR, TRAINERS, TrainerNames
+from trl_jax.trainer.collators import NO_COLLATOR
 
 # Findings
 
@@ -199,7 +199,7 @@ def attributes_of(trainer: type) -> frozenset[str]:
                 and isinstance(node.value, ast.Name)
                 and node.value.id == "self"
             }
-    return frozenset(names - trainer._never_there.keys())
+    return frozenset(names - trainer._traits.refused.never_there.keys())
 
 
 def bind_trainers(modules: list[Module]) -> None:
@@ -342,8 +342,9 @@ def argument_findings(line: int, what: str, trainer: type, name: str, argument: 
         return [Finding(line, what, "refused", "The script leaves it open: it passes `...`.")]
     findings: list[Finding] = []
     refused_here = inspect.signature(trainer.__init__).parameters[name].annotation == "None"
-    if name in trainer._idle_arguments and argument.value is UNKNOWN:
-        return [Finding(line, what, "changed", trainer._idle_arguments[name])]
+    idle_arguments = trainer._traits.idle_arguments
+    if name in idle_arguments and argument.value is UNKNOWN:
+        return [Finding(line, what, "changed", idle_arguments[name])]
     for meaning in dict.fromkeys(meanings(argument.node, argument.scope)):
         text, kind = None, "refused"
         if refused_here:
@@ -364,15 +365,15 @@ def argument_findings(line: int, what: str, trainer: type, name: str, argument: 
 
 
 def _collator_verdict(meaning: Meaning, trainer: type) -> tuple[str, str | None]:
-    accepted = {kind.__name__ for kind in (trainer._collator_class, trainer._vision_collator) if kind is not None}
-    accepted |= set(trainer._older_collators)
+    collators = trainer._traits.collators
+    accepted = {cls.__name__ for cls in collators.classes} | {*collators.older}
     collator = meaning.callee if isinstance(meaning, CallResult) else meaning
     if collator == Constant(None):
         return "works", None
     from_script = isinstance(collator, Defined) and not _IMAGE_WORDS.search(ast.unparse(collator.node))
     from_transformers = isinstance(collator, Imported) and package_of(collator.path) == "transformers"
     converted = short_name(collator) == "DataCollatorForSeq2Seq"
-    if trainer._may_call_collator and (from_script or (from_transformers and not converted)):
+    if collators.calls_others and (from_script or (from_transformers and not converted)):
         return "changed", (
             "It is called for each row on its own, before training, and returns input_ids, labels and attention_mask. "
             "The run stops at once if a row's ids or labels depend on other rows or on chance, as with mlm=True."

@@ -51,7 +51,8 @@ def _redirect(name: str, original: Callable) -> Callable:
 
 def refusal(name: str, cls: type) -> str:
     """The error message for a call of a method of transformers' Trainer that our trainer class `cls` does not have."""
-    advice = cls._never_called.get(name, "Leave it out, or call a method that the trainer has.")
+    default = "Leave it out, or call a method that the trainer has."
+    advice = cls._traits.refused.never_called.get(name, default)
     return f"transformers.Trainer.{name} was called with a {cls.__name__}; trainers of trl_jax have none. {advice}"
 
 

@@ -32,7 +32,7 @@ from trl_jax.cli.transformers_patches import (
     redirect_trainer_methods,
 )
 from trl_jax.config.renamed import translate_old_names
-from trl_jax.core.trainers import EXPERIMENTAL, TRAINERS, WHERE
+from trl_jax.core.trainers import EXPERIMENTAL, NEAR, TRAINERS, WHERE, check_not_experimental, placeholder
 
 logger = logging.getLogger(__name__)
 
@@ -218,8 +218,6 @@ class FrontModule(ModuleType):
             return value
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        from trl_jax.trainer.overrides import NEAR, check_not_experimental, placeholder
-
         check_not_experimental(name)
         if name in NEAR:
             return placeholder(name)

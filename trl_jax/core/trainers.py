@@ -1,10 +1,13 @@
-"""The table of trainers, the names of their losses, and lazy imports."""
+"""The table of trainers, the names of their losses, placeholders for names of TRL that are not implemented, and lazy
+imports."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from inspect import Signature
+from typing import Any, NamedTuple, NoReturn
 
 # Lazy imports
 
@@ -151,3 +154,87 @@ CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
 SFT_LOSSES = ("nll", "dft")
 GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 SAMPLER_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+# Names of this or earlier TRL releases that are not implemented: importing them works, using them raises an error.
+
+
+_REWARDED = "GRPOTrainer or RLOOTrainer, which train on completions that the model writes"
+_PAIRS = "DPOTrainer, which trains on preference pairs"
+_DISTILLED = "DistillationTrainer, where the student writes, or SFTTrainer on rows that the teacher wrote"
+_JUDGE = "AutoModelForSequenceClassification with a trained reward model, as `trl-jax score` does"
+_VALUE = "GRPOTrainer or RLOOTrainer, which need no value head"
+_CALLBACK = "a TrainerCallback of the script's own, which gets the model as kwargs['model']"
+
+# The closest alternative to each name; "" if there is none.
+NEAR: dict[str, str] = {
+    "AlignPropConfig": "", "AlignPropTrainer": "", "DDPOConfig": "", "DDPOTrainer": "",
+    "DDPOStableDiffusionPipeline": "", "DefaultDDPOStableDiffusionPipeline": "",
+    "AllTrueJudge": _JUDGE, "BaseBinaryJudge": _JUDGE, "BaseJudge": _JUDGE, "BasePairwiseJudge": _JUDGE,
+    "BaseRankJudge": _JUDGE, "HfPairwiseJudge": _JUDGE, "OpenAIPairwiseJudge": _JUDGE, "PairRMJudge": _JUDGE,
+    "AutoModelForCausalLMWithValueHead": _VALUE, "AutoModelForSeq2SeqLMWithValueHead": _VALUE,
+    "PreTrainedModelWrapper": _VALUE,
+    "NashMDConfig": _REWARDED, "NashMDTrainer": _REWARDED, "PPOConfig": _REWARDED, "PPOTrainer": _REWARDED,
+    "PPOv2Config": _REWARDED, "PPOv2Trainer": _REWARDED, "TextEnvironment": _REWARDED, "TextHistory": _REWARDED,
+    "XPOConfig": _REWARDED, "XPOTrainer": _REWARDED, "BestOfNSampler": "examples/best_of_n.py, which does its work",
+    "BCOConfig": "KTOTrainer, which trains on answers that are good or bad",
+    "BCOTrainer": "KTOTrainer, which trains on answers that are good or bad",
+    "DPODataCollatorWithPadding": _PAIRS,
+    "MiniLLMConfig": _DISTILLED, "MiniLLMTrainer": _DISTILLED,
+    "LengthSampler": "max_completion_length of GRPOConfig or RLOOConfig",
+    "PPODecorators": "nothing, for JAX frees memory by itself: leave it out",
+    "IterativeSFTConfig": "SFTTrainer", "IterativeSFTTrainer": "SFTTrainer",
+    "PRMConfig": "RewardTrainer, which scores whole answers", "PRMTrainer": "RewardTrainer, which scores whole answers",
+    "MergeModelCallback": _CALLBACK, "MergeConfig": _CALLBACK, "WeaveCallback": _CALLBACK, "WinRateCallback": _CALLBACK,
+    "SyncRefModelCallback": "DPOConfig(sync_ref_model=True), GRPOConfig too",
+    "DataCollatorForChatML": "SFTConfig(assistant_only_loss=True) with rows of 'messages'",
+}  # fmt: skip
+
+
+# Trainers that TRL 1.16 only has in trl.experimental, without "Config" and "Trainer" -> (module, closest alternative).
+_EXPERIMENTAL: dict[str, tuple[str, str]] = {
+    "A2PO": ("a2po", _REWARDED), "AsyncDistillation": ("async_distillation", _DISTILLED),
+    "GMPO": ("gmpo", _REWARDED), "GOLD": ("gold", _DISTILLED), "IWOPD": ("iw_opd", _DISTILLED),
+    "SDFT": ("sdft", _DISTILLED), "SDPO": ("sdpo", _DISTILLED),
+    "ServerDistillation": ("server_distillation", _DISTILLED), "TPO": ("tpo", _PAIRS),
+}  # fmt: skip
+
+
+def check_not_experimental(name: str) -> None:
+    """Raise ImportError, as TRL 1.16 does, for a name that is only in trl.experimental, so that a script's
+    `except ImportError` can import it from there."""
+    for package, names in EXPERIMENTAL.items():
+        if package not in TRAINERS and name in (names.trainer, names.config):
+            raise ImportError(
+                f"{name} is in trl_jax.experimental.{package}, because TRL only has it in trl.experimental."
+            )
+    module, near = _EXPERIMENTAL.get(name.removesuffix("Config").removesuffix("Trainer"), (None, None))
+    if module is not None and name.endswith(("Config", "Trainer")):
+        raise ImportError(
+            f"{name} is not implemented in trl_jax. Closest: {near}. TRL has it in trl.experimental.{module}, which "
+            "`python -m trl_jax` imports from the installed trl; it trains with torch."
+        )
+
+
+class _NotBuilt(type):
+    """The metaclass of placeholders: calling them or reading their attributes raises NotImplementedError."""
+
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(_sentence(cls))
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        raise NotImplementedError(_sentence(cls))
+
+
+def _sentence(cls: type) -> str:
+    name = next(kind.__name__ for kind in cls.__mro__ if kind.__module__ == __name__)  # cls may be a user's subclass
+    near = NEAR[name]
+    return f"TRL's {name} is not implemented in trl_jax." + (f" Closest: {near}." if near else "")
+
+
+def placeholder(name: str) -> type:
+    """A class with this name whose use raises NotImplementedError, also in subclasses. Configs are dataclasses, so that
+    a script can derive its own dataclasses from them."""
+    kind = _NotBuilt(name, (), {"__module__": __name__, "__signature__": Signature()})  # read by dataclass
+    return dataclass(kind) if name.endswith("Config") else kind

@@ -235,6 +235,10 @@ class ExampleLoader:
         """A copy with these fields of the layout changed."""
         return replace(self, step_layout=replace(self.step_layout, **changes))
 
+    def in_order(self, order: Callable[[int], np.ndarray]) -> ExampleLoader:
+        """A copy with a user-defined order: epoch -> row indices."""
+        return replace(self, sampler_order=order)
+
     def set_epoch(self, epoch: int, skip: int = 0, skipped_digest: int | None = None) -> None:
         """Make the next iteration yield this epoch without its first `skip` examples.
 

@@ -143,7 +143,7 @@ def modern_keywords(
     trainer needs any more. Each gets a FutureWarning at the line that creates the trainer.
 
     Args:
-        moved, accepted: the names of arguments, as in `trainer.overrides.accepting_old_keywords`.
+        moved, accepted: the names of arguments, as in `trainer.arguments.accepting_old_keywords`.
 
     Raises:
         TypeError: an argument is unknown.

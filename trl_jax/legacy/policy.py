@@ -17,7 +17,7 @@ from trl_jax.data.prompts import prompt_ids
 from trl_jax.hub.torch_objects import is_torch_model
 from trl_jax.legacy.arguments import tell
 from trl_jax.rollout.rewards import RewardModel, is_model, reward_model
-from trl_jax.trainer.overrides import check_collator
+from trl_jax.trainer.collators import AcceptedCollators
 
 _DEFAULTS = (
     "Arguments that the config does not set have the current defaults: num_iterations=1 (was 4), "
@@ -43,8 +43,8 @@ def modern_policy(trainer: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str
         return kwargs
     renamed = _rename(kwargs)
     collator, reference = renamed.pop("data_collator", None), renamed.pop("ref_policy", None)
-    if type(collator).__name__ != "DataCollatorWithPadding":
-        check_collator(collator, ())
+    if collator is not None and type(collator).__name__ != "DataCollatorWithPadding":
+        AcceptedCollators().check(collator)
     by_name = isinstance(reference, str | os.PathLike)  # a checkpoint, which is loaded separately
     if reference is not None and not by_name and reference is renamed.get("model"):
         raise ValueError(

@@ -84,7 +84,7 @@ class PlaceholderTokenizer:
 def task_of(trainer_cls: type[BaseTrainer], args: BaseConfig) -> Task:
     """The task of a trainer class with these arguments."""
     trainer = trainer_cls.__new__(trainer_cls)  # skip __init__: make_task only needs the arguments
-    trainer._editable = Editable(args, None)
+    trainer._editable = Editable(args)
     return trainer.make_task()
 
 

@@ -13,7 +13,13 @@ from datasets import Dataset, IterableDataset
 
 from trl_jax.core.text import brief
 from trl_jax.data.chat import rendered
-from trl_jax.data.chat_templates import prepare_multimodal_messages
+from trl_jax.data.chat_templates import (
+    is_chat_template_prefix_preserving,
+    prepare_multimodal_messages,
+    response_template,
+    supports_tool_calling,
+    template_for_training,
+)
 from trl_jax.data.checks import check_no_media, has_transform, token_ids
 from trl_jax.data.image_rows import Encoder, pictures_in
 from trl_jax.data.images import ImagePatches, TextImages
@@ -568,3 +574,69 @@ def _as_list(name: str, values: Any) -> list:
         return list(values)
     except TypeError as error:
         raise ValueError(f"rollout_func must return a list as {name}, got {brief(values)}.") from error
+
+
+# The tools of a run.
+
+
+def tools_of(
+    functions: Sequence[Callable],
+    environments: Environments | None,
+    tokenizer: Any,
+    template_options: Mapping[str, Any],
+    *,
+    most_turns: int | None,
+    longest: int,
+    positions: int | None,
+    vocab_size: int,
+    encoder: Encoder | None = None,
+) -> tuple[Tools, dict[str, Any]]:
+    """The tools of a run, and the extra arguments for rendering prompts with the chat template.
+
+    Args:
+        environments: their methods are tools as well; may be None.
+        tokenizer: its `response_template` is set if it has none.
+        most_turns, longest, positions, vocab_size, encoder: as in `Tools`.
+
+    Raises:
+        TypeError: a tool is not callable, or lacks annotations or a docstring that describes its arguments.
+        ValueError: two tools have the same name; or the chat template does not render tool calls or tool results, or
+            renders calls in an unknown format.
+    """
+    by_name = _described(functions)
+    for environment in () if environments is None else environments.probes:
+        _described([*functions, *methods_of(environment)])
+    if not supports_tool_calling(tokenizer):
+        raise ValueError(
+            "The provided chat template does not support tool calling. The template must be able to render a full "
+            "tool-calling conversation (user -> assistant with tool_calls -> tool)."
+        )
+    if vars(tokenizer).get("response_template") is None:
+        tokenizer.response_template = response_template(tokenizer)
+    options = dict(template_options)
+    if not is_chat_template_prefix_preserving(tokenizer):
+        options["chat_template"] = template_for_training(tokenizer)
+    tools = Tools(by_name, environments, tokenizer, options, most_turns, longest, positions, vocab_size, encoder)
+    return tools, options if environments is not None else options | {"tools": list(by_name.values())}
+
+
+def _described(functions: Sequence[Callable]) -> dict[str, Callable]:
+    """The functions by the name by which the model calls them, after checking that each can be described to it."""
+    from transformers.utils import get_json_schema
+
+    by_name: dict[str, Callable] = {}
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"tools must be functions, got {function!r}.")
+        try:
+            name = get_json_schema(function)["function"]["name"]
+        except Exception as error:  # transformers raises its own exception classes
+            name = getattr(function, "__name__", type(function).__name__)
+            raise TypeError(
+                f"tools: {name} cannot be described to the model: {error}. Annotate its arguments, and describe each "
+                "under Args: in its docstring."
+            ) from error
+        if name in by_name:
+            raise ValueError(f"tools has two functions {name!r}, and the model calls them by name. Rename one.")
+        by_name[name] = function
+    return by_name

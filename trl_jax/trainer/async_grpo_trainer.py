@@ -18,10 +18,10 @@ from trl_jax.losses.policy_gradient import PolicyLoss
 from trl_jax.rollout.server import Limits
 from trl_jax.rollout.tools import Environments
 from trl_jax.tasks.policy import AsyncGrpoTask
+from trl_jax.trainer.arguments import InitOnlyArg, accepting_old_keywords, as_config, refuse
 from trl_jax.trainer.async_grpo_config import AsyncGRPOConfig
-from trl_jax.trainer.online import OnlineTrainer, clip_range
-from trl_jax.trainer.online_config import OnlineConfig
-from trl_jax.trainer.overrides import NEVER_CALLED_WITH_REWARDS, accepting_old_keywords, argument, as_config, refuse
+from trl_jax.trainer.online import OnlineConfig, OnlineTrainer, clip_range
+from trl_jax.trainer.overrides import by_name
 
 _FOR_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
@@ -29,7 +29,6 @@ _FOR_LOSS = (
     "generate_ahead=True."
 )
 _FOR_WEIGHTS = "Weights reach the servers through a folder: set vllm_weights_dir."
-_KNOWN = {field.name for field in fields(AsyncGRPOConfig)}
 
 
 class AsyncGRPOTrainer(OnlineTrainer):
@@ -69,21 +68,20 @@ class AsyncGRPOTrainer(OnlineTrainer):
     _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
     config_class = AsyncGRPOConfig
     epsilon_low, epsilon_high = clip_range()
-    _not_arguments = tuple(field.name for field in fields(OnlineConfig) if field.name not in _KNOWN)
-    _reward_helpers = ()
-    _writes_completions = False
+    _traits = replace(
+        OnlineTrainer._traits,
+        refused=OnlineTrainer._traits.refused.also(
+            by_name(("compute_loss _compute_loss", _FOR_LOSS), ("_sync_weight _streaming_iter", _FOR_WEIGHTS))
+        ),
+        reader=None,  # TRL's AsyncGRPOTrainer has a tokenizer, not a processor
+        optional_arguments=frozenset(field.name for field in fields(OnlineConfig))
+        - {field.name for field in fields(AsyncGRPOConfig)},
+        reward_helpers=(),
+        writes_completions=False,
+    )
     _may_get_images = False  # from tools, as in TRL
-    _reader = None  # TRL's AsyncGRPOTrainer has a tokenizer, not a processor
     _uses_server = True
-    _never_called = NEVER_CALLED_WITH_REWARDS | {
-        name: instead
-        for names, instead in (
-            ("compute_loss _compute_loss", _FOR_LOSS),
-            ("_sync_weight _streaming_iter", _FOR_WEIGHTS),
-        )
-        for name in names.split()
-    }
-    max_staleness, weight_sync_steps = map(argument, ("max_staleness", "weight_sync_steps"))
+    max_staleness, weight_sync_steps = InitOnlyArg(), InitOnlyArg()
 
     @accepting_old_keywords()
     def __init__(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
 from datasets import Dataset, IterableDataset
@@ -31,33 +32,16 @@ from trl_jax.mesh.mesh import ShardingPlan
 from trl_jax.mesh.processes import Accelerator, is_first, together
 from trl_jax.tasks.policy import check_changes
 from trl_jax.tasks.task import Task
-from trl_jax.trainer.collators import VisionCollator
+from trl_jax.trainer.arguments import ArgumentValues, InitOnlyAttribute, check_same_rows, refuse
+from trl_jax.trainer.collators import AcceptedCollators, VisionCollator, check_lengths, is_older_collator, one_processor
 from trl_jax.trainer.overrides import (
-    NEVER_CALLED,
-    NEVER_READ,
-    OF_THE_CLASS,
     OF_TORCH,
-    ONCE_CALLED,
-    InitOnlyArg,
-    check_collator,
+    REFUSED,
+    RefusedNames,
     check_compute_loss,
-    check_lengths,
-    check_mirrored,
-    check_overridden,
-    check_same_rows,
-    check_set,
-    check_set_alike,
     classes_of_script,
-    init_only_args,
-    is_older_collator,
-    is_own_collator,
     loss_functions,
-    mirrored_args,
     names_of_script,
-    one_processor,
-    read_once,
-    refuse,
-    warn_of_changes,
     warn_of_patched_trainer,
 )
 from trl_jax.training import callbacks as run_callbacks
@@ -72,6 +56,8 @@ from trl_jax.training.logging import tell_saved
 from trl_jax.training.metrics import ScriptMetrics
 from trl_jax.training.optimizer_choice import choose
 from trl_jax.training.push import HubPublisher, pushes_checkpoints
+from trl_jax.training.reference import ReferenceModel
+from trl_jax.training.rollout import RolloutParts
 from trl_jax.training.state import BATCH_METHODS, STEP_METHODS, Editable, Hooks, Progress, Setup
 from trl_jax.training.step import decay_names, default_optimizer, optimizer_with_decay
 from trl_jax.training.user_loss import UserStep, script_values
@@ -82,7 +68,7 @@ def _settable(name: str, doc: str, check: Callable[[Any], None] = lambda value: 
     """A property that a script may set. It is backed by `Editable`, which all parts of the run read."""
 
     def read(self: BaseTrainer) -> Any:
-        return vars(self._editable)[name]
+        return getattr(self._editable, name)
 
     def write(self: BaseTrainer, value: Any) -> None:
         check(value)
@@ -97,6 +83,41 @@ def _check_model(value: Any) -> None:
             f"trainer.model must be a model of trl_jax, got a {type(value).__name__}. Pass it as model= to a new "
             "trainer."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerTraits:
+    """How a trainer class differs from others in what it accepts from a script.
+
+    refused: the names of TRL's that a script may not override, set or read.
+    collators: what may be passed as `data_collator`.
+    takes_transforms: whether the dataset may have a transform.
+    reader, tokenizer_sides: as in `setup.TrainerSpec`.
+    old_arguments: removed constructor arguments -> what to write today.
+    idle_arguments: constructor arguments that are accepted as in TRL, but not used -> what to do instead.
+    """
+
+    refused: RefusedNames = REFUSED
+    collators: AcceptedCollators = AcceptedCollators()
+    takes_transforms: bool = False
+    reader: type[ProcessorTokenizer] | None = PartsTokenizer
+    tokenizer_sides: Mapping[str, str] | None = None
+    old_arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    idle_arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class SuperCalls(NamedTuple):
+    """What a method of `BaseTrainer` needs while a script's override of it runs, and may call `super()`. Each is None
+    outside of this override.
+
+    metrics: of `compute_loss`: the numbers to log of its batch.
+    compute: of `training_step`: computes the loss of a batch.
+    progress: of `_save_checkpoint`: where the loop is.
+    """
+
+    metrics: dict[str, list[Any]] | None = None
+    compute: Callable[[Any], Any] | None = None
+    progress: LoopProgress | None = None
 
 
 class BaseTrainer(abc.ABC):
@@ -118,50 +139,32 @@ class BaseTrainer(abc.ABC):
     _tag_names: ClassVar[list[str]]  # tags for the model card
     _paper: ClassVar[tuple[str, str] | None] = None  # title and arXiv number, for the model card
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
-    _takes_transforms: ClassVar[bool] = False  # whether the dataset may have a transform
+    _traits: ClassVar[TrainerTraits] = TrainerTraits()
+    _make_rollout: Callable[[Setup], RolloutParts] | None = None  # how online training makes its rows
     _check_images: Callable[[], None] | None = None  # checks the arguments if rows have images; None: images refused
-    _may_get_images = False  # whether images may also come from tools
-    _reader: ClassVar[type[ProcessorTokenizer] | None] = PartsTokenizer  # see `setup.TrainerSpec`
-    _collator_class: ClassVar[type | None] = None  # only its pad_to_multiple_of is used; other classes are refused
-    _vision_collator: ClassVar[type[VisionCollator] | None] = None  # for rows with images; its options are used
-    _older_collators: ClassVar[tuple[str, ...]] = ()  # others that are accepted, by name
-    _may_call_collator: ClassVar[bool] = False  # whether a script's own collator is called
-    _tokenizer_sides: ClassVar[Mapping[str, str] | None] = None  # padding_side etc. of a tokenizer we load ourselves
-    _old_arguments: ClassVar[Mapping[str, str]] = {}  # removed constructor arguments -> what to write today
-    _data_collator: Any = None
-    _script_optimizer: Any = None  # set by a script
-    _calls_collator: bool = False  # whether data_collator is a script's own, and called
-    _compute_loss_func: Callable | None = None
-    compute_loss_func = InitOnlyArg(
+
+    compute_loss_func = InitOnlyAttribute(
         lambda trainer: trainer._compute_loss_func, "Pass it to the constructor, or override compute_loss."
     )
-    aux_loss_enabled = InitOnlyArg(
+    aux_loss_enabled = InitOnlyAttribute(
         lambda trainer: trainer._setup.router_aux_loss_coef != 0, "Set router_aux_loss_coef in the arguments."
     )
-    router_aux_loss_coef = InitOnlyArg(
+    router_aux_loss_coef = InitOnlyAttribute(
         lambda trainer: trainer._setup.router_aux_loss_coef, "Set router_aux_loss_coef in the arguments."
     )
     _total_train_tokens, _tp_size = 0, 1  # read by loss code that scripts copy from TRL
-    _loss_metrics: dict[str, list[Any]] | None = None  # set while a user-defined loss runs
+
+    # What may be read or set before the constructor has run.
+    _compute_loss_func: Callable | None = None
+    _data_collator: Any = None
+    _script_optimizer: Any = None
     _signature_columns: list[str] | None = None
     _ordered: ExampleLoader | None = None  # the loader that a user-defined sampler orders
-    _compute_step: Callable[[Any], Any] | None = None  # set while a user-defined training_step runs
-    _tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
-    _saving: LoopProgress | None = None  # set while a checkpoint is being saved
-    _never_called: ClassVar[Mapping[str, str]] = NEVER_CALLED  # TRL methods that a script may not override
-    _once_called: ClassVar[Mapping[str, str]] = ONCE_CALLED  # the same for earlier TRL releases
-    _compiled_methods: ClassVar[frozenset[str]] = OF_THE_CLASS  # may not be set on instances
-    _never_read: ClassVar[Mapping[str, str]] = NEVER_READ  # TRL attributes that a script may not set
-    _idle_arguments: ClassVar[Mapping[str, str]] = {}  # constructor arguments accepted as in TRL, but not used
-    _never_there: ClassVar[Mapping[str, str]] = {}  # TRL attributes missing here -> what to write instead
-    _editable: Editable
-    _setup: Setup
-    _publisher: HubPublisher
-    parts: setup.RunParts
+    _super_calls = SuperCalls()
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        check_overridden(cls, {**cls._never_called, **cls._once_called})
+        cls._traits.refused.check_class(cls)
 
     @abc.abstractmethod
     def make_task(self) -> Task:
@@ -185,26 +188,24 @@ class BaseTrainer(abc.ABC):
         peft_config: Any = None,
         *,
         compute_loss_func: Callable | None = None,
-        spec: setup.TrainerSpec | None = None,
     ):
         """Arguments in TRL's order; `args` is a `config_class`, created with output_dir "<model>-<name>" if None.
 
         Args:
             compute_loss_func: computes the loss from the model's outputs, the labels and the number of targets in the
                 step.
-            spec: what the trainer class contributes in addition to its task.
 
         Raises:
             TypeError, ValueError: names the invalid argument, row or checkpoint.
         """
         # Again, after __init_subclass__: methods may have been assigned to a class of ours.
-        check_overridden(type(self), {**self._never_called, **self._once_called})
+        self._traits.refused.check_class(type(self))
         warn_of_patched_trainer(type(self))
-        own = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
-        if self._is_own_collator(data_collator):
-            self._calls_collator = True
-        else:
-            check_collator(data_collator, own, self._older_collators)
+
+        # What was passed.
+        collators = self._traits.collators
+        if data_collator is not None:
+            collators.check(data_collator)
         if isinstance(data_collator, VisionCollator):
             processing_class = one_processor(data_collator.processor, processing_class)
         args = self._config(args, model)
@@ -213,57 +214,61 @@ class BaseTrainer(abc.ABC):
         model, torch_model = model_loading.split_model(model)
         train_dataset, eval_dataset = self._read(train_dataset, eval_dataset)
         self._compute_loss_func, self._data_collator = compute_loss_func, data_collator
-        hooks = self._hooks()
-        progress = self._begin(args)
+
+        # The task, and the methods that the script overrides. These may already read what is known of the run.
+        hooks, self._progress = self._hooks(), Progress()
+        self._argument_values = ArgumentValues(type(self), args)
+        self._editable = Editable(args, pad_to_multiple_of=self._padding(args))
+        self._editable.task = self.make_task()
+        self._publisher = HubPublisher(self._tag_names, self._paper)
+        args.join_processes()
+        if args.push_to_hub:  # before the model is loaded, so that an unreachable Hub is reported within seconds
+            self.init_hf_repo()
         if "compute_loss" in hooks.batch_methods:
             check_compute_loss(type(self), self._editable.task.head)
-        spec = (spec or setup.TrainerSpec())._replace(
-            hooks=hooks, tags=self._tag_names, tokenizer_sides=self._tokenizer_sides,
-            check_images=self._check_images, may_get_images=self._may_get_images, reader=self._reader,
-        )  # fmt: skip
         check_compute_metrics(compute_metrics, args.batch_eval_metrics)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        given = setup.Given(
+
+        # The run: tokenizer, rows, model, mesh, reference.
+        spec = self._spec()
+        inputs = setup.Inputs(
             model, torch_model, processing_class, train_dataset, eval_dataset, adapter, quantization_config, callbacks
         )
-        multiple = self._editable.pad_to_multiple_of
-        self._setup = setup.build(
-            spec, args, self._editable.task, given, pad_to_multiple_of=multiple, progress=progress
-        )
-        self._editable = self._setup.editable
+        self._setup = setup.build(spec, hooks, self._editable, self._progress, inputs)
         if isinstance(data_collator, VisionCollator) and self._setup.encoder is None:
             raise ValueError(
                 f"data_collator is a {type(data_collator).__name__}, which is for rows with images, but train_dataset "
                 "has no images. Leave it out."
             )
         self.accelerator = Accelerator(args, self.end)  # starts JAX's backend, so only after rows are prepared
-        if self.data_collator is None:
-            self._data_collator = self._collator()
+        if self.data_collator is None and collators.texts is not None:
+            self._data_collator = collators.default(self.args, self.processing_class.pad_token_id)
+
+        # Its parts, and the values that later changes are compared with.
         self.parts = setup.assemble(
-            self._setup, hooks, self._publisher,
-            lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs, torch_model), torch_model, spec.rollout,
+            self._setup, spec, hooks, self._publisher,
+            lambda: choose(self.args, optimizers, optimizer_cls_and_kwargs, torch_model), torch_model,
         )  # fmt: skip
         self._originals = originals(self._other_models(), torch_model)
-        self._init_only = init_only_args(self)
+        self._argument_values.constructed(self.args)
+        self._tried_metrics: Callable | None = None  # the compute_metrics that was tried before training
 
-    # Construction, step by step.
+    # What the constructor uses.
 
     def _read(self, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
         """Check the type of the training rows, and read the images of datasets whose transform opens them."""
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a datasets.Dataset.")
-        images = self._check_images is not None
-        if images and not self._takes_transforms:
+        images, transforms = self._check_images is not None, self._traits.takes_transforms
+        if images and not transforms:
             train_dataset = materialize_images(train_dataset, "train")
             eval_dataset = materialize_images(eval_dataset, "eval")
-        check_type(train_dataset, "train", transforms=self._takes_transforms, images=images)
+        check_type(train_dataset, "train", transforms=transforms, images=images)
         return train_dataset, eval_dataset
 
     def _other_models(self) -> dict[str, Any]:
         """The models among the arguments that are not trained, by the name of the argument."""
-        own = vars(self)
-        rewards = {f"reward_funcs[{index}]": one for index, one in enumerate(own.get("_reward_funcs", ()))}
-        return {"ref_model": own.get("_ref_model"), "teacher_model": own.get("_teacher"), **rewards}
+        return {}
 
     def _config(self, args: BaseConfig | None, model: Any) -> BaseConfig:
         """The arguments that were passed, or defaults with an output_dir named after the model."""
@@ -274,56 +279,59 @@ class BaseTrainer(abc.ABC):
             raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}; expected a {wanted}.")
         return args
 
-    def _begin(self, args: BaseConfig) -> Progress:
-        """Begin a run: create its task, open its Hub repository, join the processes.
+    def _padding(self, args: BaseConfig) -> int | str | None:
+        """`pad_to_multiple_of`, from the collator that was passed unless it is called, or from the arguments."""
+        return (args if self.data_collator is None or self._calls_collator else self.data_collator).pad_to_multiple_of
 
-        Until the setup is complete, `self._editable` has what is known so far, because overridden methods may read it.
-        """
-        collator, progress = self.data_collator, Progress()
-        self._printed = progress.printed
-        padding = args if collator is None or self._calls_collator else collator
-        self._editable = Editable(args, None, padding.pad_to_multiple_of)
-        self._mirrored = {name: arg.of(args) for name, arg in mirrored_args(type(self)).items()}
-        self._read_once = read_once(self)
-        self._editable.task = self.make_task()
-        self._publisher = HubPublisher(self._tag_names, self._paper)
-        args.join_processes()
-        if args.push_to_hub:  # before the model is loaded, so that an unreachable Hub is reported within seconds
-            self.init_hf_repo()
-        return progress
+    def _spec(self) -> setup.TrainerSpec:
+        """What this trainer contributes to its runs in addition to its task and hooks."""
+        traits = self._traits
+        return setup.TrainerSpec(
+            make_reference=self._make_reference,
+            make_rollout=self._make_rollout,
+            balance_experts=self._balance_experts,
+            check_images=self._check_images,
+            may_get_images=self._may_get_images,
+            tags=self._tag_names,
+            tokenizer_sides=traits.tokenizer_sides,
+            reader=traits.reader,
+        )
 
-    def _collator(self) -> Any:
-        """TRL's collator with these arguments, for scripts that call it; None if the task has none."""
-        if self._collator_class is None:
-            return None
-        wanted = {field.name for field in dataclasses.fields(self._collator_class)}
-        known = {name: value for name, value in vars(self.args).items() if name in wanted}
-        if known["pad_to_multiple_of"] == "auto":
-            known["pad_to_multiple_of"] = None
-        return self._collator_class(pad_token_id=self.processing_class.pad_token_id, **known)
+    def _make_reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
+        """The reference model or teacher; None if the task has none."""
+        return None
+
+    def _balance_experts(self, model: PreTrainedModel, args: BaseConfig) -> float:
+        """The weight of the load-balancing loss of a mixture of experts; 0.0 if it is never added."""
+        return 0.0
+
+    @property
+    def _may_get_images(self) -> bool:
+        """Whether images may come from tools although the rows have none."""
+        return False
 
     def _hooks(self) -> Hooks:
         """The methods that a script may override, looked up when they are called."""
-        own, user_step = names_of_script(type(self)), None
-        if steps := own & STEP_METHODS:
-            found = [vars(cls)[name] for cls in classes_of_script(type(self)) for name in steps & vars(cls).keys()]
-            tensors = any(map(takes_tensors, found))
+        overridden, user_step = names_of_script(type(self)), None
+        if steps := overridden & STEP_METHODS:
+            methods = [vars(cls)[name] for cls in classes_of_script(type(self)) for name in steps & vars(cls).keys()]
+            tensors = any(map(takes_tensors, methods))
             user_step = UserStep(
                 lambda: self._setup, self._user_step, lambda inputs: self._prepare_inputs(inputs), tensors
             )
         passed = frozenset() if self._compute_loss_func is None else {"compute_loss_func"}
         return Hooks(
-            batch_methods=own & BATCH_METHODS | passed,
+            batch_methods=overridden & BATCH_METHODS | passed,
             compute_loss=self._user_loss,
             create_optimizer=self._user_optimizer,
             evaluate=lambda: self.evaluate(),
             get_train_dataloader=self._own_batches,
             log=lambda *given: self._log(*given),
-            loss=lambda: self.loss if "loss" in own or "loss" in vars(self) else None,
+            loss=lambda: self.loss if "loss" in overridden or "loss" in vars(self) else None,
             loss_functions=loss_functions(type(self), self._compute_loss_func),
-            overridden=own,
+            overridden=overridden,
             prediction_step=lambda *given: self.prediction_step(*given),
-            prepare_dataset=self._prepare_given,
+            prepare_dataset=lambda *given: self.prepare_dataset(*given),
             save_checkpoint=self._save_progress,
             save_model=lambda *given, **options: self.save_model(*given, **options),
             script_values=lambda: script_values(self),
@@ -332,26 +340,37 @@ class BaseTrainer(abc.ABC):
             user_step=user_step,
         )
 
+    @contextlib.contextmanager
+    def _overriding(self, **needs: Any) -> Iterator[None]:
+        """A context in which an override of a script's runs, with the fields of `SuperCalls` that `super()` needs."""
+        before = self._super_calls
+        self._super_calls = before._replace(**needs)
+        try:
+            yield
+        finally:
+            self._super_calls = before
+
     def _user_loss(self, model: Any, *given: Any, **options: Any) -> Any:
         """Call the user-defined `compute_loss`, whose `self._metrics` are those of its batch.
 
         Its inputs are the micro-batches of all devices, as for a single process, and the step takes no mean over
         processes, for which losses of several processes multiply by their number.
         """
-        world, self.accelerator.num_processes, self._loss_metrics = self.accelerator.num_processes, 1, model.metrics
+        world, self.accelerator.num_processes = self.accelerator.num_processes, 1
         try:
-            return self.compute_loss(model, *given, **options)
+            with self._overriding(metrics=model.metrics):
+                return self.compute_loss(model, *given, **options)
         finally:
-            self.accelerator.num_processes, self._loss_metrics = world, None
+            self.accelerator.num_processes = world
 
     def _user_step(self, compute: Callable[[Any], Any], inputs: Any, num_items: Any, last: bool) -> Any:
         """Call the user-defined `training_step` on a micro-batch; `last` for the last one of a step."""
-        self._compute_step, self.accelerator.sync_gradients = compute, last
+        self.accelerator.sync_gradients = last
         try:
-            with self._setup.events.at_gradients():
+            with self._overriding(compute=compute), self._setup.events.at_gradients():
                 return self.training_step(self.model, inputs, num_items)
         finally:
-            self._compute_step, self.accelerator.sync_gradients = None, True
+            self.accelerator.sync_gradients = True
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """The loss of a micro-batch, divided by the number of micro-batches in the step unless it is already divided by
@@ -362,9 +381,9 @@ class BaseTrainer(abc.ABC):
             RuntimeError: it was called outside of train().
         """
         del model, num_items_in_batch
-        if self._compute_step is None:
+        if self._super_calls.compute is None:
             raise RuntimeError("training_step is called by train(), for trainers that override it.")
-        return self._compute_step(self._prepare_inputs(inputs))
+        return self._super_calls.compute(self._prepare_inputs(inputs))
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs unchanged. A script may override it to change a batch before its loss is computed."""
@@ -375,8 +394,8 @@ class BaseTrainer(abc.ABC):
         """Numbers to log, by mode ("train" or "eval") and name; the next log has the mean of each list. Inside a
         user-defined loss, these are the numbers of the current batch. Elsewhere a script may append to its own names
         and replace any list."""
-        if self._loss_metrics is not None:
-            return dict.fromkeys(("train", "eval"), self._loss_metrics)
+        if self._super_calls.metrics is not None:
+            return dict.fromkeys(("train", "eval"), self._super_calls.metrics)
         return vars(self).setdefault("_script_metrics", {mode: ScriptMetrics() for mode in ("train", "eval")})
 
     # Training.
@@ -407,7 +426,7 @@ class BaseTrainer(abc.ABC):
         self._set_signature_columns_if_needed()
         if self._setup.online:
             check_changes(self._setup.task, self.make_task())
-        warn_of_changes(self, self._read_once)
+        self._argument_values.warn_of_changes(self.args)
         if not self._setup.online and self.compute_metrics is not self._tried_metrics:
             self.parts.evaluator.try_metrics(self._metric_hooks())
             self._tried_metrics = self.compute_metrics
@@ -419,10 +438,10 @@ class BaseTrainer(abc.ABC):
             check_originals(self._originals, trains=trains)
         self.parts.training.follow_torch_model(trains=trains)
 
-    def _is_own_collator(self, collator: Any) -> bool:
-        """Whether a collator is a script's own, which this trainer calls."""
-        known = tuple(kind for kind in (self._collator_class, self._vision_collator) if kind is not None)
-        return self._may_call_collator and is_own_collator(collator, known, self._older_collators)
+    @property
+    def _calls_collator(self) -> bool:
+        """Whether data_collator is a script's own, and called."""
+        return self._traits.collators.calls(self._data_collator)
 
     @property
     def data_collator(self) -> Any:
@@ -435,19 +454,19 @@ class BaseTrainer(abc.ABC):
             return  # set before super().__init__, which overwrites it, as in TRL
         if self._calls_collator and collator is self._data_collator:
             return
-        if self._calls_collator or self._is_own_collator(collator):
+        if self._calls_collator or self._traits.collators.calls(collator):
             raise ValueError(
                 "data_collator was set on the trainer, but a collate function is called when rows are prepared. Pass "
                 "it to the constructor."
             )
-        later = tuple(name for name in self._older_collators if name == "DataCollatorForSeq2Seq")
-        check_collator(collator, () if self._collator_class is None else (self._collator_class,), later)
-        if not is_older_collator(collator, later):  # whose max_length is a padded length
+        accepted = self._traits.collators.later
+        accepted.check(collator)
+        if not is_older_collator(collator, accepted.older):  # whose max_length is a padded length
             check_lengths(collator, self.args)
         self._data_collator, self._editable.pad_to_multiple_of = collator, collator.pad_to_multiple_of
 
     def _refresh_before_step(self) -> None:
-        check_set_alike(self, self._init_only)
+        self._argument_values.check_set_alike()
         self._refresh_task()
 
     def _refresh_task(self) -> None:
@@ -457,20 +476,19 @@ class BaseTrainer(abc.ABC):
             TypeError: a method or attribute was set on the trainer that is never called or read.
             ValueError: a value is invalid, or the rows would have to be prepared or laid out again.
         """
-        check_set(vars(self).keys(), type(self), self._never_called, self._never_read)
+        self._traits.refused.check_instance(type(self), vars(self).keys())
         if self.model.active is not self.model:
             raise ValueError(
                 "The trainer cannot train, evaluate or predict in `with model.disable_adapter():`. Evaluate the base "
                 "model in a trainer of its own, without peft_config."
             )
-        online = self._setup.online
-        then = self._editable.task
-        task = then.following(self.make_task) if online else self.make_task()
-        if task == then:
+        before = self._editable.task
+        task = before.following(self.make_task) if self._setup.online else self.make_task()
+        if task == before:
             return
-        check_mirrored(self)
+        self._argument_values.check_mirrored(self)
         in_train = self._setup.progress.in_train
-        check_same_rows(then, task, in_train=in_train, config=self.config_class.__name__)
+        check_same_rows(before, task, in_train=in_train, config=self.config_class.__name__)
         self._editable.task = task
         self.parts.evaluator.recompile()
 
@@ -508,11 +526,8 @@ class BaseTrainer(abc.ABC):
         return (loss, outputs) if return_outputs else loss
 
     def _save_progress(self, progress: LoopProgress) -> None:
-        self._saving = progress
-        try:
+        with self._overriding(progress=progress):
             self._save_checkpoint(self.model, None)
-        finally:
-            self._saving = None
 
     def _get_output_dir(self, trial: Any) -> str:
         """`args.output_dir`. A `_save_checkpoint` of a script's own adds files to the checkpoints in it."""
@@ -527,9 +542,10 @@ class BaseTrainer(abc.ABC):
             RuntimeError: it was called outside train().
         """
         del model, trial
-        if self._saving is None:
+        if self._super_calls.progress is None:
             raise RuntimeError("_save_checkpoint is called by train(). To save the model at any time: save_model().")
-        folder = self.parts.checkpointer.save(self._saving, background=not pushes_checkpoints(self.args))
+        background = not pushes_checkpoints(self.args)
+        folder = self.parts.checkpointer.save(self._super_calls.progress, background=background)
         if is_first():
             self.create_model_card()
         self._publisher.push_saved(self.args, self._setup.events, folder)
@@ -725,8 +741,8 @@ class BaseTrainer(abc.ABC):
         return self._script_optimizer
 
     @optimizer.setter
-    def optimizer(self, made: Any) -> None:
-        self._script_optimizer = made
+    def optimizer(self, optimizer: Any) -> None:
+        self._script_optimizer = optimizer
 
     @property
     def lr_scheduler(self) -> Any:
@@ -734,8 +750,8 @@ class BaseTrainer(abc.ABC):
         return self._setup.progress.schedule
 
     @lr_scheduler.setter
-    def lr_scheduler(self, made: Any) -> None:
-        if made is not None:
+    def lr_scheduler(self, schedule: Any) -> None:
+        if schedule is not None:
             raise AttributeError(
                 "lr_scheduler was set on the trainer, whose train() makes its own. Pass optimizers=(optimizer, "
                 "scheduler) to the constructor, or set lr_scheduler_type and lr_scheduler_kwargs in the arguments."
@@ -783,12 +799,12 @@ class BaseTrainer(abc.ABC):
             logs |= {f"{before}{name}": value for name, value in measured.items()}
             self.log(logs, *given)
             return
-        own = self._metrics["train" if self.model.training else "eval"]
-        own.hold(measured, before)
+        script_metrics = self._metrics["train" if self.model.training else "eval"]
+        script_metrics.hold(measured, before)
         try:
             self.log(logs, *given)
         finally:
-            own.release()
+            script_metrics.release()
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, as a class or an instance."""
@@ -844,10 +860,11 @@ class BaseTrainer(abc.ABC):
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
         """Prepare rows for the loader; if `bounded`, rows longer than max_length are dropped. Rows that are already
         prepared are returned unchanged."""
-        tokenization, task = self._tokenization._replace(tokenizer=self.processing_class), self._editable.task
+        tokenization, task = self._editable.tokenization, self._editable.task
         if "_prepare_dataset" in names_of_script(type(self)) and tokenization.encoder is None:
             task, dataset = self._prepared_by_script(task, dataset, name)
-        return data.prepare(task, self.args, tokenization, dataset, name, printed=self._printed, bounded=bounded)
+        printed = self._progress.printed
+        return data.prepare(task, self.args, tokenization, dataset, name, printed=printed, bounded=bounded)
 
     def _prepared_by_script(self, task: Task, dataset: Any, name: str) -> tuple[Task, Any]:
         """The rows that a user-defined `_prepare_dataset` returns, and the task that takes them."""
@@ -855,14 +872,8 @@ class BaseTrainer(abc.ABC):
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """The tokenized rows, with TRL's columns. A script may override it and return its own rows."""
-        tokenization = self._tokenization._replace(tokenizer=processing_class)
-        return data.prepare(self._editable.task, args, tokenization, dataset, dataset_name, printed=self._printed)
-
-    def _prepare_given(self, dataset: Any, name: str, tokenization: data.Tokenization) -> Any:
-        """Prepare a dataset of the constructor, after setting the tokenizer, which an overridden `prepare_dataset` may
-        read."""
-        self._tokenization, self._editable.processing_class = tokenization, tokenization.tokenizer
-        return self.prepare_dataset(dataset, name)
+        task, tokenization = self._editable.task, self._editable.tokenization._replace(tokenizer=processing_class)
+        return data.prepare(task, args, tokenization, dataset, dataset_name, printed=self._progress.printed)
 
     def _set_signature_columns_if_needed(self) -> None:
         """Set `_signature_columns` to the columns of prepared rows that training reads. A script may override it and
@@ -872,12 +883,13 @@ class BaseTrainer(abc.ABC):
 
     def loader(self, dataset: Dataset | IterableDataset, *, training: bool) -> ExampleLoader:
         """Step batches over a prepared dataset."""
-        made = data.training_loader(self._setup, dataset) if training else data.evaluation_loader(self._setup, dataset)
+        make = data.training_loader if training else data.evaluation_loader
+        loader = make(self._setup, dataset)
         if training and "_get_train_sampler" in self._setup.overridden and isinstance(dataset, Dataset):
-            self._ordered = made
+            self._ordered = loader
             sampler = self._get_train_sampler(dataset)
-            made.sampler_order = data.SampledOrder(sampler, made, f"{type(self).__name__}._get_train_sampler")
-        return made
+            return loader.in_order(data.SampledOrder(sampler, loader, f"{type(self).__name__}._get_train_sampler"))
+        return loader
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         """The row indices in the order that the arguments define. A script may override it with its own sampler."""
@@ -888,9 +900,9 @@ class BaseTrainer(abc.ABC):
 
     def _own_batches(self) -> Any:
         """The result of `get_train_dataloader`; an override may also return a torch DataLoader."""
-        own, method = partial(self.batches, training=True), f"{type(self).__name__}.get_train_dataloader"
-        made = self.get_train_dataloader()
-        return data.in_order_of(made, own, self.args, self.data_collator, method, self.accelerator.has_prepared)
+        batches, method = partial(self.batches, training=True), f"{type(self).__name__}.get_train_dataloader"
+        loader, prepared = self.get_train_dataloader(), self.accelerator.has_prepared
+        return data.in_order_of(loader, batches, self.args, self.data_collator, method, prepared)
 
     def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
         """A dataloader over a prepared dataset, which an overridden get_train_dataloader may return."""

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers.trainer_callback import TrainerCallback
 
 from trl_jax.core.text import brief
+from trl_jax.core.trainers import placeholder
 from trl_jax.data.chat import rendered
 from trl_jax.data.prompts import is_conversation
 from trl_jax.hub.torch_bridge import as_arrays, as_tensors
@@ -289,7 +290,5 @@ def _grouped(logs: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def __getattr__(name: str) -> type:
     if name in ("SyncRefModelCallback", "WeaveCallback"):  # TRL has them here
-        from trl_jax.trainer.overrides import placeholder
-
         return placeholder(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,12 +1,13 @@
-"""TRL's data collators."""
+"""TRL's data collators, and what a trainer accepts as one."""
 
 from __future__ import annotations
 
 import abc
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -274,9 +275,9 @@ class VisionCollator(abc.ABC):
         """What the processor returns for each token, as rows without padding, and what it returns for the images."""
         shown = {} if images is None or not any(images) else {"images": images}  # processors refuse no images at all
         encoded = self.processor(text=texts, padding=True, return_tensors="np", add_special_tokens=False, **shown)
-        kept = encoded.pop("attention_mask") == 1
+        real = encoded.pop("attention_mask") == 1
         rows = {
-            name: [row[mask] for row, mask in zip(encoded.pop(name), kept, strict=True)]
+            name: [row[mask] for row, mask in zip(encoded.pop(name), real, strict=True)]
             for name in _OF_TOKENS
             if name in encoded
         }
@@ -438,3 +439,139 @@ def _documents(position_ids: np.ndarray) -> dict[str, Any]:
         "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest,
         "seq_idx": of_tokens,
     }  # fmt: skip
+
+
+# What a trainer accepts as data_collator. It makes its batches itself, and only reads a collator's options.
+
+
+NO_COLLATOR = (
+    "trl_jax calls user-defined collate functions only in SFTTrainer, for rows of text. Leave data_collator out and "
+    "train on the columns directly (`messages`, or `prompt` and `completion`, with `images` if there are any): the "
+    "trainer applies the chat template and the processor, and the config determines which tokens have labels."
+)
+_LEGACY, _TRANSFORMERS = "trl_jax.legacy.collators", "transformers.data.data_collator"
+
+
+@dataclass(frozen=True)
+class AcceptedCollators:
+    """The collators that a trainer accepts as `data_collator`.
+
+    texts: the class for rows of text, of which only `pad_to_multiple_of` is used; None: there is none.
+    images: the class for rows with images, whose options are used.
+    older: names of classes of early TRL, and "DataCollatorForSeq2Seq" for transformers'.
+    calls_others: whether a script's own collator is accepted, and called.
+    """
+
+    texts: type | None = None
+    images: type[VisionCollator] | None = None
+    older: tuple[str, ...] = ()
+    calls_others: bool = False
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        return tuple(kind for kind in (self.texts, self.images) if kind is not None)
+
+    @property
+    def later(self) -> AcceptedCollators:
+        """Those that may also be set on a trainer, whose rows are prepared."""
+        return AcceptedCollators(self.texts, older=tuple({*self.older} & {"DataCollatorForSeq2Seq"}))
+
+    def calls(self, collator: Any) -> bool:
+        """Whether it is a script's own collator, which the trainer calls: neither one of TRL's nor transformers' for
+        masked language models."""
+        masks = type(collator).__module__ == _TRANSFORMERS and vars(collator).get("mlm", False)
+        known = type(collator) in self.classes or is_older_collator(collator, self.older)
+        return self.calls_others and callable(collator) and not known and not masks
+
+    def check(self, collator: Any) -> None:
+        """Raise ValueError for a collator that the trainer neither reads nor calls."""
+        if self.calls(collator) or type(collator) in self.classes:
+            return
+        if is_older_collator(collator, self.older):
+            if type(collator).__module__ == _TRANSFORMERS:
+                _check_seq2seq(collator)
+            return
+        name = type(collator).__qualname__
+        if isinstance(collator, FunctionType | MethodType | partial):
+            raise ValueError(f"data_collator is a {name}. {NO_COLLATOR}")
+        raise ValueError(
+            f"data_collator={type(collator).__module__}.{name}(...) is not in this release of trl_jax. "
+            f"{self._instead_of(collator)}"
+        )
+
+    def _instead_of(self, collator: Any) -> str:
+        """What a script may pass instead of a collator that is refused."""
+        kind = type(collator)
+        instead = f", or pass a {self.classes[0].__name__}, whose pad_to_multiple_of is taken" if self.classes else ""
+        usual = f"Leave it out{instead}: rows are padded as TRL's own collator does."
+        if kind.__module__ != _TRANSFORMERS or kind.__name__ != "DataCollatorForLanguageModeling" or not self.classes:
+            return usual
+        if collator.mlm:
+            return f"{usual} A causal language model is not trained with mlm=True."
+        return (
+            f"{usual} TRL 1.16 cannot pad rows of different lengths with it either, because it does not pad the labels "
+            "that SFTTrainer prepares. To leave tokens out of the loss, set their labels to -100 in a column 'labels'."
+        )
+
+    def default(self, args: Any, pad_token_id: int) -> Any:
+        """TRL's collator with these arguments, for scripts that call it."""
+        names = {field.name for field in fields(self.texts)}
+        options = {name: value for name, value in vars(args).items() if name in names}
+        if options["pad_to_multiple_of"] == "auto":
+            options["pad_to_multiple_of"] = None
+        return self.texts(pad_token_id=pad_token_id, **options)
+
+
+def is_older_collator(collator: Any, names: tuple[str, ...]) -> bool:
+    """Whether it is one of these collators of early TRL, or transformers' DataCollatorForSeq2Seq if it is among them.
+    By name, because only scripts that use one import them."""
+    kind = type(collator)
+    home = _TRANSFORMERS if kind.__name__ == "DataCollatorForSeq2Seq" else _LEGACY
+    return kind.__module__ == home and kind.__name__ in names
+
+
+def _check_seq2seq(collator: Any) -> None:
+    """Raise ValueError if transformers' DataCollatorForSeq2Seq would give other batches than TRL's own collator, apart
+    from padding on the right, or none."""
+    tokenizer = collator.tokenizer
+    wanted = (
+        ("label_pad_token_id", collator.label_pad_token_id, (IGNORED,)),
+        ("padding", collator.padding, (True, "longest", "max_length")),
+        ("return_tensors", collator.return_tensors, ("pt",)),
+        ("tokenizer.padding_side", tokenizer.padding_side, ("right",)),
+    )
+    for name, value, allowed in wanted:
+        if value not in allowed:
+            raise ValueError(
+                f"DataCollatorForSeq2Seq has {name}={value!r}, which is not in this release of trl_jax. Set it to "
+                f"{' or '.join(map(repr, allowed))}, or leave data_collator out."
+            )
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            "Asking to pad but the tokenizer does not have a padding token. Set tokenizer.pad_token, such as "
+            "tokenizer.pad_token = tokenizer.eos_token, or leave data_collator out."
+        )
+
+
+def check_lengths(collator: Any, args: Any) -> None:
+    """Raise ValueError if a collator would truncate texts differently from the arguments."""
+    for name in ("max_length", "truncation_mode"):
+        if name in vars(collator) and vars(collator)[name] != vars(args)[name]:
+            raise ValueError(
+                f"data_collator has {name}={vars(collator)[name]!r}, the arguments {name}={vars(args)[name]!r}: rows "
+                "are cut once, when they are prepared. Write the same in both, or leave the collator out."
+            )
+
+
+def one_processor(processor: Any, processing_class: Any) -> Any:
+    """The processor of a vision collator, which is also the trainer's `processing_class`.
+
+    Raises:
+        ValueError: a different `processing_class` was passed.
+    """
+    if processing_class is None or processing_class is processor or processing_class is processor.tokenizer:
+        return processor
+    raise ValueError(
+        "data_collator has a different processor than processing_class. A run has one tokenizer and one image "
+        "processor: pass the same to both."
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trl_jax.losses.reference_free import ContrastiveLoss
 from trl_jax.tasks.reference_free import CpoTask
+from trl_jax.trainer.arguments import MirroredArg
 from trl_jax.trainer.cpo_config import CPOConfig
-from trl_jax.trainer.overrides import MirroredArg
 from trl_jax.trainer.reference import ReferenceFreeTrainer
 
 
@@ -22,10 +22,8 @@ class CPOTrainer(ReferenceFreeTrainer):
         "2401.08417",
     )
     config_class = CPOConfig
-    beta, label_smoothing, loss_type, cpo_alpha, alpha = map(
-        MirroredArg, ("beta", "label_smoothing", "loss_type", "cpo_alpha", "alpha")
-    )
-    simpo_gamma = MirroredArg("simpo_gamma")
+    beta, label_smoothing, loss_type = MirroredArg(), MirroredArg(), MirroredArg()
+    cpo_alpha, alpha, simpo_gamma = MirroredArg(), MirroredArg(), MirroredArg()
 
     def make_task(self) -> CpoTask:
         objective = ContrastiveLoss(self.loss_type, self.beta, self.label_smoothing, self.simpo_gamma, self.alpha)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,15 +19,10 @@ from trl_jax.hub.peft_backend import LoraBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.distillation import DistillationTask, ScriptedDistillationTask, TokenDivergences
 from trl_jax.tasks.task import Task
+from trl_jax.trainer.arguments import InitOnlyArg, accepting_old_keywords, as_config
 from trl_jax.trainer.distillation_config import DistillationConfig
 from trl_jax.trainer.online import RolloutTrainer
-from trl_jax.trainer.overrides import (
-    NEVER_CALLED_WITH_TEACHER,
-    accepting_old_keywords,
-    argument,
-    as_config,
-    names_of_script,
-)
+from trl_jax.trainer.overrides import REFUSED_WITH_TEACHER, names_of_script
 from trl_jax.training import model
 from trl_jax.training.reference import ReferenceModel, given
 from trl_jax.training.setup import Policy
@@ -62,8 +58,9 @@ class DistillationTrainer(RolloutTrainer):
         "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
         "2306.13649",
     )
-    config_class, _never_called = DistillationConfig, NEVER_CALLED_WITH_TEACHER
-    max_tool_calling_iterations = argument("max_tool_calling_iterations")
+    config_class = DistillationConfig
+    _traits = replace(RolloutTrainer._traits, refused=REFUSED_WITH_TEACHER)
+    max_tool_calling_iterations = InitOnlyArg()
 
     @accepting_old_keywords()
     def __init__(
@@ -165,7 +162,10 @@ class DistillationTrainer(RolloutTrainer):
         current = self._current_pass("_get_per_token_divergences")
         return current.divergences(model, self.args.beta if beta is None else beta)
 
-    def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
+    def _other_models(self) -> dict[str, Any]:
+        return {"teacher_model": self._teacher}
+
+    def _make_reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
         del task
         if not isinstance(policy.model.backend, NativeBackend | LoraBackend):
             raise ValueError(

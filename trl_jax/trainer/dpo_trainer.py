@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -13,9 +14,10 @@ from transformers.trainer_utils import EvalPrediction
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.losses.dpo import PreferenceLoss
 from trl_jax.tasks.dpo import DpoTask
-from trl_jax.trainer.collators import DataCollatorForPreference, DataCollatorForVisionPreference
+from trl_jax.trainer.arguments import MirroredArg, accepting_old_keywords, as_config
+from trl_jax.trainer.collators import AcceptedCollators, DataCollatorForPreference, DataCollatorForVisionPreference
 from trl_jax.trainer.dpo_config import DPOConfig, losses_of
-from trl_jax.trainer.overrides import NEVER_CALLED_IN_PREFERENCES, MirroredArg, accepting_old_keywords, as_config
+from trl_jax.trainer.overrides import REFUSED_IN_PREFERENCES
 from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (
@@ -57,16 +59,16 @@ class DPOTrainer(ReferenceTrainer):
     """
 
     _name, _tag_names = "DPO", ["trl", "dpo"]
-    _never_called = NEVER_CALLED_IN_PREFERENCES
-    _compiled_methods = ReferenceTrainer._compiled_methods | {"_compute_loss"}
     _paper = "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290"
-    config_class, _collator_class = DPOConfig, DataCollatorForPreference
-    _vision_collator = DataCollatorForVisionPreference
-    _changes_logps = ("ld_alpha",)
-    beta, ld_alpha, label_smoothing, use_weighting = map(
-        MirroredArg, ("beta", "ld_alpha", "label_smoothing", "use_weighting")
+    config_class = DPOConfig
+    _traits = replace(
+        ReferenceTrainer._traits,
+        refused=REFUSED_IN_PREFERENCES,
+        collators=AcceptedCollators(DataCollatorForPreference, DataCollatorForVisionPreference),
     )
-    f_divergence_type, f_alpha_divergence_coef = map(MirroredArg, ("f_divergence_type", "f_alpha_divergence_coef"))
+    _changes_logps = ("ld_alpha",)
+    beta, ld_alpha, label_smoothing = MirroredArg(), MirroredArg(), MirroredArg()
+    f_divergence_type, f_alpha_divergence_coef, use_weighting = MirroredArg(), MirroredArg(), MirroredArg()
     loss_types = MirroredArg("loss_type", lambda args: losses_of(args.loss_type))
     loss_weights = MirroredArg("loss_weights", lambda args: args.loss_weights or [1.0] * len(losses_of(args.loss_type)))
 

@@ -27,21 +27,15 @@ from trl_jax.mesh.processes import several
 from trl_jax.rollout.steps import BASE_SEED_WORDS
 from trl_jax.tasks.distillation import GkdTask, generalized_jsd_loss
 from trl_jax.tasks.task import Task
-from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.arguments import InitOnlyArg, MirroredArg, accepting_old_keywords, as_config
+from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
 from trl_jax.trainer.gkd_config import GKDConfig
-from trl_jax.trainer.overrides import (
-    NEVER_CALLED,
-    MirroredArg,
-    accepting_old_keywords,
-    argument,
-    as_config,
-    check_generate,
-)
+from trl_jax.trainer.overrides import REFUSED, by_name, check_generate
 from trl_jax.training import model
 from trl_jax.training.data import Batches, Completer, GeneratedSteps
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel, given
-from trl_jax.training.setup import Policy, TrainerSpec
+from trl_jax.training.setup import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +44,10 @@ _FOR_LOSS = (
     "choose beta, lmbda and seq_kd."
 )
 _FOR_SAMPLING = "Set temperature and max_new_tokens in GKDConfig, other options in the model's generation_config."
+_NEVER_FORMATS = (
+    "formatting_func is never called by GKDTrainer, in TRL either: rows are read as they are. Apply it to the dataset, "
+    "or leave it out."
+)
 _TO_LATER = (
     "This GKD configuration (`lmbda=1.0`, `temperature=1.0`) is fully covered by `DistillationTrainer`, which also "
     "takes tools and vLLM servers. Consider migrating: replace `GKDConfig`/`GKDTrainer` with `DistillationConfig`/"
@@ -92,15 +90,17 @@ class GKDTrainer(BaseTrainer):
         "2306.13649",
     )
     config_class = GKDConfig
-    _idle_arguments = {
-        "formatting_func": "formatting_func is never called by GKDTrainer, in TRL either: rows are read as they are. "
-        "Apply it to the dataset, or leave it out."
-    }
-    _never_called = NEVER_CALLED | dict.fromkeys(
-        ("training_step", "compute_loss", "prediction_step", "generalized_jsd_loss"), _FOR_LOSS
-    ) | {"generate_on_policy_outputs": _FOR_SAMPLING}  # fmt: skip
-    lmbda, beta, seq_kd = map(MirroredArg, ("lmbda", "beta", "seq_kd"))
-    temperature = argument("temperature")
+    _traits = TrainerTraits(
+        refused=REFUSED.also(
+            by_name(
+                ("training_step compute_loss prediction_step generalized_jsd_loss", _FOR_LOSS),
+                ("generate_on_policy_outputs", _FOR_SAMPLING),
+            )
+        ),
+        idle_arguments={"formatting_func": _NEVER_FORMATS},
+    )
+    lmbda, beta, seq_kd = MirroredArg(), MirroredArg(), MirroredArg()
+    temperature = InitOnlyArg()
     generalized_jsd_loss = staticmethod(also_of_tensors(generalized_jsd_loss))
 
     @accepting_old_keywords()
@@ -127,13 +127,12 @@ class GKDTrainer(BaseTrainer):
                 "need the same vocabulary."
             )
         if formatting_func is not None:
-            logger.warning(self._idle_arguments["formatting_func"])
+            logger.warning(_NEVER_FORMATS)
         self._passed_model, self._teacher, self._teacher_generation = model, teacher_model, None
         super().__init__(
             model, None if args is None else as_config(args, GKDConfig), data_collator, train_dataset, eval_dataset,
             processing_class, compute_metrics, callbacks, optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics, peft_config=peft_config,
-            spec=TrainerSpec(self._reference, balance_experts=_write_router_facts),
         )  # fmt: skip
         if several():
             raise ValueError(
@@ -157,10 +156,10 @@ class GKDTrainer(BaseTrainer):
     @property
     def generation_kwargs(self) -> dict[str, Any]:
         """The sampling options of completions; all others come from the model's generation_config."""
-        args, own = self.args, self._ends
+        args = self.args
         return {
             "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "do_sample": True, "top_k": 0,
-            "top_p": 1.0, "pad_token_id": self.processing_class.pad_token_id, "eos_token_id": own,
+            "top_p": 1.0, "pad_token_id": self.processing_class.pad_token_id, "eos_token_id": self._ends,
         }  # fmt: skip
 
     def _refresh_task(self) -> None:
@@ -173,10 +172,10 @@ class GKDTrainer(BaseTrainer):
     def batches(self, dataset: Dataset | IterableDataset, *, training: bool) -> Batches:
         """A dataloader over a prepared dataset. Iterating over it yields the dataset's own completions; only the steps
         of train() replace them."""
-        found = super().batches(dataset, training=training)
+        batches = super().batches(dataset, training=training)
         if training:
-            found.steps = RewrittenSteps(found.steps, self._mixture)
-        return found
+            batches.steps = RewrittenSteps(batches.steps, self._mixture)
+        return batches
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
         default_generator().skip(BASE_SEED_WORDS)  # torch's DataLoader draws a base seed per iterator
@@ -195,7 +194,15 @@ class GKDTrainer(BaseTrainer):
             lambda prompts: write(self.teacher_model, prompts, teachers),
         )
 
-    def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
+    def _balance_experts(self, model: PreTrainedModel, args: BaseConfig) -> float:
+        """As in TRL, the config's router fields are set as in SFTTrainer, but no load-balancing loss is added."""
+        balance_experts(model, args.router_aux_loss_coef, in_config=True)
+        return 0.0
+
+    def _other_models(self) -> dict[str, Any]:
+        return {"teacher_model": self._teacher}
+
+    def _make_reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
         del task
         if not isinstance(policy.model.backend, NativeBackend | LoraBackend):
             raise ValueError(
@@ -235,12 +242,6 @@ class RewrittenSteps(GeneratedSteps):
         targets = sum(one.example.num_counted_targets for batch in group for one in batch)
         scale = np.float32(max(1, step.num_targets) / max(1, targets))
         return step._replace(arrays=step.arrays._replace(weight=step.arrays.weight * scale))
-
-
-def _write_router_facts(model: PreTrainedModel, args: BaseConfig) -> float:
-    """TRL's GKDTrainer sets the router fields of the config as its SFTTrainer does, but adds no load-balancing loss."""
-    balance_experts(model, args.router_aux_loss_coef, in_config=True)
-    return 0.0
 
 
 def _padded_tokens(examples: list[Example], *, generated: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -20,17 +21,11 @@ from trl_jax.losses.policy_gradient import MAX_LOG, MIN_LOG, PolicyLoss, entropy
 from trl_jax.rollout.completions_log import CompletionsRepo
 from trl_jax.rollout.tools import Environments
 from trl_jax.tasks.policy import EntropyBonus, EntropySettings, GrpoTask
+from trl_jax.trainer.arguments import InitOnlyArg, MirroredArg, accepting_old_keywords, as_config
 from trl_jax.trainer.grpo_config import GRPOConfig
 from trl_jax.trainer.online import OnlineTrainer, clip_range
-from trl_jax.trainer.overrides import MirroredArg, accepting_old_keywords, argument, as_config
 
 logger = logging.getLogger(__name__)
-
-_OF_THE_LOSS = (
-    "loss_type", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl", "importance_sampling_level",
-    "off_policy_mask_threshold", "top_entropy_quantile", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
-    "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "max_completion_length",
-)  # fmt: skip
 
 
 class GRPOTrainer(OnlineTrainer):
@@ -74,17 +69,12 @@ class GRPOTrainer(OnlineTrainer):
     _paper = "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"
     config_class = GRPOConfig
     epsilon_low, epsilon_high = clip_range()
-    loss_type, importance_sampling_level = map(MirroredArg, ("loss_type", "importance_sampling_level"))
-    top_entropy_quantile, scale_rewards = map(MirroredArg, ("top_entropy_quantile", "scale_rewards"))
-    off_policy_mask_threshold, multi_objective_aggregation, use_adaptive_entropy = map(
-        argument, ("off_policy_mask_threshold", "multi_objective_aggregation", "use_adaptive_entropy")
-    )
-    vllm_importance_sampling_correction, vllm_importance_sampling_mode = map(
-        argument, ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
-    )
-    vllm_importance_sampling_clip_min, vllm_importance_sampling_clip_max = map(
-        argument, ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
-    )
+    loss_type, importance_sampling_level = MirroredArg(), MirroredArg()
+    top_entropy_quantile, scale_rewards = MirroredArg(), MirroredArg()
+    off_policy_mask_threshold, multi_objective_aggregation = InitOnlyArg(), InitOnlyArg()
+    use_adaptive_entropy = InitOnlyArg()
+    vllm_importance_sampling_correction, vllm_importance_sampling_mode = InitOnlyArg(), InitOnlyArg()
+    vllm_importance_sampling_clip_min, vllm_importance_sampling_clip_max = InitOnlyArg(), InitOnlyArg()
 
     @accepting_old_keywords()
     def __init__(
@@ -133,10 +123,13 @@ class GRPOTrainer(OnlineTrainer):
     def make_task(self) -> GrpoTask:
         args = self.args
         sampled_elsewhere = self.rollout_func is not None or uses_server(vars(args))
-        options = {name: vars(args)[name] for name in _OF_THE_LOSS}
-        options |= {"epsilon": self.epsilon_low, "epsilon_high": self.epsilon_high, "beta": self.beta}
-        options |= {name: getattr(self, name) for name in ("loss_type", "importance_sampling_level")}
-        options["top_entropy_quantile"] = self.top_entropy_quantile
+        names = {field.name for field in fields(PolicyLoss)}
+        options = {name: value for name, value in vars(args).items() if name in names}
+        options |= {
+            "loss_type": self.loss_type, "epsilon": self.epsilon_low, "epsilon_high": self.epsilon_high,
+            "beta": self.beta, "importance_sampling_level": self.importance_sampling_level,
+            "top_entropy_quantile": self.top_entropy_quantile,
+        }  # fmt: skip
         if sampled_elsewhere and args.use_vllm and args.vllm_importance_sampling_correction:
             options |= _sampler_correction(args)
         return GrpoTask(

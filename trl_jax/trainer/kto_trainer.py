@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,15 +17,14 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_bridge import any_tensor
 from trl_jax.losses.kto import UnpairedLoss
 from trl_jax.tasks.kto import KtoTask
-from trl_jax.trainer.collators import DataCollatorForUnpairedPreference, DataCollatorForVisionUnpairedPreference
-from trl_jax.trainer.kto_config import KTOConfig
-from trl_jax.trainer.overrides import (
-    NEVER_CALLED_IN_PREFERENCES,
-    InitOnlyArg,
-    MirroredArg,
-    accepting_old_keywords,
-    as_config,
+from trl_jax.trainer.arguments import InitOnlyAttribute, MirroredArg, accepting_old_keywords, as_config
+from trl_jax.trainer.collators import (
+    AcceptedCollators,
+    DataCollatorForUnpairedPreference,
+    DataCollatorForVisionUnpairedPreference,
 )
+from trl_jax.trainer.kto_config import KTOConfig
+from trl_jax.trainer.overrides import REFUSED_IN_PREFERENCES
 from trl_jax.trainer.reference import ReferenceTrainer, check_image_arguments
 
 _MOVED = (
@@ -68,14 +68,19 @@ class KTOTrainer(ReferenceTrainer):
     """
 
     _name, _tag_names = "KTO", ["trl", "kto"]
-    _never_called = NEVER_CALLED_IN_PREFERENCES
-    _compiled_methods = ReferenceTrainer._compiled_methods | {"_compute_loss"}
     _paper = "KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306"
-    config_class, _collator_class = KTOConfig, DataCollatorForUnpairedPreference
-    _vision_collator = DataCollatorForVisionUnpairedPreference
-    beta, loss_type = map(MirroredArg, ("beta", "loss_type"))
-    desirable_weight, undesirable_weight = map(MirroredArg, ("desirable_weight", "undesirable_weight"))
-    calculate_KL = InitOnlyArg(lambda trainer: trainer._setup.task.objective.estimates_kl, "Set loss_type instead.")
+    config_class = KTOConfig
+    _traits = replace(
+        ReferenceTrainer._traits,
+        refused=REFUSED_IN_PREFERENCES,
+        collators=AcceptedCollators(DataCollatorForUnpairedPreference, DataCollatorForVisionUnpairedPreference),
+    )
+    beta, loss_type, desirable_weight, undesirable_weight = (
+        MirroredArg(), MirroredArg(), MirroredArg(), MirroredArg(),
+    )  # fmt: skip
+    calculate_KL = InitOnlyAttribute(
+        lambda trainer: trainer._setup.task.objective.estimates_kl, "Set loss_type instead."
+    )
 
     @accepting_old_keywords(*_MOVED)
     def __init__(

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from datasets import Dataset, IterableDataset
+from transformers.training_args import ParallelismConfig
 
+from trl_jax.config import generation, rules
+from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig
-from trl_jax.config.generation import uses_server
+from trl_jax.config.generation import auto_find_batch_size, mesh_shape, online, parallelism_config, uses_server
 from trl_jax.config.rules import as_dict
-from trl_jax.data.chat_templates import (
-    is_chat_template_prefix_preserving,
-    response_template,
-    supports_tool_calling,
-    template_for_training,
-)
 from trl_jax.data.checks import argument as argument_checks
 from trl_jax.data.checks import has_images, has_transform
-from trl_jax.data.image_rows import Encoder
 from trl_jax.hub.generate import check_completes
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.torch_bridge import batch_tensor, batch_tensors, knows_torch
@@ -37,20 +34,17 @@ from trl_jax.rollout.rewards import (
     reward_functions,
 )
 from trl_jax.rollout.server import Limits, Requirements, SamplingOptions, is_local, server_urls
-from trl_jax.rollout.tools import Environments, Tools, methods_of
+from trl_jax.rollout.tools import Environments, Tools, tools_of
 from trl_jax.rollout.user_methods import USER_METHODS, UserMethods
 from trl_jax.tasks.policy import Cycle, EntropyBonus
 from trl_jax.tasks.task import Task
-from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.online_config import OnlineConfig
+from trl_jax.trainer.arguments import InitOnlyArg, MirroredArg, check_config
+from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
 from trl_jax.trainer.overrides import (
-    NEVER_CALLED_WITH_REWARDS,
-    NEVER_THERE,
-    ONCE_CALLED_WITH_REWARDS,
+    REFUSED_IN_ROLLOUTS,
+    REFUSED_WITH_REWARDS,
     Absent,
-    MirroredArg,
-    argument,
-    check_config,
+    RefusedNames,
     check_generate,
     classes_of_script,
     names_of_script,
@@ -65,74 +59,10 @@ from trl_jax.training.rollout import RolloutParts
 from trl_jax.training.server import ServerParts, adapter_rank, by_first, connect, default_root, fused_adapter
 from trl_jax.training.state import Hooks
 
-# Tools and environments, and how tool calls are parsed from completions.
-
-
-def tools_of(
-    functions: Sequence[Callable],
-    environments: Environments | None,
-    tokenizer: Any,
-    template_options: Mapping[str, Any],
-    *,
-    most_turns: int | None,
-    longest: int,
-    positions: int | None,
-    vocab_size: int,
-    encoder: Encoder | None = None,
-) -> tuple[Tools, dict[str, Any]]:
-    """The tools of a run, and the extra arguments for rendering prompts with the chat template.
-
-    Args:
-        environments: their methods are tools as well; may be None.
-        tokenizer: its `response_template` is set if it has none.
-        most_turns, longest, positions, vocab_size, encoder: as in `Tools`.
-
-    Raises:
-        TypeError: a tool is not callable, or lacks annotations or a docstring that describes its arguments.
-        ValueError: two tools have the same name; or the chat template does not render tool calls or tool results, or
-            renders calls in an unknown format.
-    """
-    found = _checked(functions)
-    for environment in () if environments is None else environments.probes:
-        _checked([*functions, *methods_of(environment)])
-    if not supports_tool_calling(tokenizer):
-        raise ValueError(
-            "The provided chat template does not support tool calling. The template must be able to render a full "
-            "tool-calling conversation (user -> assistant with tool_calls -> tool)."
-        )
-    if vars(tokenizer).get("response_template") is None:
-        tokenizer.response_template = response_template(tokenizer)
-    options = dict(template_options)
-    if not is_chat_template_prefix_preserving(tokenizer):
-        options["chat_template"] = template_for_training(tokenizer)
-    tools = Tools(found, environments, tokenizer, options, most_turns, longest, positions, vocab_size, encoder)
-    return tools, options if environments is not None else options | {"tools": list(found.values())}
-
-
-def _checked(functions: Sequence[Callable]) -> dict[str, Callable]:
-    from transformers.utils import get_json_schema
-
-    found: dict[str, Callable] = {}
-    for function in functions:
-        if not callable(function):
-            raise TypeError(f"tools must be functions, got {function!r}.")
-        try:
-            name = get_json_schema(function)["function"]["name"]
-        except Exception as error:  # transformers raises its own exception classes
-            name = getattr(function, "__name__", type(function).__name__)
-            raise TypeError(
-                f"tools: {name} cannot be described to the model: {error}. Annotate its arguments, and describe each "
-                "under Args: in its docstring."
-            ) from error
-        if name in found:
-            raise ValueError(f"tools has two functions {name!r}, and the model calls them by name. Rename one.")
-        found[name] = function
-    return found
-
-
 # Arguments that TRL's online trainers also have as attributes, for scripts that read them there.
 
 
+_LEFT = {"padding_side": "left", "truncation_side": "left"}  # as in TRL, also when the tokenizer is saved
 _FOR_SAMPLING = "generation_config of {}: its arguments control sampling. Set generation_kwargs in its config."
 
 
@@ -140,6 +70,27 @@ def clip_range() -> tuple[MirroredArg, MirroredArg]:
     """The attributes `epsilon_low` and `epsilon_high`, which a script may set at any time."""
     highest = MirroredArg("epsilon_high", lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
     return MirroredArg("epsilon"), highest
+
+
+@dataclass(frozen=True)
+class OnlineTraits(TrainerTraits):
+    """How an online trainer differs from others.
+
+    optional_arguments: fields of `OnlineConfig` that its config may lack.
+    reward_helpers: the arguments that reward functions get besides the columns.
+    writes_completions: whether tables of completions are also written to output_dir.
+    parses_messages: as in `Sampling`.
+    averages_losses: whether a step's loss is the mean over micro-batches, not the sum.
+    """
+
+    refused: RefusedNames = REFUSED_IN_ROLLOUTS
+    takes_transforms: bool = True
+    tokenizer_sides: Mapping[str, str] | None = field(default_factory=lambda: _LEFT)
+    optional_arguments: frozenset[str] = frozenset({"scale_rewards"})
+    reward_helpers: tuple[str, ...] = HELPERS
+    writes_completions: bool = True
+    parses_messages: bool = True
+    averages_losses: bool = False
 
 
 class RolloutTrainer(BaseTrainer):
@@ -154,21 +105,15 @@ class RolloutTrainer(BaseTrainer):
     rollout_func: Callable[[list, Any], Mapping[str, Any]] | None = None
     _environments: Environments | None = None
     _user_methods: UserMethods | None = None
-    _takes_transforms = True
-    _tokenizer_sides = {"padding_side": "left", "truncation_side": "left"}  # as in TRL, also when saved
-    _writes_completions: ClassVar[bool] = True
-    _parses_messages: ClassVar[bool] = True
-    _compiled_methods = BaseTrainer._compiled_methods | {"_compute_loss"}
-    _averages_losses: ClassVar[bool] = False  # whether a step's loss is the mean over micro-batches, not the sum
+    _traits: ClassVar[OnlineTraits] = OnlineTraits()
 
-    temperature, top_p, top_k, min_p = map(argument, ("temperature", "top_p", "top_k", "min_p"))
-    repetition_penalty, max_completion_length = map(argument, ("repetition_penalty", "max_completion_length"))
-    shuffle_dataset, pad_to_multiple_of = map(argument, ("shuffle_dataset", "pad_to_multiple_of"))
-    log_completions, num_completions_to_print = map(argument, ("log_completions", "num_completions_to_print"))
-    log_unique_prompts, beta, use_vllm = map(argument, ("log_unique_prompts", "beta", "use_vllm"))
-    chat_template_kwargs = argument("chat_template_kwargs", lambda args: args.chat_template_kwargs or {})
+    temperature, top_p, top_k, min_p = InitOnlyArg(), InitOnlyArg(), InitOnlyArg(), InitOnlyArg()
+    repetition_penalty, max_completion_length = InitOnlyArg(), InitOnlyArg()
+    shuffle_dataset, pad_to_multiple_of = InitOnlyArg(), InitOnlyArg()
+    log_completions, num_completions_to_print = InitOnlyArg(), InitOnlyArg()
+    log_unique_prompts, beta, use_vllm = InitOnlyArg(), InitOnlyArg(), InitOnlyArg()
+    chat_template_kwargs = InitOnlyArg(lambda args: args.chat_template_kwargs or {})
 
-    _never_there = NEVER_THERE
     vllm_generation, vllm_client = Absent(), Absent()
 
     @property
@@ -183,11 +128,10 @@ class RolloutTrainer(BaseTrainer):
     def __init__(self, model: Any, **arguments: Any):
         """`arguments` are passed to `BaseTrainer`."""
         self._passed_model = model
-        spec = setup.TrainerSpec(self._reference, self._rollout, self._balance_experts)
         _settle_for_streams(arguments.get("args"), arguments.get("train_dataset"), arguments.get("eval_dataset"))
-        super().__init__(model, spec=spec, **arguments)
-        own = "_set_signature_columns_if_needed" in names_of_script(type(self))
-        if own and not self.args.keeps_columns:
+        super().__init__(model, **arguments)
+        overridden = "_set_signature_columns_if_needed" in names_of_script(type(self))
+        if overridden and not self.args.keeps_columns:
             raise ValueError(
                 f"remove_unused_columns=True keeps only the prompts, whatever {type(self).__name__}."
                 "_set_signature_columns_if_needed adds. Leave it out, and reward functions get all columns."
@@ -198,8 +142,7 @@ class RolloutTrainer(BaseTrainer):
             check_generate(self.model, self._passed_model)
         super()._refresh_task()
 
-    @staticmethod
-    def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:
+    def _balance_experts(self, model: PreTrainedModel, args: BaseConfig) -> float:
         return balance_experts(model, args.router_aux_loss_coef)
 
     def get_train_dataloader(self) -> Any:
@@ -249,7 +192,7 @@ class RolloutTrainer(BaseTrainer):
                 "log_completions=True, and read it in the first process."
             )
         modes = ("train", "eval") if self.model.training else ("eval", "train")
-        return next((found for mode in modes if (found := table.columns(mode))["prompt"]), table.columns(modes[0]))
+        return next((rows for mode in modes if (rows := table.columns(mode))["prompt"]), table.columns(modes[0]))
 
     @property
     def _completions_pass(self) -> Any:
@@ -284,7 +227,7 @@ class RolloutTrainer(BaseTrainer):
                 self.accelerator.num_processes = world
 
         name = "compute_loss" if "compute_loss" in methods else "_compute_loss"
-        options = {"name": name, "averaged": self._averages_losses, "functions": hooks.loss_functions}
+        options = {"name": name, "averaged": self._traits.averages_losses, "functions": hooks.loss_functions}
         loss = UserCompletionsLoss(user_loss, lambda: self._setup, hooks.script_values, **options)
         return hooks._replace(batch_methods=frozenset(), completions_loss=loss)
 
@@ -294,8 +237,7 @@ class RolloutTrainer(BaseTrainer):
         return self._completions_pass
 
     @abc.abstractmethod
-    def _reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
-        """The reference model or teacher; None if the task has none."""
+    def _make_reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None: ...
 
     def _rewards(self, run: setup.Setup) -> RewardFunctions | None:
         """The reward functions; None if training uses no rewards."""
@@ -327,7 +269,7 @@ class RolloutTrainer(BaseTrainer):
         """The number of steps between two updates of the servers' weights."""
         return 1
 
-    def _rollout(self, run: setup.Setup) -> RolloutParts:
+    def _make_rollout(self, run: setup.Setup) -> RolloutParts:
         args, model, tokenizer = run.args, run.model, run.processing_class
         _check_processes(type(self).__name__, run.shards)
         rollout_func = None if self.rollout_func is None else self._call_rollout_func
@@ -338,10 +280,10 @@ class RolloutTrainer(BaseTrainer):
         if not self._uses_server and rollout_func is None:
             check_completes(model, options)
         of_script = type(self).__module__.partition(".")[0] != "trl_jax"  # a user's subclass may read _logs
-        self._user_methods = self._overrides(run)
+        self._user_methods = self._overridden_methods(run)
         sampling = Sampling(
             template_options, args.max_prompt_length, options, extra_ends=eos_token_ids(tokenizer, model),
-            parses_messages=self._parses_messages, tools=tools,
+            parses_messages=self._traits.parses_messages, tools=tools,
         )  # fmt: skip
         return RolloutParts(
             sampling, rewards, drops_truncated=args.mask_truncated_completions, shuffle=args.shuffle_dataset,
@@ -349,7 +291,7 @@ class RolloutTrainer(BaseTrainer):
             rollout_func=rollout_func, server=server, own=self._user_methods,
         )  # fmt: skip
 
-    def _overrides(self, run: setup.Setup) -> UserMethods | None:
+    def _overridden_methods(self, run: setup.Setup) -> UserMethods | None:
         """The user-defined methods that generate or score completions; None if there are none."""
         return None
 
@@ -389,7 +331,9 @@ class RolloutTrainer(BaseTrainer):
             max_tokens=others.get("max_tokens", args.max_completion_length) + (args.max_prompt_length or 1),
             processed_logps="sampling_logps" in run.task.logps,
             image_token=None if encoder is None else encoder.image_token_id,
-            other_media=() if encoder is None else [own for own in encoder.other_media_ids if own < run.vocab_size],
+            other_media=()
+            if encoder is None
+            else [token for token in encoder.other_media_ids if token < run.vocab_size],
             adapter_rank=rank if encoder is None else None,
             fused_adapter=fused_adapter(model),
         )
@@ -421,7 +365,7 @@ class RolloutTrainer(BaseTrainer):
         return CompletionsLog(
             None if rewards is None else rewards.columns, args.generation_batch_size,
             num_to_print=args.num_completions_to_print, unique_prompts=args.log_unique_prompts,
-            folder=Path(args.output_dir) / "completions" if self._writes_completions else None,
+            folder=Path(args.output_dir) / "completions" if self._traits.writes_completions else None,
             trackers=trackers(args.report_to or ()), repo=self._completions_repo(),
             multimodal=vars(args).get("log_multimodal", False), shows=args.log_completions,
         )  # fmt: skip
@@ -473,7 +417,7 @@ class RolloutTrainer(BaseTrainer):
             )
         with self._setup.on_device():
             completions, logps = self.parts.rollout_steps.rollout.writer.complete_once(prompt_ids, group)
-        return [own.tolist() for own in completions], None if logps is None else [own.tolist() for own in logps]
+        return [ids.tolist() for ids in completions], None if logps is None else [row.tolist() for row in logps]
 
     def _rollout_options(self) -> dict[str, Any]:
         """The task fields that all online trainers share."""
@@ -500,7 +444,7 @@ def _settle_for_streams(args: Any, train_dataset: Any, eval_dataset: Any) -> Non
         ValueError: `dispatch_batches` is True (TRL's message).
     """
     sets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
-    if args is None or not any(isinstance(one, IterableDataset) for one in sets):
+    if args is None or not any(isinstance(dataset, IterableDataset) for dataset in sets):
         return
     if args.accelerator_config.dispatch_batches:
         raise ValueError(
@@ -525,9 +469,9 @@ def _check_processes(trainer: str, shards: int) -> None:
 
 def eos_token_ids(tokenizer: Any, model: PreTrainedModel) -> list[int]:
     """The model's EOS token ids, preceded by the tokenizer's if it is not among them."""
-    own, found = tokenizer.eos_token_id, model.generation_config.eos_token_id
-    ids = [found] if isinstance(found, int) else list(found or ())
-    return ids if own in ids or own is None else [own, *ids]
+    first, ids = tokenizer.eos_token_id, model.generation_config.eos_token_id
+    ids = [ids] if isinstance(ids, int) else list(ids or ())
+    return ids if first in ids or first is None else [first, *ids]
 
 
 def image_token_of(run: setup.Setup) -> int | None:
@@ -565,6 +509,72 @@ def sampling_options(
 # GRPO and RLOO.
 
 
+@dataclass(repr=False)
+class OnlineConfig(BaseConfig):
+    """The arguments of all online trainers with reward functions. Derive the config of your own trainer from it."""
+
+    max_length: ClassVar[None] = None  # prompts are not truncated; completions have max_completion_length
+    dataset_num_proc: ClassVar[None] = None
+    _VALID_DICT_FIELDS = BaseConfig._VALID_DICT_FIELDS + ["generation_kwargs", "chat_template_kwargs"]
+
+    learning_rate: float = online("learning_rate")
+    train_sampling_strategy: str = online("train_sampling_strategy")
+    data_seed: int | None = online("data_seed")
+    dataloader_drop_last: bool = online("dataloader_drop_last")
+    parallelism_config: ParallelismConfig | None = parallelism_config("OnlineTrainer")
+    mesh_shape: str | None = mesh_shape("OnlineTrainer")
+    auto_find_batch_size: bool = auto_find_batch_size("OnlineTrainer")
+    router_aux_loss_coef: float | None = online("router_aux_loss_coef")
+    disable_dropout: bool = online("disable_dropout", default=False)
+
+    remove_unused_columns: bool | None = online("remove_unused_columns")
+    num_generations: int = online("num_generations")
+    num_generations_eval: int | None = online("num_generations_eval")
+    max_completion_length: int = online("max_completion_length")
+    max_prompt_length: int | None = online("max_prompt_length")
+    shuffle_dataset: bool = online("shuffle_dataset")
+    pad_to_multiple_of: int | str | None = online("pad_to_multiple_of")
+
+    generation_batch_size: int | None = online("generation_batch_size")
+    steps_per_generation: int | None = online("steps_per_generation")
+    num_iterations: int = online("num_iterations")
+    temperature: float = online("temperature")
+    top_p: float = online("top_p")
+    top_k: int = online("top_k")
+    min_p: float | None = online("min_p")
+    repetition_penalty: float = online("repetition_penalty")
+    generation_kwargs: dict | str | None = online("generation_kwargs")
+    chat_template_kwargs: dict | str | None = online("chat_template_kwargs")
+
+    beta: float = online("beta")
+    reward_weights: list[float] | None = online("reward_weights")
+    reward_timeout: float | None = online("reward_timeout")
+    scale_rewards: str = arg(
+        "group",
+        help="Divide advantages by the standard deviation of the rewards in the 'group' or in the "
+        "'batch'; 'none' does not divide.",
+        rule=rules.one_of("batch", "group", "none"),
+    )
+    mask_truncated_completions: bool = online("mask_truncated_completions")
+    sync_ref_model: bool = online("sync_ref_model")
+    ref_model_mixup_alpha: float = online("ref_model_mixup_alpha")
+    ref_model_sync_steps: int = online("ref_model_sync_steps")
+
+    log_completions: bool = online("log_completions")
+    num_completions_to_print: int | None = online("num_completions_to_print")
+    log_unique_prompts: bool = online("log_unique_prompts")
+    chat_template_path: str | None = online("chat_template_path", kw_only=True)
+    max_completions_per_device: int | None = online("max_completions_per_device", kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.counts_devices:
+            self.resolve_sizes()
+
+    def resolve_sizes(self) -> None:
+        generation.resolve_sizes(type(self).__name__.removesuffix("Config"), self)
+
+
 class OnlineTrainer(RolloutTrainer):
     """The base of online trainers with reward functions and, if `args.beta` is not 0, a reference model: GRPO and RLOO.
 
@@ -573,19 +583,13 @@ class OnlineTrainer(RolloutTrainer):
     """
 
     config_class = OnlineConfig
-    _not_arguments: ClassVar[tuple[str, ...]] = ("scale_rewards",)  # fields of OnlineConfig that the config may lack
-    _reward_helpers: ClassVar[tuple[str, ...]] = HELPERS  # arguments that reward functions get besides the columns
-    _never_called, _once_called = NEVER_CALLED_WITH_REWARDS, ONCE_CALLED_WITH_REWARDS
+    _traits = OnlineTraits(refused=REFUSED_WITH_REWARDS)
     _reward_functions: RewardFunctions
     _ref_model: Any = None  # passed by scripts of TRL up to 0.21; None: the policy before training
-    num_generations, num_iterations = map(argument, ("num_generations", "num_iterations"))
-    num_generations_eval = argument(
-        "num_generations_eval", lambda args: args.num_generations_eval or args.num_generations
-    )
-    mask_truncated_completions, log_multimodal = map(argument, ("mask_truncated_completions", "log_multimodal"))
-    beta = MirroredArg("beta")
-
-    _compiled_methods = RolloutTrainer._compiled_methods | {"_calculate_rewards", *USER_METHODS}
+    num_generations, num_iterations = InitOnlyArg(), InitOnlyArg()
+    num_generations_eval = InitOnlyArg(lambda args: args.num_generations_eval or args.num_generations)
+    mask_truncated_completions, log_multimodal = InitOnlyArg(), InitOnlyArg()
+    beta = MirroredArg()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -639,21 +643,21 @@ class OnlineTrainer(RolloutTrainer):
         current = self._current_pass("_get_per_token_logps_and_entropies")
         return current.logps(model, input_ids, logits_to_keep, entropy=compute_entropy, aux_loss=compute_aux_loss)
 
-    def _overrides(self, run: setup.Setup) -> UserMethods | None:
-        own = [name for name in USER_METHODS if name in run.overridden]
-        if not own:
+    def _overridden_methods(self, run: setup.Setup) -> UserMethods | None:
+        overridden = [name for name in USER_METHODS if name in run.overridden]
+        if not overridden:
             return None
         if several():
             raise ValueError(
-                f"{type(self).__name__} overrides {', '.join(own)}, which is not in this release of trl_jax on several "
-                "processes. Train in one process, or override _calculate_rewards."
+                f"{type(self).__name__} overrides {', '.join(overridden)}, which is not in this release of trl_jax on "
+                "several processes. Train in one process, or override _calculate_rewards."
             )
         return UserMethods(
             type(self).__name__,
-            score=self._generate_and_score_completions if "_generate_and_score_completions" in own else None,
-            generate=self._generate if "_generate" in own else None,
-            tokenize=self._tokenize_prompts if "_tokenize_prompts" in own else None,
-            grpo_form=not self._averages_losses, keeps_extras=run.completions_loss is not None,
+            score=self._generate_and_score_completions if "_generate_and_score_completions" in overridden else None,
+            generate=self._generate if "_generate" in overridden else None,
+            tokenize=self._tokenize_prompts if "_tokenize_prompts" in overridden else None,
+            grpo_form=not self._traits.averages_losses, keeps_extras=run.completions_loss is not None,
             pad_token_id=run.processing_class.pad_token_id,
         )  # fmt: skip
 
@@ -774,7 +778,7 @@ class OnlineTrainer(RolloutTrainer):
             environments: the environments of completions, some of which have their own rewards; may be None.
             arguments: the other arguments of `BaseTrainer`, by name.
         """
-        check_config(type(self), OnlineConfig, self._not_arguments)
+        check_config(type(self), OnlineConfig, self._traits.optional_arguments)
         functions = () if reward_funcs is None else reward_funcs
         self.reward_funcs = list(functions) if isinstance(functions, list | tuple) else [functions]
         self._reward_processing_classes, self._fresh_adapter = reward_processing_classes, peft_config is not None
@@ -782,7 +786,7 @@ class OnlineTrainer(RolloutTrainer):
         for function in self.reward_funcs:
             if callable(function) and not is_model(function):
                 # Fail before weights are read; checked again later with the columns of the rows.
-                check_signature(function, helpers=self._reward_helpers)
+                check_signature(function, helpers=self._traits.reward_helpers)
         self.reward_funcs += self._own_rewards
         if isinstance(reward_processing_classes, list | tuple):
             self._reward_processing_classes = [*reward_processing_classes, *(None for _ in self._own_rewards)]
@@ -796,7 +800,11 @@ class OnlineTrainer(RolloutTrainer):
             check_columns(columns, f"{argument_checks(name)} has the column", *more)
         return prepared
 
-    def _reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
+    def _other_models(self) -> dict[str, Any]:
+        rewards = {f"reward_funcs[{index}]": function for index, function in enumerate(self._reward_funcs)}
+        return {"ref_model": self._ref_model, **rewards}
+
+    def _make_reference(self, args: BaseConfig, task: Task, policy: setup.Policy) -> ReferenceModel | None:
         del task
         if not args.beta:
             if args.sync_ref_model:
@@ -818,7 +826,8 @@ class OnlineTrainer(RolloutTrainer):
             trainer_state=lambda: events.state, timeout=args.reward_timeout, template_options=args.chat_template_kwargs,
             model_init_kwargs=args.model_init_kwargs, trust_remote_code=args.trust_remote_code, seed=args.seed,
             metrics_of_run=("kl",) if args.beta else (),
-            columns=None if open_ended or has_transform(rows) else rows.column_names, helpers=self._reward_helpers,
+            columns=None if open_ended or has_transform(rows) else rows.column_names,
+            helpers=self._traits.reward_helpers,
         )  # fmt: skip
         if "_calculate_rewards" in run.overridden:
             rewards.override = self._calculate_rewards
@@ -827,8 +836,8 @@ class OnlineTrainer(RolloutTrainer):
 
     def _reward_weights(self) -> tuple[float, ...] | None:
         """The weights from the arguments; the environments' own rewards have weight 1."""
-        given = self.args.reward_weights
-        return None if given is None else (*given, *(1.0 for _ in self._own_rewards))
+        weights = self.args.reward_weights
+        return None if weights is None else (*weights, *(1.0 for _ in self._own_rewards))
 
     def task_options(self) -> dict[str, Any]:
         """The fields of an `OnlineTask` that come from `self.args`, for `make_task`."""

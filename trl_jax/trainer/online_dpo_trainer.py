@@ -24,22 +24,16 @@ from trl_jax.mesh.processes import several
 from trl_jax.rollout.rewards import HELPERS, RewardFunctions, check_signature, is_model, raised_by, reward_functions
 from trl_jax.tasks.dpo import OnlineDpoTask
 from trl_jax.tasks.task import Task
-from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.arguments import InitOnlyArg, accepting_old_keywords, as_config, refuse
+from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
 from trl_jax.trainer.online import eos_token_ids, sampling_options
 from trl_jax.trainer.online_dpo_config import OnlineDPOConfig
-from trl_jax.trainer.overrides import (
-    NEVER_CALLED,
-    accepting_old_keywords,
-    argument,
-    as_config,
-    check_generate,
-    refuse,
-)
+from trl_jax.trainer.overrides import REFUSED, by_name, check_generate
 from trl_jax.trainer.reference import loaded_reference, reference_as_model
 from trl_jax.training.data import Batches, Completer, GeneratedSteps, image_columns
 from trl_jax.training.policy_writer import up_to_end
 from trl_jax.training.reference import ReferenceModel
-from trl_jax.training.setup import Policy, TrainerSpec
+from trl_jax.training.setup import Policy
 from trl_jax.training.state import Setup
 
 _FOR_LOSS = (
@@ -100,20 +94,23 @@ class OnlineDPOTrainer(BaseTrainer):
     _name, _tag_names = "OnlineDPO", ["trl", "online-dpo"]
     _paper = "Direct Language Model Alignment from Online AI Feedback", "2402.04792"
     config_class = OnlineDPOConfig
-    _tokenizer_sides = {"padding_side": "left"}
-    _never_called = (
-        NEVER_CALLED
-        | dict.fromkeys(("training_step", "compute_loss", "prediction_step", "_forward"), _FOR_LOSS)
-        | dict.fromkeys(("_generate", "_generate_vllm"), _FOR_COMPLETIONS)
-        | {"_calculate_rewards_from_functions": _FOR_REWARDS}
+    _traits = TrainerTraits(
+        refused=REFUSED.also(
+            by_name(
+                ("training_step compute_loss prediction_step _forward", _FOR_LOSS),
+                ("_generate _generate_vllm", _FOR_COMPLETIONS),
+                ("_calculate_rewards_from_functions", _FOR_REWARDS),
+            )
+        ),
+        tokenizer_sides={"padding_side": "left"},
     )
     num_generations = 2
     judge: PairwiseJudge | None = None
     _reward_functions: RewardFunctions | None = None
     reward_func_names: Sequence[str] = ()
     reward_processing_classes: Sequence[Any] = ()
-    temperature, top_p, top_k, min_p = map(argument, ("temperature", "top_p", "top_k", "min_p"))
-    repetition_penalty, max_length, use_vllm = map(argument, ("repetition_penalty", "max_length", "use_vllm"))
+    temperature, top_p, top_k, min_p = InitOnlyArg(), InitOnlyArg(), InitOnlyArg(), InitOnlyArg()
+    repetition_penalty, max_length, use_vllm = InitOnlyArg(), InitOnlyArg(), InitOnlyArg()
 
     @accepting_old_keywords()
     def __init__(
@@ -149,7 +146,7 @@ class OnlineDPOTrainer(BaseTrainer):
         self._passed_model, self._ref_model, self._fresh_adapter = model, ref_model, peft_config is not None
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class, None, callbacks, optimizers,
-            peft_config=peft_config, spec=TrainerSpec(self._reference),
+            peft_config=peft_config,
         )  # fmt: skip
         if several():
             raise ValueError(
@@ -232,7 +229,10 @@ class OnlineDPOTrainer(BaseTrainer):
         """Raises TypeError: evaluation is not supported."""
         raise TypeError(_NO_EVALUATION)
 
-    def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
+    def _other_models(self) -> dict[str, Any]:
+        return {"ref_model": self._ref_model}
+
+    def _make_reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel:
         del task
         if policy.model.backend.virtual.count:
             raise ValueError(
@@ -311,9 +311,9 @@ class PairSteps(GeneratedSteps):
     def _step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
         written = []
         for batch in group:
-            made = self.pairs([one.example for one in batch], self.loader.epoch)
-            made = [_with_number(example, "micro_batches", len(group)) for example in made]
-            written.append([one._replace(example=example) for one, example in zip(batch, made, strict=True)])
+            pairs = self.pairs([row.example for row in batch], self.loader.epoch)
+            pairs = [_with_number(pair, "micro_batches", len(group)) for pair in pairs]
+            written.append([row._replace(example=pair) for row, pair in zip(batch, pairs, strict=True)])
         return self.loader.step_layout.step(written, number)
 
 
@@ -400,7 +400,7 @@ def prompt_ids(prompts: list, tokenizer: Any) -> list[list[int]]:
     ids = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
     if not all(ids):
         raise ValueError("A prompt is empty, and a completion needs at least one token before it. Leave the row out.")
-    return [list(own) for own in ids]
+    return [list(prompt) for prompt in ids]
 
 
 def _cut(ids: list[list[int]], completion: int, max_length: int) -> list[list[int]]:
@@ -413,7 +413,7 @@ def _cut(ids: list[list[int]], completion: int, max_length: int) -> list[list[in
             f"max_length={max_length} leaves no token of the prompts before a completion of {completion} tokens. Raise "
             "max_length above max_new_tokens."
         )
-    return [own[max(0, columns - (longest - len(own))) :] for own in ids]
+    return [prompt[max(0, columns - (longest - len(prompt))) :] for prompt in ids]
 
 
 def _pair(prompt: list[int], completions: list[np.ndarray], numbers: Mapping[str, float]) -> Example:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trl_jax.tasks.reference_free import OrpoTask
+from trl_jax.trainer.arguments import MirroredArg
 from trl_jax.trainer.orpo_config import ORPOConfig
-from trl_jax.trainer.overrides import MirroredArg
 from trl_jax.trainer.reference import ReferenceFreeTrainer
 
 
@@ -18,7 +18,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
     _name, _tag_names = "ORPO", ["trl", "orpo"]
     _paper = "ORPO: Monolithic Preference Optimization without Reference Model", "2403.07691"
     config_class = ORPOConfig
-    beta = MirroredArg("beta")
+    beta = MirroredArg()
 
     def make_task(self) -> OrpoTask:
         return OrpoTask(self.args.max_length, self.args.max_prompt_length, self.beta)

@@ -15,20 +15,10 @@ from trl_jax.config.shared import shared
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.task import Task
-from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.collators import VisionCollator
-from trl_jax.trainer.overrides import (
-    NEVER_CALLED_WITH_REFERENCE,
-    ONCE_CALLED_WITH_PAIRS,
-    ONCE_CALLED_WITH_REFERENCE,
-    InitOnlyArg,
-    accepting_old_keywords,
-    as_config,
-    check_config,
-    check_lengths,
-    names_of_script,
-    refuse,
-)
+from trl_jax.trainer.arguments import InitOnlyAttribute, accepting_old_keywords, as_config, check_config, refuse
+from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
+from trl_jax.trainer.collators import VisionCollator, check_lengths
+from trl_jax.trainer.overrides import REFUSED_WITH_REFERENCE, REFUSED_WITHOUT_REFERENCE, names_of_script
 from trl_jax.training import model, setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, initial_policy
@@ -67,7 +57,7 @@ class ReferenceFreeTrainer(BaseTrainer):
         TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
 
-    _once_called = ONCE_CALLED_WITH_PAIRS
+    _traits = TrainerTraits(refused=REFUSED_WITHOUT_REFERENCE)
 
     @accepting_old_keywords()
     def __init__(
@@ -95,11 +85,9 @@ class ReferenceFreeTrainer(BaseTrainer):
             model, None if args is None else as_config(args, self.config_class), None, train_dataset, eval_dataset,
             processing_class, callbacks=callbacks, optimizers=optimizers,
             quantization_config=quantization_config, peft_config=peft_config,
-            spec=setup.TrainerSpec(balance_experts=self._balance_experts),
         )  # fmt: skip
 
-    @staticmethod
-    def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:
+    def _balance_experts(self, model: PreTrainedModel, args: BaseConfig) -> float:
         """As in TRL, only the model's config matters: its coefficient if `output_router_logits` is set, else 0."""
         del args
         asked = model.config.get_text_config().to_dict().get("output_router_logits", False)
@@ -204,8 +192,8 @@ class ReferenceTrainer(BaseTrainer):
     """
 
     config_class = ReferenceConfig
-    _never_called, _once_called = NEVER_CALLED_WITH_REFERENCE, ONCE_CALLED_WITH_REFERENCE
-    precompute_ref_logps = InitOnlyArg(
+    _traits = TrainerTraits(refused=REFUSED_WITH_REFERENCE)
+    precompute_ref_logps = InitOnlyAttribute(
         # Whether batches have the reference's log-probabilities: in a user-defined loss they always do.
         lambda trainer: trainer._in_user_loss or trainer.args.precompute_ref_log_probs,
         "Set precompute_ref_log_probs in the arguments.",
@@ -235,8 +223,7 @@ class ReferenceTrainer(BaseTrainer):
                 f"compute_metrics gets whole logits, which {type(self).__name__}.{min(user_loss)} does not return "
                 "here. Leave compute_metrics out, and append numbers to self._metrics[mode][name] in the loss."
             )
-        spec = setup.TrainerSpec(self._reference, balance_experts=self._balance_experts)
-        super().__init__(model, peft_config=peft_config, spec=spec, **arguments)
+        super().__init__(model, peft_config=peft_config, **arguments)
         if not isinstance(self.data_collator, VisionCollator | type(None)):
             check_lengths(self.data_collator, self.args)
         if self.args.precompute_ref_log_probs:
@@ -271,7 +258,7 @@ class ReferenceTrainer(BaseTrainer):
 
     @property
     def _in_user_loss(self) -> bool:
-        return self._loss_metrics is not None
+        return self._super_calls.metrics is not None
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
@@ -287,17 +274,19 @@ class ReferenceTrainer(BaseTrainer):
     def ref_model(self, ref_model: Any) -> None:
         set_reference(self, ref_model)
 
-    @staticmethod
-    def _balance_experts(model: PreTrainedModel, args: BaseConfig) -> float:
+    def _balance_experts(self, model: PreTrainedModel, args: BaseConfig) -> float:
         return balance_experts(model, args.router_aux_loss_coef)
 
-    def _reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel | None:
+    def _make_reference(self, args: BaseConfig, task: Task, policy: Policy) -> ReferenceModel | None:
         """The reference that the step evaluates; None if there is none or its log-probabilities are precomputed."""
         if not task.compared:
             self._refuse_reference(args, task)
         if not task.compared or args.precompute_ref_log_probs:
             return None
         return policy_reference(args, policy, self._ref_model, fresh_adapter=self._fresh_adapter)
+
+    def _other_models(self) -> dict[str, Any]:
+        return {"ref_model": self._ref_model}
 
     def _refuse_reference(self, args: BaseConfig, task: Task) -> None:
         """Raise ValueError if a reference was requested, because the task does not use one."""
@@ -336,8 +325,8 @@ class ReferenceTrainer(BaseTrainer):
                 "kept. Pass this dataset as `eval_dataset` to the trainer, pass a `ref_model`, or set "
                 "`precompute_ref_log_probs=False`."
             )
-        own = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
-        batch_size = args.precompute_ref_batch_size or own
+        default = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
+        batch_size = args.precompute_ref_batch_size or default
         reference, plan = setup.divide_reference(reference, run.sharding_plan)
         # A copy of the setup whose passes evaluate the reference.
         comparing = dataclasses.replace(run, reference=reference, sharding_plan=plan)

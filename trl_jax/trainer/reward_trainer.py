@@ -15,9 +15,10 @@ from transformers.trainer_utils import EvalPrediction
 from trl_jax.core.files import write_whole
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.reward import RewardTask
-from trl_jax.trainer.base_trainer import BaseTrainer
+from trl_jax.trainer.arguments import accepting_old_keywords, as_config
+from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
+from trl_jax.trainer.collators import AcceptedCollators
 from trl_jax.trainer.collators import RewardDataCollator as DataCollatorForPreference
-from trl_jax.trainer.overrides import accepting_old_keywords, as_config
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.training.evaluate import Evaluated, MetricHooks
 
@@ -59,8 +60,10 @@ class RewardTrainer(BaseTrainer):
     """
 
     _name, _tag_names = "Reward", ["trl", "reward-trainer"]
-    config_class, _collator_class = RewardConfig, DataCollatorForPreference
-    _older_collators = ("RewardDataCollatorWithPadding",)
+    config_class = RewardConfig
+    _traits = TrainerTraits(
+        collators=AcceptedCollators(DataCollatorForPreference, older=("RewardDataCollatorWithPadding",))
+    )
 
     @accepting_old_keywords("max_length")
     def __init__(

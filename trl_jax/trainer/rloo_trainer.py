@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
@@ -14,8 +15,8 @@ from trl_jax.config.renamed import OLD_RLOO_ARGUMENTS
 from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.policy import RlooTask
+from trl_jax.trainer.arguments import InitOnlyArg, accepting_old_keywords, as_config
 from trl_jax.trainer.online import OnlineTrainer, clip_range
-from trl_jax.trainer.overrides import accepting_old_keywords, argument, as_config
 from trl_jax.trainer.rloo_config import RLOOConfig
 
 
@@ -41,12 +42,17 @@ class RLOOTrainer(OnlineTrainer):
         "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
         "2402.14740",
     )
-    config_class, _old_arguments = RLOOConfig, OLD_RLOO_ARGUMENTS
-    _writes_completions: ClassVar[bool] = False
-    _averages_losses: ClassVar[bool] = True
-    _parses_messages: ClassVar[bool] = False
-    _reader = ProcessorTokenizer  # TRL's RLOOTrainer makes parts only of prompts with images
-    normalize_advantages, reward_clip_range = map(argument, ("normalize_advantages", "reward_clip_range"))
+    config_class = RLOOConfig
+    _traits = replace(
+        OnlineTrainer._traits,
+        old_arguments=OLD_RLOO_ARGUMENTS,
+        reader=ProcessorTokenizer,  # TRL's RLOOTrainer makes parts only of prompts with images
+        writes_completions=False,
+        averages_losses=True,
+        parses_messages=False,
+    )
+    epsilon_low, epsilon_high = clip_range()
+    normalize_advantages, reward_clip_range = InitOnlyArg(), InitOnlyArg()
 
     @accepting_old_keywords(first=_modern_arguments)
     def __init__(
@@ -114,8 +120,6 @@ class RLOOTrainer(OnlineTrainer):
         )
         if self.eval_dataset is not None:
             self.evaluate()
-
-    epsilon_low, epsilon_high = clip_range()
 
     def make_task(self) -> RlooTask:
         args = self.args

@@ -18,20 +18,18 @@ from trl_jax.data.checks import has_transform, materialize
 from trl_jax.data.sft import ScriptCollator
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.sft import SftTask
-from trl_jax.trainer.base_trainer import BaseTrainer
-from trl_jax.trainer.collators import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
-from trl_jax.trainer.overrides import (
-    NEVER_READ,
+from trl_jax.trainer.arguments import MirroredArg, accepting_old_keywords, as_config
+from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
+from trl_jax.trainer.collators import (
     NO_COLLATOR,
-    MirroredArg,
-    accepting_old_keywords,
-    as_config,
+    AcceptedCollators,
+    DataCollatorForLanguageModeling,
+    DataCollatorForVisionLanguageModeling,
     is_older_collator,
-    is_own_collator,
 )
+from trl_jax.trainer.overrides import REFUSED
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.training.forward import balance_experts
-from trl_jax.training.setup import TrainerSpec
 
 if TYPE_CHECKING:
     from trl_jax.legacy.collators import DataCollatorForCompletionOnlyLM
@@ -91,18 +89,25 @@ class SFTTrainer(BaseTrainer):
     """
 
     _name, _tag_names = "SFT", ["trl", "sft"]
-    config_class, _collator_class = SFTConfig, DataCollatorForLanguageModeling
-    _vision_collator = DataCollatorForVisionLanguageModeling
-    _older_collators = (*_ONLY_ANSWERS, "DataCollatorForSeq2Seq")
-    _may_call_collator = True
-    _label_smoothing = MirroredArg("label_smoothing_factor")
-    _never_read = NEVER_READ | {
-        "label_smoother": "Set label_smoothing_factor in SFTConfig.",
-        "model_accepts_loss_kwargs": (
-            "What the loss is divided by follows from the model type, as in transformers. To change that, override "
-            "compute_loss."
+    config_class = SFTConfig
+    _traits = TrainerTraits(
+        refused=REFUSED.also(
+            never_read={
+                "label_smoother": "Set label_smoothing_factor in SFTConfig.",
+                "model_accepts_loss_kwargs": (
+                    "What the loss is divided by follows from the model type, as in transformers. To change that, "
+                    "override compute_loss."
+                ),
+            }
         ),
-    }
+        collators=AcceptedCollators(
+            DataCollatorForLanguageModeling,
+            DataCollatorForVisionLanguageModeling,
+            older=(*_ONLY_ANSWERS, "DataCollatorForSeq2Seq"),
+            calls_others=True,
+        ),
+    )
+    _label_smoothing = MirroredArg("label_smoothing_factor")
     _formatting_func: Callable[[dict[str, Any]], str] | None = None
     _whole_texts: bool = False  # whether the training rows have no completions
 
@@ -140,7 +145,6 @@ class SFTTrainer(BaseTrainer):
             model, args, data_collator, train_dataset, eval_dataset, processing_class,
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             quantization_config, peft_config, compute_loss_func=compute_loss_func,
-            spec=TrainerSpec(balance_experts=self._balance_experts),
         )  # fmt: skip
         if self.aux_loss_enabled and compute_loss_func is not None:
             logger.warning(
@@ -170,8 +174,7 @@ class SFTTrainer(BaseTrainer):
         if self._formatting_func is not None:
             raise ValueError("formatting_func is not supported for rows with images. Apply it to the dataset instead.")
 
-    @staticmethod
-    def _balance_experts(model: PreTrainedModel, args: SFTConfig) -> float:
+    def _balance_experts(self, model: PreTrainedModel, args: SFTConfig) -> float:
         return balance_experts(model, args.router_aux_loss_coef, in_config=True)
 
     def _prepared_by_script(self, task: SftTask, dataset: Any, name: str) -> tuple[SftTask, Any]:
@@ -231,11 +234,6 @@ def _has_completions(dataset: Any) -> bool:
     return {"prompt", "completion"} <= {*(columns or next(iter(dataset), {}))}
 
 
-def _is_known(collator: Any) -> bool:
-    trainer = SFTTrainer
-    return not is_own_collator(collator, (trainer._collator_class, trainer._vision_collator), trainer._older_collators)
-
-
 def _is_padding_free(args: SFTConfig) -> bool:
     return args.padding_free or (args.packing and args.packing_strategy != "wrapped")
 
@@ -248,7 +246,7 @@ def _check_together(args: SFTConfig, data_collator: Any, compute_loss_func: Any)
     """Raise ValueError for incompatible arguments."""
     if data_collator is not None and _is_padding_free(args):
         raise ValueError("Passing a custom data collator is not supported when using padding-free.")
-    if args.packing and not _is_known(data_collator):
+    if args.packing and SFTTrainer._traits.collators.calls(data_collator):
         raise ValueError(
             "packing=True: rows are packed before a collate function gets them. Leave data_collator out, or pass "
             "packing=False."

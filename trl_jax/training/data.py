@@ -23,9 +23,7 @@ from trl_jax.core.outputs import Images, VirtualTokens
 from trl_jax.core.text import brief
 from trl_jax.core.torch_random import default_generator
 from trl_jax.data.batch import IGNORED, Batch, Columns, Example, of_examples
-from trl_jax.data.chat import ProcessorTokenizer
 from trl_jax.data.checks import argument, check_labels, check_token_ids
-from trl_jax.data.image_rows import Encoder
 from trl_jax.data.layout_plan import LayoutPlan
 from trl_jax.data.loader import ExampleLoader, IndexedExample, StepBatch, StepLayout, Weighting
 from trl_jax.hub.generate import complete
@@ -37,28 +35,12 @@ from trl_jax.rollout.steps import BASE_SEED_WORDS
 from trl_jax.tasks.task import Task
 from trl_jax.training import layout
 from trl_jax.training.logging import GenerationProgress, ProgressLine, tell
-from trl_jax.training.state import Setup
+from trl_jax.training.state import Setup, Tokenization
 
 logger = logging.getLogger(__name__)
 _FEW_ROWS = 1_000  # tokenized faster than worker processes start
 _AHEAD = 2  # prefetched batches
 _POLL, _LONGEST_WAIT = 0.5, 5.0  # seconds: between calls of `waiting`, and until a thread is abandoned
-
-
-class Tokenization(NamedTuple):
-    """The tokenizer of a run, and the limits of its token ids and texts.
-
-    vocab_size: token ids must be below it.
-    max_positions: maximum tokens in a text; None without a limit.
-    encoder: makes examples from rows with images; None for text-only rows.
-    reader: tokenizes conversations as the processor of a vision-language model; None: the tokenizer does.
-    """
-
-    tokenizer: Any
-    vocab_size: int
-    max_positions: int | None
-    encoder: Encoder | None = None
-    reader: type[ProcessorTokenizer] | None = None
 
 
 def prepare(
@@ -484,9 +466,8 @@ def in_order_of(
                 "the DataLoader's rows and sampler are used, and batches are made as by the trainer."
             )
     ordered = batches(dataloader.dataset)
-    ordered.steps.sampler_order = SampledOrder(
-        dataloader.sampler, ordered.steps, method, dataloader.generator, prepared(dataloader)
-    )
+    order = SampledOrder(dataloader.sampler, ordered.steps, method, dataloader.generator, prepared(dataloader))
+    ordered.steps = ordered.steps.in_order(order)
     return ordered
 
 

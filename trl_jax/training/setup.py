@@ -46,7 +46,6 @@ from trl_jax.tasks.task import Task
 from trl_jax.training import layout, model
 from trl_jax.training.callbacks import begin_state, events_of
 from trl_jax.training.checkpointer import Checkpointer, arguments_text
-from trl_jax.training.data import Tokenization
 from trl_jax.training.devices import ShardedStep, sharding_plan_of
 from trl_jax.training.evaluate import CompletionEvaluator, Evaluator
 from trl_jax.training.features import FeatureStore
@@ -56,7 +55,7 @@ from trl_jax.training.optimizer_choice import OptimizerChoice
 from trl_jax.training.push import HubPublisher
 from trl_jax.training.reference import PREFIX, ReferenceModel
 from trl_jax.training.rollout import RolloutParts, rollout_steps
-from trl_jax.training.state import Editable, Hooks, Progress, Setup
+from trl_jax.training.state import Editable, Hooks, Progress, Setup, Tokenization
 from trl_jax.training.step import TrainStep
 from trl_jax.training.train import Training
 from trl_jax.training.user_loss import UserLoss
@@ -348,12 +347,11 @@ class Policy(NamedTuple):
 
 
 class TrainerSpec(NamedTuple):
-    """What a trainer class contributes to its runs. `BaseTrainer` fills in the fields from `hooks` on.
+    """What a trainer contributes to its run, besides its task and hooks. Only `BaseTrainer._spec` creates it.
 
-    reference: creates the reference model; None if the task needs none.
-    rollout: how an online trainer makes its training rows; None if the rows come from the dataset.
-    balance_experts: returns the weight of the load-balancing loss of a mixture of experts; None if it is never added.
-    hooks: the methods that a script may override.
+    make_reference: creates the reference model; returns None if the task needs none.
+    make_rollout: how an online trainer makes its training rows; None if the rows come from the dataset.
+    balance_experts: returns the weight of the load-balancing loss of a mixture of experts; 0.0 if it is never added.
     tags: for the model card.
     tokenizer_sides: padding and truncation sides for a tokenizer that is loaded with the model; None keeps its own.
     check_images: raises ValueError for arguments that do not support images; None if the trainer takes no images.
@@ -363,18 +361,17 @@ class TrainerSpec(NamedTuple):
         TRL; None if TRL's trainer uses the tokenizer.
     """
 
-    reference: Callable[[BaseConfig, Task, Policy], ReferenceModel | None] | None = None
-    rollout: Callable[[Setup], RolloutParts] | None = None
-    balance_experts: Callable[[PreTrainedModel, BaseConfig], float] | None = None
-    hooks: Hooks | None = None
-    tags: list[str] = []
-    tokenizer_sides: Mapping[str, str] | None = None
-    check_images: Callable[[], None] | None = None
-    may_get_images: bool = False
-    reader: type[chat.ProcessorTokenizer] | None = chat.PartsTokenizer
+    make_reference: Callable[[BaseConfig, Task, Policy], ReferenceModel | None]
+    make_rollout: Callable[[Setup], RolloutParts] | None
+    balance_experts: Callable[[PreTrainedModel, BaseConfig], float]
+    tags: list[str]
+    tokenizer_sides: Mapping[str, str] | None
+    check_images: Callable[[], None] | None
+    may_get_images: bool
+    reader: type[chat.ProcessorTokenizer] | None
 
 
-class Given(NamedTuple):
+class Inputs(NamedTuple):
     """What was passed to the trainer's constructor, besides the arguments.
 
     model, torch_model: exactly one of them is set, as returned by `model.split_model`.
@@ -391,68 +388,58 @@ class Given(NamedTuple):
     callbacks: list[TrainerCallback] | None
 
 
-def build(
-    spec: TrainerSpec,
-    args: BaseConfig,
-    task: Task,
-    given: Given,
-    *,
-    pad_to_multiple_of: int | str | None,
-    progress: Progress,
-) -> Setup:
+def build(spec: TrainerSpec, hooks: Hooks, editable: Editable, progress: Progress, inputs: Inputs) -> Setup:
     """Assemble a run, in this order: tokenizer, rows, model, mesh, reference, events.
 
     Args:
-        pad_to_multiple_of: from the arguments, or from the collator that was passed.
+        editable: with the arguments and the task; the rest is filled in.
         progress: a new one.
 
     Raises:
         TypeError, ValueError: names the invalid argument, row or checkpoint.
     """
-    hooks, torch_model, batch_size = spec.hooks, given.torch_model, args.per_device_train_batch_size
-    batch_methods = hooks.batch_methods
+    args, task, torch_model = editable.args, editable.task, inputs.torch_model
+    batch_size, batch_methods = args.per_device_train_batch_size, hooks.batch_methods
 
-    quantization = model.quantization_of(given.quantization_config, args)
-    checkpoint, takes_images = _checkpoint_of(spec, args, task.head, given, batch_methods)
-    tokenization, new_tokens = _tokenization(spec, args, task.head, checkpoint, given)
+    quantization = model.quantization_of(inputs.quantization_config, args)
+    checkpoint, takes_images = _checkpoint_of(spec, args, task.head, inputs, batch_methods)
+    tokenization, new_tokens = _tokenization(spec, args, task.head, checkpoint, inputs)
     if takes_images:
-        encoder = image_encoder(checkpoint, torch_model, tokenization.tokenizer, given.tokenizer)
+        encoder = image_encoder(checkpoint, torch_model, tokenization.tokenizer, inputs.tokenizer)
         tokenization = tokenization._replace(encoder=encoder)
 
     # Before the weights are read: bad rows are reported early, and num_proc forks before JAX starts threads.
-    train_dataset = hooks.prepare_dataset(given.train, "train", tokenization)
-    eval_dataset = _prepared_for_evaluation(hooks, given.evaluation, tokenization)
+    editable.tokenization = tokenization  # which an overridden `prepare_dataset` may read
+    train_dataset = hooks.prepare_dataset(inputs.train, "train")
+    eval_dataset = _prepared_for_evaluation(hooks, inputs.evaluation)
 
     args.check()  # again: setters and plain assignment bypass the check at construction
     check_strategies(args, eval_dataset)
     if torch_model is not None and checkpoint.can_resize:
         resize(torch_model, tokenization.vocab_size)
-    adapter = given.adapter
+    adapter = inputs.adapter
     if adapter is not None and new_tokens:
         adapter = with_new_tokens(adapter, new_tokens, task.head)
     policy = model.load_policy(checkpoint, args, adapter, quantization, tokenization.vocab_size)
-    policy.processor = _saved_processor(policy, torch_model, given.tokenizer, takes_images=takes_images)
+    policy.processor = _saved_processor(policy, torch_model, inputs.tokenizer, takes_images=takes_images)
     configure_model(policy, torch_model, tokenization, args, head=task.head, tags=[*spec.tags, "trl_jax"])
 
     reference, sharding_plan = _reference(spec, args, task, policy, tokenization.vocab_size, batch_methods)
 
-    seed_script(args, apart=spec.rollout is not None)
-    events = events_of(args, policy, tokenization.tokenizer, given.callbacks)
-    balance = 0.0 if spec.balance_experts is None else spec.balance_experts(policy, args)
+    seed_script(args, apart=spec.make_rollout is not None)
+    events = events_of(args, policy, tokenization.tokenizer, inputs.callbacks)
 
+    editable.model, editable.train_dataset, editable.eval_dataset = policy, train_dataset, eval_dataset
     setup = Setup(
-        editable=Editable(args, task, pad_to_multiple_of, tokenization.tokenizer, policy, train_dataset, eval_dataset),
+        editable=editable,
         progress=progress,
         overridden=hooks.overridden,
         batch_methods=batch_methods,
         batch_size=batch_size,
-        vocab_size=tokenization.vocab_size,
         events=events,
         sharding_plan=sharding_plan,
         reference=reference,
-        router_aux_loss_coef=balance,
-        encoder=tokenization.encoder,
-        reader=tokenization.reader,
+        router_aux_loss_coef=spec.balance_experts(policy, args),
         features=FeatureStore(args) if takes_images and sharding_plan is None and not several() else None,
         loss_compares=hooks.loss_compares,
         completions_loss=hooks.completions_loss,
@@ -476,65 +463,64 @@ def _reference(
 ) -> tuple[ReferenceModel | None, ShardingPlan | None]:
     """The reference, None without one, and the sharding plan of the policy and the reference."""
     plan = divide(policy, args, batch_methods)
-    reference = None if spec.reference is None else spec.reference(args, task, Policy(policy, vocab_size, plan))
+    reference = spec.make_reference(args, task, Policy(policy, vocab_size, plan))
     return (None, plan) if reference is None else divide_reference(reference, plan)
 
 
 def _checkpoint_of(
-    spec: TrainerSpec, args: BaseConfig, head: str, given: Given, batch_methods: frozenset[str]
+    spec: TrainerSpec, args: BaseConfig, head: str, inputs: Inputs, batch_methods: frozenset[str]
 ) -> tuple[Checkpoint | PreTrainedModel, bool]:
     """The model (without weights, unless it was passed as a model), and whether the run uses images: if its rows have
     images, or if tools may return some and the model has a processor."""
-    takes_images = spec.check_images is not None and has_images(given.train)
-    may_see = spec.may_get_images and not batch_methods and not isinstance(given.adapter, PromptLearningConfig)
-    if given.torch_model is None:
-        checkpoint = model.find(given.model, args, head)
-        takes_images = takes_images or (may_see and _is_multimodal(checkpoint, given.tokenizer))
+    takes_images = spec.check_images is not None and has_images(inputs.train)
+    may_see = spec.may_get_images and not batch_methods and not isinstance(inputs.adapter, PromptLearningConfig)
+    if inputs.torch_model is None:
+        checkpoint = model.find(inputs.model, args, head)
+        takes_images = takes_images or (may_see and _is_multimodal(checkpoint, inputs.tokenizer))
         checkpoint = model.with_images(checkpoint) if takes_images else checkpoint
     else:
-        takes_images = takes_images or (may_see and _is_processor(given.tokenizer))
-        checkpoint = model.from_torch(given.torch_model, args, head, images=takes_images)
+        takes_images = takes_images or (may_see and _is_processor(inputs.tokenizer))
+        checkpoint = model.from_torch(inputs.torch_model, args, head, images=takes_images)
     if takes_images:
-        check_image_arguments(given.adapter)
+        check_image_arguments(inputs.adapter)
         spec.check_images()
     return checkpoint, takes_images
 
 
 def _tokenization(
-    spec: TrainerSpec, args: BaseConfig, head: str, checkpoint: Checkpoint | PreTrainedModel, given: Given
+    spec: TrainerSpec, args: BaseConfig, head: str, checkpoint: Checkpoint | PreTrainedModel, inputs: Inputs
 ) -> tuple[Tokenization, list[int]]:
     """The tokenizer with its limits, and the ids of the tokens that were added with the chat template; an adapter
     trains these, too."""
-    processed = _has_processor(spec, checkpoint, given)
+    processed = _has_processor(spec, checkpoint, inputs)
     tokenizer = tokenizer_of(
-        given.tokenizer, checkpoint, given.torch_model, args, spec.tokenizer_sides, with_processor=processed
+        inputs.tokenizer, checkpoint, inputs.torch_model, args, spec.tokenizer_sides, with_processor=processed
     )
     vocab_size, new_tokens = apply_special_tokens(
         args, tokenizer, checkpoint.vocab_size, can_resize=checkpoint.can_resize, head=head
     )
     reader = spec.reader if head == "lm" and processed else None
-    most = positions_left(checkpoint.max_positions, given.adapter)
+    most = positions_left(checkpoint.max_positions, inputs.adapter)
     return Tokenization(tokenizer, vocab_size, most, reader=reader), new_tokens
 
 
-def _has_processor(spec: TrainerSpec, checkpoint: Checkpoint | PreTrainedModel, given: Given) -> bool:
+def _has_processor(spec: TrainerSpec, checkpoint: Checkpoint | PreTrainedModel, inputs: Inputs) -> bool:
     """Whether TRL tokenizes texts with a processor: one that was passed or, in a trainer that takes images, the one
     saved with a vision-language model."""
-    if given.tokenizer is not None or spec.check_images is None:
-        return _is_processor(given.tokenizer)
+    if inputs.tokenizer is not None or spec.check_images is None:
+        return _is_processor(inputs.tokenizer)
     folder = checkpoint.folder
-    if given.torch_model is not None:  # the checkpoint was read from a temporary folder that no longer exists
-        folder, _ = checkpoint_folder(given.torch_model.config._name_or_path)
+    if inputs.torch_model is not None:  # the checkpoint was read from a temporary folder that no longer exists
+        folder, _ = checkpoint_folder(inputs.torch_model.config._name_or_path)
     return has_processor(folder)
 
 
-def _prepared_for_evaluation(hooks: Hooks, dataset: Any, tokenization: Tokenization) -> Any:
+def _prepared_for_evaluation(hooks: Hooks, dataset: Any) -> Any:
     if dataset is None:
         return None
     if not isinstance(dataset, dict):
-        return hooks.prepare_dataset(dataset, "eval", tokenization)
-    sets = dataset.items()
-    return {name: hooks.prepare_dataset(part, f"eval_dataset[{name!r}]", tokenization) for name, part in sets}
+        return hooks.prepare_dataset(dataset, "eval")
+    return {name: hooks.prepare_dataset(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
 
 
 def _sharded_step(plan: ShardingPlan | None, policy: PreTrainedModel, frozen: dict[str, Any]) -> ShardedStep | None:
@@ -587,25 +573,26 @@ class RunParts(NamedTuple):
 
 def assemble(
     setup: Setup,
+    spec: TrainerSpec,
     hooks: Hooks,
     publisher: HubPublisher,
     choose: Callable[[], OptimizerChoice],
     torch_model: Any,
-    rollout: Callable[[Setup], RolloutParts] | None,
 ) -> RunParts:
     """Create the parts of a run.
 
     Args:
         choose: chooses an optimizer from the current arguments and those of the constructor.
         torch_model: the torch model that was passed and receives the trained weights; None without one.
-        rollout: `TrainerSpec.rollout`.
 
     Raises:
         ValueError: the run has no end, or an argument does not fit the model.
     """
     args, policy, forward = setup.args, setup.model, Forward(setup)
     sharded_step = _sharded_step(setup.sharding_plan, policy, setup.frozen)
-    source = None if rollout is None else rollout_steps(setup, rollout(setup), forward, sharded_step)
+    source = None
+    if spec.make_rollout is not None:
+        source = rollout_steps(setup, spec.make_rollout(setup), forward, sharded_step)
     checkpointer = Checkpointer(setup, arguments_text(args), hooks, source)
     user_loss = None
     if setup.batch_methods:

@@ -31,26 +31,51 @@ STEP_METHODS = frozenset({"training_step", "_prepare_inputs"})
 BATCH_METHODS = STEP_METHODS | {"compute_loss", "prediction_step"}  # methods of a script that get whole batches
 
 
+class Tokenization(NamedTuple):
+    """The tokenizer of a run, and the limits of its token ids and texts.
+
+    vocab_size: token ids must be below it.
+    max_positions: maximum tokens in a text; None without a limit.
+    encoder: makes examples from rows with images; None for text-only rows.
+    reader: tokenizes conversations as the processor of a vision-language model; None: the tokenizer does.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    max_positions: int | None
+    encoder: Encoder | None = None
+    reader: type[ProcessorTokenizer] | None = None
+
+
 @dataclass
 class Editable:
     """What a script may set on its trainer after construction: the trainer's attributes of the same names.
 
     The parts of a run read these values when they need them, so that a compiled step, an evaluator or a checkpointer
-    never has an outdated copy. During construction, what is not yet known is None; in a finished `Setup`, only
-    `eval_dataset` may be None.
+    never has an outdated copy. The trainer creates it, and `training.setup.build` fills it in: what is not yet known is
+    None; in a finished `Setup`, only `eval_dataset` may be None.
 
     args, task: how to train, and what to learn.
     pad_to_multiple_of: from the arguments, or from the collator that was passed.
-    processing_class: the tokenizer.
+    tokenization: of which a script may set the tokenizer, as `processing_class`.
     """
 
     args: BaseConfig
-    task: Task | None
+    task: Task | None = None
     pad_to_multiple_of: int | str | None = None
-    processing_class: Any = None
+    tokenization: Tokenization | None = None
     model: PreTrainedModel | None = None
     train_dataset: Dataset | IterableDataset | None = None
     eval_dataset: Any = None
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer."""
+        return None if self.tokenization is None else self.tokenization.tokenizer
+
+    @processing_class.setter
+    def processing_class(self, tokenizer: Any) -> None:
+        self.tokenization = self.tokenization._replace(tokenizer=tokenizer)
 
 
 @dataclass
@@ -92,7 +117,7 @@ class Hooks(NamedTuple):
     batch_methods, loss_compares, completions_loss, overridden: as in `Setup`.
     loss: returns the user-defined `loss`; None if there is none, and the step calls `Forward.loss` directly.
     loss_functions: the user-defined functions that compute the loss, from `overrides.loss_functions`.
-    prepare_dataset: `(dataset, name, data.Tokenization) -> prepared dataset`, for the datasets of the constructor.
+    prepare_dataset: `(dataset, name) -> prepared dataset`, for the datasets of the constructor.
     save_checkpoint: takes a `checkpoint.LoopProgress`.
     script_values: the numbers and strings that a script has set on its trainer, by name.
     set_by_script: the names of everything that is set on the trainer instance, including methods.
@@ -110,7 +135,7 @@ class Hooks(NamedTuple):
     loss_functions: Sequence[Callable]
     overridden: frozenset[str]
     prediction_step: Callable
-    prepare_dataset: Callable[[Any, str, Any], Any]
+    prepare_dataset: Callable[[Any, str], Any]
     save_checkpoint: Callable[[Any], None]
     save_model: Callable[..., None]
     script_values: Callable[[], tuple[tuple[str, Any], ...]]
@@ -122,7 +147,7 @@ class Hooks(NamedTuple):
 
 
 def _from_editable(name: str) -> property:
-    return property(lambda self: vars(self.editable)[name], doc=f"`editable.{name}`.")
+    return property(lambda self: getattr(self.editable, name), doc=f"`editable.{name}`.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,14 +161,11 @@ class Setup:
         `compute_loss_func`, and `_compute_loss` of DPO and KTO. Not empty: steps or evaluations go batch by batch, as
         `user_loss.py` describes.
     batch_size: `per_device_train_batch_size` at construction, which transformers keeps; 0 reads the arguments instead.
-    vocab_size: all token ids are below it.
     events: callbacks with their state and control.
     sharding_plan: how arrays are divided over several devices; None on a single device.
     reference: the reference model; None if the task has none, or if its log-probabilities were precomputed.
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0.0 disables it.
-    encoder: makes examples from rows with images; None for text-only rows.
     features: cached image features of a frozen vision tower; None for text-only rows or on several devices.
-    reader: as in `training.data.Tokenization`.
     loss_compares: whether a user-defined loss gets the reference's log-probabilities, as in DPO and KTO.
     completions_loss: the user-defined loss that replaces the task's in a compiled step of online training
         (`user_completions_loss.UserCompletionsLoss`); None without one.
@@ -154,20 +176,32 @@ class Setup:
     overridden: frozenset[str]
     batch_methods: frozenset[str]
     batch_size: int
-    vocab_size: int
     events: Events
     sharding_plan: ShardingPlan | None
     reference: ReferenceModel | None
     router_aux_loss_coef: float
-    encoder: Encoder | None
     features: FeatureStore | None
-    reader: type[ProcessorTokenizer] | None
     loss_compares: bool = False
     completions_loss: Any = None
 
     args, task, model = _from_editable("args"), _from_editable("task"), _from_editable("model")
     processing_class, pad_to_multiple_of = _from_editable("processing_class"), _from_editable("pad_to_multiple_of")
     train_dataset, eval_dataset = _from_editable("train_dataset"), _from_editable("eval_dataset")
+
+    @property
+    def vocab_size(self) -> int:
+        """All token ids are below it."""
+        return self.editable.tokenization.vocab_size
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """Makes examples from rows with images; None for text-only rows."""
+        return self.editable.tokenization.encoder
+
+    @property
+    def reader(self) -> type[ProcessorTokenizer] | None:
+        """As in `Tokenization`."""
+        return self.editable.tokenization.reader
 
     @property
     def chat_tokenizer(self) -> Any:
