@@ -21,7 +21,7 @@ from trl_jax.tasks.policy import AsyncGrpoTask
 from trl_jax.trainer.arguments import InitOnlyArg, accepting_old_keywords, as_config, refuse
 from trl_jax.trainer.async_grpo_config import AsyncGRPOConfig
 from trl_jax.trainer.online import OnlineConfig, OnlineTrainer, clip_range
-from trl_jax.trainer.overrides import by_name
+from trl_jax.trainer.overrides import REFUSED_WITH_REWARDS, by_name
 
 _FOR_LOSS = (
     "The step is one compiled function, and a loss of the script's own is not in this release of trl_jax for "
@@ -70,8 +70,10 @@ class AsyncGRPOTrainer(OnlineTrainer):
     epsilon_low, epsilon_high = clip_range()
     _traits = replace(
         OnlineTrainer._traits,
-        refused=OnlineTrainer._traits.refused.also(
-            by_name(("compute_loss _compute_loss", _FOR_LOSS), ("_sync_weight _streaming_iter", _FOR_WEIGHTS))
+        refused=replace(
+            REFUSED_WITH_REWARDS,
+            never_called=REFUSED_WITH_REWARDS.never_called
+            | by_name(("compute_loss _compute_loss", _FOR_LOSS), ("_sync_weight _streaming_iter", _FOR_WEIGHTS)),
         ),
         reader=None,  # TRL's AsyncGRPOTrainer has a tokenizer, not a processor
         optional_arguments=frozenset(field.name for field in fields(OnlineConfig))

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -91,11 +91,13 @@ class GKDTrainer(BaseTrainer):
     )
     config_class = GKDConfig
     _traits = TrainerTraits(
-        refused=REFUSED.also(
-            by_name(
+        refused=replace(
+            REFUSED,
+            never_called=REFUSED.never_called
+            | by_name(
                 ("training_step compute_loss prediction_step generalized_jsd_loss", _FOR_LOSS),
                 ("generate_on_policy_outputs", _FOR_SAMPLING),
-            )
+            ),
         ),
         idle_arguments={"formatting_func": _NEVER_FORMATS},
     )

@@ -95,12 +95,14 @@ class OnlineDPOTrainer(BaseTrainer):
     _paper = "Direct Language Model Alignment from Online AI Feedback", "2402.04792"
     config_class = OnlineDPOConfig
     _traits = TrainerTraits(
-        refused=REFUSED.also(
-            by_name(
+        refused=replace(
+            REFUSED,
+            never_called=REFUSED.never_called
+            | by_name(
                 ("training_step compute_loss prediction_step _forward", _FOR_LOSS),
                 ("_generate _generate_vllm", _FOR_COMPLETIONS),
                 ("_calculate_rewards_from_functions", _FOR_REWARDS),
-            )
+            ),
         ),
         tokenizer_sides={"padding_side": "left"},
     )

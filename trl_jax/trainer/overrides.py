@@ -38,18 +38,11 @@ class RefusedNames:
     never_there: attributes that TRL's trainers have and ours do not.
     """
 
-    never_called: Mapping[str, str]
-    once_called: Mapping[str, str]
+    never_called: dict[str, str]
+    once_called: dict[str, str]
     of_the_class: frozenset[str] = _OF_THE_CLASS
-    never_read: Mapping[str, str] = field(default_factory=lambda: _NEVER_READ)
-    never_there: Mapping[str, str] = field(default_factory=dict)
-
-    def also(
-        self, never_called: Mapping[str, str] | None = None, *, never_read: Mapping[str, str] | None = None
-    ) -> RefusedNames:
-        """With further names."""
-        called, read = {**self.never_called, **(never_called or {})}, {**self.never_read, **(never_read or {})}
-        return replace(self, never_called=called, never_read=read)
+    never_read: dict[str, str] = field(default_factory=lambda: _NEVER_READ)
+    never_there: dict[str, str] = field(default_factory=dict)
 
     def check_class(self, cls: type) -> None:
         """Raise TypeError if a subclass overrides a method that is never called."""

@@ -91,14 +91,16 @@ class SFTTrainer(BaseTrainer):
     _name, _tag_names = "SFT", ["trl", "sft"]
     config_class = SFTConfig
     _traits = TrainerTraits(
-        refused=REFUSED.also(
-            never_read={
+        refused=replace(
+            REFUSED,
+            never_read=REFUSED.never_read
+            | {
                 "label_smoother": "Set label_smoothing_factor in SFTConfig.",
                 "model_accepts_loss_kwargs": (
                     "What the loss is divided by follows from the model type, as in transformers. To change that, "
                     "override compute_loss."
                 ),
-            }
+            },
         ),
         collators=AcceptedCollators(
             DataCollatorForLanguageModeling,
