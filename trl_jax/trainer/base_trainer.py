@@ -33,7 +33,14 @@ from trl_jax.mesh.processes import Accelerator, is_first, together
 from trl_jax.tasks.policy import check_changes
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.arguments import ArgumentValues, InitOnlyAttribute, check_same_rows, refuse
-from trl_jax.trainer.collators import AcceptedCollators, VisionCollator, check_lengths, is_older_collator, one_processor
+from trl_jax.trainer.collators import (
+    AcceptedCollators,
+    VisionCollator,
+    check_lengths,
+    check_rows_of,
+    is_older_collator,
+    one_processor,
+)
 from trl_jax.trainer.overrides import (
     OF_TORCH,
     REFUSED,
@@ -235,11 +242,7 @@ class BaseTrainer(abc.ABC):
             model, torch_model, processing_class, train_dataset, eval_dataset, adapter, quantization_config, callbacks
         )
         self._setup = setup.build(spec, hooks, self._editable, self._progress, inputs)
-        if isinstance(data_collator, VisionCollator) and self._setup.encoder is None:
-            raise ValueError(
-                f"data_collator is a {type(data_collator).__name__}, which is for rows with images, but train_dataset "
-                "has no images. Leave it out."
-            )
+        check_rows_of(data_collator, images=self._setup.encoder is not None)
         self.accelerator = Accelerator(args, self.end)  # starts JAX's backend, so only after rows are prepared
         if self.data_collator is None and collators.texts is not None:
             self._data_collator = collators.default(self.args, self.processing_class.pad_token_id)

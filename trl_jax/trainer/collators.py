@@ -563,6 +563,15 @@ def check_lengths(collator: Any, args: Any) -> None:
             )
 
 
+def check_rows_of(collator: Any, *, images: bool) -> None:
+    """Raise ValueError if a collator is for rows with images, and the training rows have no `images`."""
+    if isinstance(collator, VisionCollator) and not images:
+        raise ValueError(
+            f"data_collator is a {type(collator).__name__}, which is for rows with images, but train_dataset has no "
+            "images. Leave it out."
+        )
+
+
 def one_processor(processor: Any, processing_class: Any) -> Any:
     """The processor of a vision collator, which is also the trainer's `processing_class`.
 
