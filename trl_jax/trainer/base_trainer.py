@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -19,7 +18,6 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from trl_jax.config.base import BaseConfig
 from trl_jax.core.files import write_whole
 from trl_jax.core.text import api_boundary
-from trl_jax.data.chat import PartsTokenizer, ProcessorTokenizer
 from trl_jax.data.checks import check_type, materialize_images
 from trl_jax.data.loader import ExampleLoader
 from trl_jax.hub.parameters import counting_as_tensors
@@ -34,7 +32,6 @@ from trl_jax.tasks.policy import check_changes
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.arguments import ArgumentValues, InitOnlyAttribute, check_same_rows, refuse
 from trl_jax.trainer.collators import (
-    AcceptedCollators,
     VisionCollator,
     check_lengths,
     check_rows_of,
@@ -43,8 +40,7 @@ from trl_jax.trainer.collators import (
 )
 from trl_jax.trainer.overrides import (
     OF_TORCH,
-    REFUSED,
-    RefusedNames,
+    TrainerTraits,
     check_compute_loss,
     classes_of_script,
     loss_functions,
@@ -90,27 +86,6 @@ def _check_model(value: Any) -> None:
             f"trainer.model must be a model of trl_jax, got a {type(value).__name__}. Pass it as model= to a new "
             "trainer."
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainerTraits:
-    """How a trainer class differs from others in what it accepts from a script.
-
-    refused: the names of TRL's that a script may not override, set or read.
-    collators: what may be passed as `data_collator`.
-    takes_transforms: whether the dataset may have a transform.
-    reader, tokenizer_sides: as in `setup.TrainerSpec`.
-    old_arguments: removed constructor arguments -> what to write today.
-    idle_arguments: constructor arguments that are accepted as in TRL, but not used -> what to do instead.
-    """
-
-    refused: RefusedNames = REFUSED
-    collators: AcceptedCollators = AcceptedCollators()
-    takes_transforms: bool = False
-    reader: type[ProcessorTokenizer] | None = PartsTokenizer
-    tokenizer_sides: Mapping[str, str] | None = None
-    old_arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    idle_arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class SuperCalls(NamedTuple):
@@ -242,7 +217,8 @@ class BaseTrainer(abc.ABC):
             model, torch_model, processing_class, train_dataset, eval_dataset, adapter, quantization_config, callbacks
         )
         self._setup = setup.build(spec, hooks, self._editable, self._progress, inputs)
-        check_rows_of(data_collator, images=self._setup.encoder is not None)
+        if data_collator is not None:
+            check_rows_of(data_collator, images=self._setup.encoder is not None)
         self.accelerator = Accelerator(args, self.end)  # starts JAX's backend, so only after rows are prepared
         if self.data_collator is None and collators.texts is not None:
             self._data_collator = collators.default(self.args, self.processing_class.pad_token_id)

@@ -28,9 +28,9 @@ from trl_jax.rollout.steps import BASE_SEED_WORDS
 from trl_jax.tasks.distillation import GkdTask, generalized_jsd_loss
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.arguments import InitOnlyArg, MirroredArg, accepting_old_keywords, as_config
-from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
+from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.gkd_config import GKDConfig
-from trl_jax.trainer.overrides import REFUSED, by_name, check_generate
+from trl_jax.trainer.overrides import REFUSED, TrainerTraits, by_name, check_generate
 from trl_jax.training import model
 from trl_jax.training.data import Batches, Completer, GeneratedSteps
 from trl_jax.training.forward import balance_experts

@@ -39,12 +39,13 @@ from trl_jax.rollout.user_methods import USER_METHODS, UserMethods
 from trl_jax.tasks.policy import Cycle, EntropyBonus
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.arguments import InitOnlyArg, MirroredArg, check_config
-from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
+from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.overrides import (
     REFUSED_IN_ROLLOUTS,
     REFUSED_WITH_REWARDS,
     Absent,
     RefusedNames,
+    TrainerTraits,
     check_generate,
     classes_of_script,
     names_of_script,

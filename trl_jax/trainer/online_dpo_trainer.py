@@ -25,10 +25,10 @@ from trl_jax.rollout.rewards import HELPERS, RewardFunctions, check_signature, i
 from trl_jax.tasks.dpo import OnlineDpoTask
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.arguments import InitOnlyArg, accepting_old_keywords, as_config, refuse
-from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
+from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.online import eos_token_ids, sampling_options
 from trl_jax.trainer.online_dpo_config import OnlineDPOConfig
-from trl_jax.trainer.overrides import REFUSED, by_name, check_generate
+from trl_jax.trainer.overrides import REFUSED, TrainerTraits, by_name, check_generate
 from trl_jax.trainer.reference import loaded_reference, reference_as_model
 from trl_jax.training.data import Batches, Completer, GeneratedSteps, image_columns
 from trl_jax.training.policy_writer import up_to_end

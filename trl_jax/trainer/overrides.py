@@ -1,5 +1,5 @@
-"""What a script may override or set on a trainer: which names are a script's own, and which ones are refused because
-trl_jax never calls or reads them."""
+"""What a trainer class accepts from a script: what may be passed, overridden or set, and which names of TRL are refused
+refused because trl_jax never calls or reads them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
+
+from trl_jax.data.chat import PartsTokenizer, ProcessorTokenizer
+from trl_jax.trainer.collators import AcceptedCollators
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +222,27 @@ REFUSED_WITH_TEACHER = replace(
         ("_tokenize_prompts", _FOR_TEXTS),
     ),
 )
+
+
+@dataclass(frozen=True)
+class TrainerTraits:
+    """How a trainer class differs from others in what it accepts from a script.
+
+    refused: the names of TRL's that a script may not override, set or read.
+    collators: what may be passed as `data_collator`.
+    takes_transforms: whether the dataset may have a transform.
+    reader, tokenizer_sides: as in `setup.TrainerSpec`.
+    old_arguments: removed constructor arguments -> what to write today.
+    idle_arguments: constructor arguments that are accepted as in TRL, but not used -> what to do instead.
+    """
+
+    refused: RefusedNames = REFUSED
+    collators: AcceptedCollators = AcceptedCollators()
+    takes_transforms: bool = False
+    reader: type[ProcessorTokenizer] | None = PartsTokenizer
+    tokenizer_sides: Mapping[str, str] | None = None
+    old_arguments: Mapping[str, str] = field(default_factory=dict)
+    idle_arguments: Mapping[str, str] = field(default_factory=dict)
 
 
 class Absent:

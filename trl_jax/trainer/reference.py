@@ -16,9 +16,9 @@ from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.arguments import InitOnlyAttribute, accepting_old_keywords, as_config, check_config, refuse
-from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
+from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import VisionCollator, check_lengths
-from trl_jax.trainer.overrides import REFUSED_WITH_REFERENCE, REFUSED_WITHOUT_REFERENCE, names_of_script
+from trl_jax.trainer.overrides import REFUSED_WITH_REFERENCE, REFUSED_WITHOUT_REFERENCE, TrainerTraits, names_of_script
 from trl_jax.training import model, setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.reference import ReferenceModel, Sync, check_sync, given, initial_policy

@@ -16,9 +16,10 @@ from trl_jax.core.files import write_whole
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.reward import RewardTask
 from trl_jax.trainer.arguments import accepting_old_keywords, as_config
-from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
+from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import AcceptedCollators
 from trl_jax.trainer.collators import RewardDataCollator as DataCollatorForPreference
+from trl_jax.trainer.overrides import TrainerTraits
 from trl_jax.trainer.reward_config import RewardConfig
 from trl_jax.training.evaluate import Evaluated, MetricHooks
 

@@ -19,7 +19,7 @@ from trl_jax.data.sft import ScriptCollator
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.tasks.sft import SftTask
 from trl_jax.trainer.arguments import MirroredArg, accepting_old_keywords, as_config
-from trl_jax.trainer.base_trainer import BaseTrainer, TrainerTraits
+from trl_jax.trainer.base_trainer import BaseTrainer
 from trl_jax.trainer.collators import (
     NO_COLLATOR,
     AcceptedCollators,
@@ -27,7 +27,7 @@ from trl_jax.trainer.collators import (
     DataCollatorForVisionLanguageModeling,
     is_older_collator,
 )
-from trl_jax.trainer.overrides import REFUSED
+from trl_jax.trainer.overrides import REFUSED, TrainerTraits
 from trl_jax.trainer.sft_config import SFTConfig
 from trl_jax.training.forward import balance_experts
 
