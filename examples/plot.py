@@ -18,6 +18,10 @@ class Curve(NamedTuple):
 
 
 WIDTH, HEIGHT, MARGIN = 640, 220, 48
+STYLE = """<style>
+  rect { fill: #ffffff } text { fill: #1f2328 } line { stroke: #d0d7de }
+  @media (prefers-color-scheme: dark) { rect { fill: #0d1117 } text { fill: #f0f6fc } line { stroke: #3d444d } }
+</style>"""
 
 
 def write_svg(path: str | Path, curves: Sequence[Curve]) -> Path:
@@ -25,9 +29,9 @@ def write_svg(path: str | Path, curves: Sequence[Curve]) -> Path:
     panels = [_panel(curve, index * HEIGHT) for index, curve in enumerate(curves)]
     size = f'width="{WIDTH}" height="{HEIGHT * len(curves)}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    background = '<rect width="100%" height="100%" fill="white"/>'
+    background = '<rect width="100%" height="100%"/>'
     path = Path(path)
-    path.write_text("\n".join([head, background, *panels, "</svg>"]) + "\n", encoding="utf-8")
+    path.write_text("\n".join([head, STYLE, background, *panels, "</svg>"]) + "\n", encoding="utf-8")
     return path
 
 
@@ -43,7 +47,7 @@ def _panel(curve: Curve, top: float) -> str:
     for tick in range(5):
         value = curve.low + (curve.high - curve.low) * tick / 4
         y = at(0, value)[1]
-        parts.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>')
         x, step = left + (right - left) * tick / 4, last * tick / 4
         parts.append(f'<text x="{x:.1f}" y="{lower + 18}" text-anchor="middle">{step:.0f}</text>')

@@ -74,6 +74,8 @@ def test_mistakes_are_told_in_a_line(checkpoint, capsys):
     assert "--topology v9:1 is unknown. Known: v5e:AxB" in capsys.readouterr().err
     assert main(["plan", "--topology", "v5e:2x2", "--max_length", "64"]) == 2
     assert "--model_name_or_path is missing" in capsys.readouterr().err
+    assert main(["plan", "reward", "--topology", "v5e:2x2", "--model_name_or_path", "x"]) == 2
+    assert "unexpected 'reward': the trainer is the flag --trainer reward." in capsys.readouterr().err
     assert main(["plan", "--topology", "v5e:2x2", "--model_name_or_path", "x", "--load_in_4bit"]) == 2
     assert "--load_in_4bit and --load_in_8bit need --use_peft" in capsys.readouterr().err
 

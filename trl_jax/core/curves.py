@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 
 _WIDTH, _HEIGHT, _RIGHT, _POINTS = 640, 180, 24, 400
 _CHARACTER = 7.0  # width of a digit in pixels
+_STYLE = """<style>
+  rect { fill: #ffffff } text { fill: #1f2328 } line { stroke: #d0d7de }
+  @media (prefers-color-scheme: dark) { rect { fill: #0d1117 } text { fill: #f0f6fc } line { stroke: #3d444d } }
+</style>"""
 Points = list[tuple[float, float]]
 
 
@@ -57,8 +61,8 @@ def svg(panels: Mapping[str, Sequence[Curve]]) -> str:
         parts += _panel(title, curves, frame, ticks)
     middle = (left + _WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle:.1f}" y="{height - 8}" text-anchor="middle">step</text>')
-    background = '<rect width="100%" height="100%" fill="white"/>'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', background, *parts, "</svg>"]) + "\n"
+    background = '<rect width="100%" height="100%"/>'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', _STYLE, background, *parts, "</svg>"]) + "\n"
 
 
 def _panel(title: str, curves: Sequence[Curve], frame: _Frame, ticks: Mapping[float, str]) -> list[str]:
@@ -66,7 +70,7 @@ def _panel(title: str, curves: Sequence[Curve], frame: _Frame, ticks: Mapping[fl
     for value, label in ticks.items():
         _, y = frame.at(0, value)
         parts += [
-            f'<line x1="{frame.left}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>',
+            f'<line x1="{frame.left}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
             f'<text x="{frame.left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>',
         ]
     spacing = max(_step(frame.last), 1)  # steps are whole numbers

@@ -19,6 +19,7 @@ from transformers.hf_argparser import string_to_bool
 from trl_jax.config.renamed import OldNames, translate_old_names, way_out
 from trl_jax.config.rules import read_bools
 from trl_jax.core.secrets import cleaned, learn, learn_flags, masked, scrubbed, shown
+from trl_jax.core.trainers import TRAINERS
 from trl_jax.legacy.arguments import has_training_arguments, modern_flags
 from trl_jax.scripts.data import DatasetConfig, DatasetMixtureConfig, get_dataset
 
@@ -195,6 +196,8 @@ class TrlParser(HfArgumentParser):
 
 def _unknown_flags(strings: list[str], valid: Iterable[str]) -> str:
     names = [text[2:].partition("=")[0].replace("-", "_") for text in strings if text.startswith("--")]
+    if not names and "trainer" in valid and strings[0] in TRAINERS:
+        return f"unexpected {strings[0]!r}: the trainer is the flag --trainer {strings[0]}."
     if not names:
         return f"unexpected {masked(strings[0])!r}: a value must follow its flag, as in --max_steps 10."
     return "\n".join(f"unknown argument --{name}: {way_out(name, valid)}" for name in names)
