@@ -47,8 +47,8 @@ def events_of(
     limits = args.max_minutes, args.save_minutes
     clock = [] if limits == (None, None) else [TimeLimitCallback(*limits)]
     lines = [JsonLines(args.log_json)] if args.log_json else []
-    given = [DefaultFlowCallback, *reporters, *clock, *lines, *(callbacks or [])]
-    handler = Callbacks(given, model, processing_class, None, None)
+    all_callbacks = [DefaultFlowCallback, *reporters, *clock, *lines, *(callbacks or [])]
+    handler = Callbacks(all_callbacks, model, processing_class, None, None)
     handler.add_callback(PrinterCallback if args.disable_tqdm else progress_callback())
     return Events(handler, args, TrainerState(stateful_callbacks=[]), TrainerControl())
 

@@ -77,9 +77,9 @@ def save_checkpoint(
         state.best_model_checkpoint = str(best)
     _remember_callbacks(events)
     text, facts = state_text(state), {"step": state.global_step} | facts
-    limit, kept = events.args.save_total_limit, [folder]
+    limit, keep = events.args.save_total_limit, [folder]
     if state.best_model_checkpoint is not None:
-        kept.append(Path(state.best_model_checkpoint))
+        keep.append(Path(state.best_model_checkpoint))
 
     def fill(unfinished: Path) -> None:
         write(unfinished)
@@ -88,7 +88,7 @@ def save_checkpoint(
 
     def write_and_clean_up() -> None:
         _write_whole(folder, fill, needed, replaces=limit is not None)
-        _forget_oldest(run_dir, limit, folder, kept)
+        _forget_oldest(run_dir, limit, folder, keep)
 
     if saver is None:
         write_and_clean_up()
@@ -184,11 +184,11 @@ def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, kept: list[Pa
     """
     if limit is None or limit <= 0:
         return
-    own, kept = checkpoints_of(run_of(newest), run_dir), [path.absolute() for path in kept]
-    excess = len(own) - limit
+    saved, kept = checkpoints_of(run_of(newest), run_dir), [path.absolute() for path in kept]
+    excess = len(saved) - limit
     if excess > 0:
         verify(newest)
-        for checkpoint in [path for path in own if path.absolute() not in kept][:excess]:
+        for checkpoint in [path for path in saved if path.absolute() not in kept][:excess]:
             remove(checkpoint)
 
 
@@ -261,9 +261,9 @@ def new_id() -> str:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The folders named checkpoint-<step>, including those set aside, lowest step first."""
-    found = [path for path in entries(run_dir, lambda name: _NAME.fullmatch(name) is not None) if is_folder(path)]
-    matches = {path: _NAME.fullmatch(path.name) for path in found}
-    return sorted(found, key=lambda path: (int(matches[path][1]), matches[path][2] is None, path))
+    folders = [path for path in entries(run_dir, lambda name: _NAME.fullmatch(name) is not None) if is_folder(path)]
+    matches = {path: _NAME.fullmatch(path.name) for path in folders}
+    return sorted(folders, key=lambda path: (int(matches[path][1]), matches[path][2] is None, path))
 
 
 def run_of(checkpoint: Path) -> str | None:
@@ -478,8 +478,8 @@ def named_leaves(tree: Any, prefix: str) -> dict[str, Any]:
 
 def progress_json(progress: LoopProgress, facts: dict[str, Any]) -> str:
     """JSON of the progress without its arrays, the state of the global random generators, and `facts`."""
-    kept = {name: value for name, value in asdict(progress).items() if name != "unreported"}
-    return json.dumps({"progress": kept, "random": _random_state(), **facts}, indent=2) + "\n"
+    values = {name: value for name, value in asdict(progress).items() if name != "unreported"}
+    return json.dumps({"progress": values, "random": _random_state(), **facts}, indent=2) + "\n"
 
 
 def write_progress(
@@ -510,8 +510,8 @@ def write_progress(
 def _metrics_of(steps: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """The metrics of all steps, stacked by name; or one entry per step, if the steps have different metrics."""
     if len({tuple((name, np.shape(value)) for name, value in sorted(step.items())) for step in steps}) > 1:
-        each = ((f"metrics_of/{at}/{name}", value) for at, step in enumerate(steps) for name, value in step.items())
-        return {name: np.asarray(value) for name, value in each}
+        metrics = ((f"metrics_of/{at}/{name}", value) for at, step in enumerate(steps) for name, value in step.items())
+        return {name: np.asarray(value) for name, value in metrics}
     return {f"metrics/{name}": np.stack([step[name] for step in steps]) for name in (steps[0] if steps else {})}
 
 
@@ -534,8 +534,8 @@ class SavedProgress:
             self.facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
             self.tensors = safe_open(folder / TENSORS, framework="numpy")
             self._names = list(self.tensors.keys())
-            kept = {name: self.facts["progress"][name] for name in _FIELDS}
-            self.progress = LoopProgress(**kept, unreported=self._unreported())
+            values = {name: self.facts["progress"][name] for name in _FIELDS}
+            self.progress = LoopProgress(**values, unreported=self._unreported())
         except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise BrokenCheckpoint(f"{folder}: {FACTS} or {TENSORS} is damaged: {brief(error, 300)}.") from error
         self._check_numbers()
@@ -580,10 +580,10 @@ class SavedProgress:
         Raises:
             ValueError: the saved arrays belong to another optimizer or model.
         """
-        wanted = named_leaves(like, prefix)
-        found = {f"{prefix}/{name}" for name in self.names(prefix)}
-        wrong = sorted(found ^ set(wanted)) or [
-            name for name, leaf in wanted.items() if tuple(self.tensors.get_slice(name).get_shape()) != leaf.shape
+        expected = named_leaves(like, prefix)
+        stored = {f"{prefix}/{name}" for name in self.names(prefix)}
+        wrong = sorted(stored ^ set(expected)) or [
+            name for name, leaf in expected.items() if tuple(self.tensors.get_slice(name).get_shape()) != leaf.shape
         ]
         if wrong:
             raise ValueError(
@@ -591,9 +591,9 @@ class SavedProgress:
                 "same here. Resume with the model and the optimizer it was saved with."
             )
         if places is not None:
-            saved = jax.tree.unflatten(jax.tree.structure(like), [_Saved(self.tensors, name) for name in wanted])
+            saved = jax.tree.unflatten(jax.tree.structure(like), [_Saved(self.tensors, name) for name in expected])
             return jax.tree.map(placed, saved, places)
-        leaves = [owned(self.tensors.get_tensor(name)) for name in wanted]
+        leaves = [owned(self.tensors.get_tensor(name)) for name in expected]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def restore_random_state(self) -> None:
@@ -768,8 +768,8 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 def _rendered(body: dict[str, Any]) -> str:
     """The manifest's text, with a digest of its other entries."""
-    own = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
-    return json.dumps({"xxh3_128": own, **body}, indent=2, sort_keys=True) + "\n"
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+    return json.dumps({"xxh3_128": checksum, **body}, indent=2, sort_keys=True) + "\n"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -793,11 +793,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise BrokenCheckpoint(f"{path} is damaged: {str(error)[:500]}.") from error
     if not whole:
         raise BrokenCheckpoint(f"{path} is damaged: its contents do not match its digest.")
-    found = body["format"]
-    if found != FORMAT:
-        newer, way = ("a newer", "Upgrade trl_jax") if found > FORMAT else ("an older", "Resume with that release")
+    stored = body["format"]
+    if stored != FORMAT:
+        newer, way = ("a newer", "Upgrade trl_jax") if stored > FORMAT else ("an older", "Resume with that release")
         raise BrokenCheckpoint(
-            f"{path} has format {found}, this release of trl_jax reads {FORMAT}: {newer} one wrote it. {way}, or pass "
+            f"{path} has format {stored}, this release of trl_jax reads {FORMAT}: {newer} one wrote it. {way}, or pass "
             "the folder as model= to start a new run from its weights."
         )
     return body

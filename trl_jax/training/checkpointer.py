@@ -122,8 +122,8 @@ class Checkpointer:
     def _may_write_in_background(self) -> bool:
         """Whether no callback or override needs the complete checkpoint, no other process writes a part of it, and the
         host has enough memory for a copy of the arrays."""
-        setup, own = self._setup, self._setup.overridden.union(self._hooks.set_by_script())
-        if own & {"save_model", "_save_checkpoint"} or not setup.model.backend.saves_in_background or several():
+        setup, overridden = self._setup, self._setup.overridden.union(self._hooks.set_by_script())
+        if overridden & {"save_model", "_save_checkpoint"} or not setup.model.backend.saves_in_background or several():
             return False
         if any(type(c).on_save is not TrainerCallback.on_save for c in setup.events.handler.callbacks):
             return False
@@ -141,7 +141,7 @@ class Checkpointer:
         rollout = None
         if self.rollout_steps is not None:
             trees["rollout"], rollout = self.rollout_steps.state()
-        facts = {
+        metadata = {
             "tokens_seen": setup.progress.tokens_seen,
             "schedule": setup.progress.schedule.state_dict(),
             "shards": setup.shards,
@@ -151,7 +151,7 @@ class Checkpointer:
             "rollout": rollout,
             "frozen": self.frozen_digests(),
         }
-        text, steps = progress_json(progress, facts), list(progress.unreported)
+        text, steps = progress_json(progress, metadata), list(progress.unreported)
 
         def write(folder: Path) -> None:
             if background:
@@ -215,20 +215,20 @@ class Checkpointer:
         if self._frozen is None:
             backend, self._frozen = model.backend, {}
             if isinstance(backend, LoraBackend) and backend.config.init_lora_weights != PISSA:
-                kept = {path.removesuffix(".codes"): path for path in model.frozen if backend.is_as_in_files(path)}
-                arrays = {path: backend.floats(name, model.frozen[name]) for path, name in kept.items()}
+                names = {path.removesuffix(".codes"): path for path in model.frozen if backend.is_as_in_files(path)}
+                arrays = {path: backend.floats(name, model.frozen[name]) for path, name in names.items()}
                 self._frozen = {path: int(_digest(array)) for path, array in arrays.items()}
         return self._frozen
 
     def digests(self) -> dict[str, int]:
         """Digests of the facts that must be the same in all processes of a run, by name."""
         arguments = {name: value for name, value in json.loads(self.arguments).items() if name not in _PER_PROCESS}
-        facts = {
+        texts = {
             "arguments": json.dumps(arguments),
             "train_dataset": str(self.dataset_fingerprint()),
             "release": " ".join(map(version, ("jax", "flax", "optax"))),
         }
-        return {name: zlib.crc32(text.encode()) for name, text in facts.items()}
+        return {name: zlib.crc32(text.encode()) for name, text in texts.items()}
 
 
 @jax.jit

@@ -274,8 +274,8 @@ def _image_example_maker(setup: Setup, *, again: bool) -> Callable[[dict[str, An
     store.follow(setup.model, setup.reference)
 
     def example(row: dict[str, Any]) -> Example:
-        made = task.image_example(row, encoder, args.max_length)
-        return made._replace(images=store.filled(made.images))
+        tokenized = task.image_example(row, encoder, args.max_length)
+        return tokenized._replace(images=store.filled(tokenized.images))
 
     return example
 
@@ -454,12 +454,12 @@ def in_order_of(
             f"{method} returned a DataLoader over a {type(dataloader.dataset).__qualname__}; expected a "
             "datasets.Dataset, such as self.train_dataset."
         )
-    wanted = (
+    settings = (
         ("batch_size", dataloader.batch_size, "args.per_device_train_batch_size", args.per_device_train_batch_size),
         ("drop_last", dataloader.drop_last, "args.dataloader_drop_last", args.dataloader_drop_last),
         ("collate_fn", dataloader.collate_fn, "data_collator", collator),
     )
-    for name, used, source, value in wanted:
+    for name, used, source, value in settings:
         if used is not value and used != value:
             raise ValueError(
                 f"{method} returned a DataLoader with {name}={brief(used)}; expected self.{source}, {brief(value)}: "

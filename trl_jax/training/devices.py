@@ -92,10 +92,10 @@ def sharding_plan_of(args: DeviceArguments) -> ShardingPlan | None:
     count = prod(sizes.values())
     if count == 1:
         return None
-    asked = requested_mesh({f.name: getattr(args, f.name) for f in fields(args)})
-    options = {} if asked.whole_below is None else {"whole_below": asked.whole_below}
+    requested = requested_mesh({f.name: getattr(args, f.name) for f in fields(args)})
+    options = {} if requested.whole_below is None else {"whole_below": requested.whole_below}
     mesh = make_mesh(sizes, run_devices(args)[:count])
-    return ShardingPlan(mesh, "data" if asked.moments else None, **options)
+    return ShardingPlan(mesh, "data" if requested.moments else None, **options)
 
 
 # Compiled programs: an on-disk cache across runs, and in memory one program per batch shape.
@@ -294,8 +294,8 @@ class RematFallback:
 
     def _is_refused(self, step: Callable, sizes: list[int]) -> bool:
         return any(
-            one is step and all(least <= size for least, size in zip(smaller, sizes, strict=True))
-            for one, smaller in self._refused
+            refused_step is step and all(least <= size for least, size in zip(smaller, sizes, strict=True))
+            for refused_step, smaller in self._refused
         )
 
 

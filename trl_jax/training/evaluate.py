@@ -79,9 +79,9 @@ class CompletionEvaluator:
         with setup.on_device():
             for rows in self.batches(dataset):
                 setup.progress.interrupts.check()
-                found = self._batch(rows)
-                losses.append(float(np.sum(found.pop("loss"))))
-                sums.append(found)
+                batch_sums = self._batch(rows)
+                losses.append(float(np.sum(batch_sums.pop("loss"))))
+                sums.append(batch_sums)
                 counts.append(len(rows))
                 setup.events.fire("on_prediction_step")
         if not counts:
@@ -139,8 +139,8 @@ class CompletionEvaluator:
         batch = data.placed_pass(self.arrays(rows), setup.sharding_plan)
 
         def computed() -> dict[str, np.ndarray]:
-            found = jax.tree.map(fetched, self.sums(setup.arrays, batch, **values))
-            return found if setup.completions_loss is None else setup.completions_loss.finish(found)
+            sums = jax.tree.map(fetched, self.sums(setup.arrays, batch, **values))
+            return sums if setup.completions_loss is None else setup.completions_loss.finish(sums)
 
         try:
             return computed()
@@ -630,11 +630,11 @@ def run_evaluation(
 
 
 def _outputs(outputs_of: Callable[[Any], jax.Array], passes: list[tuple[Any, np.ndarray]]) -> list[np.ndarray]:
-    found = []
+    outputs = []
     for arrays, _ in passes:
-        found.append(outputs_of(arrays))
-        found[:-1] = jax.device_get(found[:-1])
-    return jax.device_get(found)
+        outputs.append(outputs_of(arrays))
+        outputs[:-1] = jax.device_get(outputs[:-1])
+    return jax.device_get(outputs)
 
 
 def num_examples_of(batch: StepBatch) -> float:

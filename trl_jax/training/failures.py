@@ -48,11 +48,11 @@ def explain(params: dict, frozen: dict, loss: Callable, batch: Any, *, sharded: 
     for number, rows in enumerate(batch.passes):
         if not rows:
             continue
-        one = jax.tree.map(lambda leaf, number=number: leaf[number], arrays)
+        micro_batch = jax.tree.map(lambda leaf, number=number: leaf[number], arrays)
         for function in (of_trained, jax.grad(of_trained, argnums=1, has_aux=True)):
-            found = nan_trace(partial(function, frozen), params, one)
-            if found is not None:
-                return f"{found} It is computed from rows {', '.join(map(str, rows))}."
+            trace = nan_trace(partial(function, frozen), params, micro_batch)
+            if trace is not None:
+                return f"{trace} It is computed from rows {', '.join(map(str, rows))}."
     return "With dropout off, no value is NaN or infinite."
 
 
@@ -77,8 +77,8 @@ def check_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 def _finite(values: Any) -> bool:
     """Whether all values are finite. Checks host memory with NumPy, so that no program is compiled for each shape."""
-    there = not isinstance(values, jax.Array) or [device.platform for device in values.devices()] == ["cpu"]
-    return bool(np.isfinite(np.asarray(values)).all() if there else jnp.isfinite(values).all())
+    on_cpu = not isinstance(values, jax.Array) or [device.platform for device in values.devices()] == ["cpu"]
+    return bool(np.isfinite(np.asarray(values)).all() if on_cpu else jnp.isfinite(values).all())
 
 
 # Find the first operation of a computation that produces a non-finite value.

@@ -51,13 +51,13 @@ class FeatureStore:
         Call this before `filled`, while no step runs. The arrays of parameters that a script has frozen are copied,
         because a step donates them.
         """
-        wanted = _towers(policy, reference, self._args.compute_dtype)
-        if len(wanted) == len(self._towers) and all(map(_same, self._towers, wanted)):
+        towers = _towers(policy, reference, self._args.compute_dtype)
+        if len(towers) == len(self._towers) and all(map(_same, self._towers, towers)):
             return
         with self._lock:
-            self._room += sum(one.nbytes for kept in self._kept.values() for one in kept)
+            self._room += sum(array.nbytes for arrays in self._kept.values() for array in arrays)
             self._kept.clear()
-        self._towers = [tower._replace(arrays=_copied(tower.arrays, policy.params)) for tower in wanted]
+        self._towers = [tower._replace(arrays=_copied(tower.arrays, policy.params)) for tower in towers]
 
     def filled(self, images: Sequence[ImagePatches]) -> tuple[ImagePatches, ...]:
         """Add features to the images; remove them if the policy's tower is trained."""
@@ -79,13 +79,13 @@ class FeatureStore:
         if key in self._kept:
             return self._kept[key]
         with on_device(self._args):
-            found = tuple(tower.features(image) for tower in self._towers)
-        size = sum(one.nbytes for one in found)
+            features = tuple(tower.features(image) for tower in self._towers)
+        size = sum(array.nbytes for array in features)
         with self._lock:
             if size <= self._room and key not in self._kept:
                 self._room -= size
-                self._kept[key] = found
-        return found
+                self._kept[key] = features
+        return features
 
 
 class Tower(NamedTuple):
@@ -105,7 +105,7 @@ class Tower(NamedTuple):
         compute = partial(_computed, self.graph, dtype=self.dtype)
         if any(isinstance(array, jax.ShapeDtypeStruct) for array in self.arrays.values()):  # planning has no values
             shapes = jax.eval_shape(compute, self.arrays, joined)
-            values, deep = jax.tree.map(lambda one: np.zeros(one.shape, one.dtype), shapes)
+            values, deep = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         else:
             values, deep = jax.device_get(compute(self.arrays, joined))
         real = np.r_[: len(image.groups), joined.groups.shape[1] : values.shape[1]]  # without padding
@@ -115,9 +115,9 @@ class Tower(NamedTuple):
 @partial(jax.jit, static_argnames=("graph", "dtype"))
 def _computed(graph: Any, arrays: Arrays, images: Any, *, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
     vision = merge(graph, arrays)
-    found = vision(images, dtype=dtype)
-    kept = jnp.float32 if vision.connector.separators is not None else dtype
-    return found.values.astype(kept), None if found.deep is None else found.deep.astype(kept)
+    features = vision(images, dtype=dtype)
+    out_dtype = jnp.float32 if vision.connector.separators is not None else dtype
+    return features.values.astype(out_dtype), None if features.deep is None else features.deep.astype(out_dtype)
 
 
 def _towers(policy: PreTrainedModel, reference: ReferenceModel | None, dtype: str) -> list[Tower]:
@@ -125,24 +125,24 @@ def _towers(policy: PreTrainedModel, reference: ReferenceModel | None, dtype: st
     masks, trained = policy.trainable_masks, policy.backend.of_vision(policy.params)
     if any(path not in masks or masks[path].any() for path in trained):
         return []
-    found = [tower_of(policy.backend, policy.arrays, dtype)]
+    towers = [tower_of(policy.backend, policy.arrays, dtype)]
     if reference is None:
-        return found
-    own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
-    if not any(path.startswith(_TOWER) for path in own):
+        return towers
+    arrays = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
+    if not any(path.startswith(_TOWER) for path in arrays):
         shared = {path.removeprefix(_TOWER) for path in reference.shared}
-        return found if found[0].arrays.keys() <= shared else []
+        return towers if towers[0].arrays.keys() <= shared else []
     if reference.sync is not None or isinstance(reference.backend, AdaptedBackend):
         return []
     narrow = reference.dtype is not None and dtype == "float32"
-    return [*found, tower_of(reference.backend, own, reference.dtype if narrow else dtype)]
+    return [*towers, tower_of(reference.backend, arrays, reference.dtype if narrow else dtype)]
 
 
 def tower_of(backend: Backend, arrays: Arrays, dtype: str) -> Tower:
     base = backend.base if isinstance(backend, AdaptedBackend) else backend
     assert isinstance(base, NativeBackend)
-    own = {path.removeprefix(_TOWER): array for path, array in arrays.items() if path.startswith(_TOWER)}
-    return Tower(_graph(base), own, jnp.dtype(dtype))
+    tower_arrays = {path.removeprefix(_TOWER): array for path, array in arrays.items() if path.startswith(_TOWER)}
+    return Tower(_graph(base), tower_arrays, jnp.dtype(dtype))
 
 
 def _graph(base: NativeBackend) -> Any:
@@ -164,8 +164,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _copied(arrays: Arrays, trained: Arrays) -> Arrays:
     """The arrays, with copies of those that a step donates."""
-    given = {path.removeprefix(_TOWER) for path in trained}
+    tower_paths = {path.removeprefix(_TOWER) for path in trained}
     return {
-        path: jnp.copy(array) if path in given and not isinstance(array, jax.ShapeDtypeStruct) else array
+        path: jnp.copy(array) if path in tower_paths and not isinstance(array, jax.ShapeDtypeStruct) else array
         for path, array in arrays.items()
     }

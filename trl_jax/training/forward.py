@@ -87,8 +87,8 @@ class Forward:
         if setup.virtual.count and not reference.backend.virtual.count:
             batch = without_virtual(batch, setup.virtual.count)
             common["lengths"] = batch.lengths
-        found = self._reference_stats(compared, batch, max_tokens, common)
-        return sums | {f"ref_{name}": found[name] for name in setup.task.compared}
+        ref_stats = self._reference_stats(compared, batch, max_tokens, common)
+        return sums | {f"ref_{name}": ref_stats[name] for name in setup.task.compared}
 
     def reference_shares_tower(self) -> bool:
         """Whether the policy and the reference currently share the vision tower, so its features are computed once."""
@@ -216,18 +216,18 @@ class PolicyEqualsReference:
 
 def _is_reference(reference: ReferenceModel, policy: PreTrainedModel) -> bool:
     backend, params = policy.backend, policy.params
-    own = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
-    if any(path not in params or _kind(params[path]) != _kind(array) for path, array in own.items()):
+    ref_params = {path.removeprefix(PREFIX): array for path, array in reference.arrays.items()}
+    if any(path not in params or _kind(params[path]) != _kind(array) for path, array in ref_params.items()):
         return False
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in params.values()):
         return False  # planning uses shapes without values
     if reference.backend is backend:
         added = []
     elif isinstance(backend, LoraBackend) and reference.backend is backend.base:
-        added = [{kind: params[path] for kind, path in each.paths.items()} for each in backend.plan.modules]
+        added = [{kind: params[path] for kind, path in module.paths.items()} for module in backend.plan.modules]
     else:
         return False
-    return bool(_same(own, {path: params[path] for path in own}, added))
+    return bool(_same(ref_params, {path: params[path] for path in ref_params}, added))
 
 
 def _kind(array: Any) -> tuple:
@@ -255,23 +255,23 @@ def balance_experts(model: PreTrainedModel, coefficient: float | None, *, in_con
         ValueError: the weight is not 0, and the model does not return its router logits.
     """
     config = model.config.get_text_config()
-    facts, name = config.to_dict(), model.config.architectures[0]
-    own = facts.get("router_aux_loss_coef", 0.0) if coefficient is None else coefficient
-    if "output_router_logits" not in facts:
+    values, name = config.to_dict(), model.config.architectures[0]
+    coef = values.get("router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    if "output_router_logits" not in values:
         if coefficient:
             raise ValueError(
                 f"`router_aux_loss_coef` is set to {coefficient} but {name} is not a Mixture-of-Experts model "
                 "that returns its router logits, so there is no auxiliary loss to weight. Leave it out."
             )
         return 0.0
-    if own and not model.backend.traits.has_routers:
+    if coef and not model.backend.traits.has_routers:
         raise ValueError(
-            f"router_aux_loss_coef={own} of {name}: this model runs on the {model.backend.name} backend, which "
+            f"router_aux_loss_coef={coef} of {name}: this model runs on the {model.backend.name} backend, which "
             "has no load-balancing loss. Pass router_aux_loss_coef=0.0 to train without it."
         )
-    if in_config and "router_aux_loss_coef" in facts:
-        config.output_router_logits, config.router_aux_loss_coef = own != 0, own
-    return own
+    if in_config and "router_aux_loss_coef" in values:
+        config.output_router_logits, config.router_aux_loss_coef = coef != 0, coef
+    return coef
 
 
 # The random numbers of a training step: dropout, routers that sample experts, and noise on the embeddings.

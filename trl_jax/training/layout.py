@@ -36,8 +36,8 @@ def exact_layout(
         branches: whether any number of texts share a context, as completions of a prompt do.
         compares: whether each pass is also computed with a reference that has no virtual tokens.
     """
-    asked = args.batch_layout
-    if asked == "padded":
+    requested = args.batch_layout
+    if requested == "padded":
         return "padded", ""
     if not backend.traits.takes_packed:
         return "padded", "this model does not support several texts in one row"
@@ -47,22 +47,22 @@ def exact_layout(
         return "padded", "packed attention does not support dropout, which the model or its adapter uses"
     if args.neftune_noise_alpha:
         return "padded", "with neftune_noise_alpha each text gets its own noise, even if two have the same beginning"
-    if asked == "auto" and args.device.type == "cuda" and striped:
+    if requested == "auto" and args.device.type == "cuda" and striped:
         reason = "there is no GPU kernel for packed rows split over devices; batch_layout='shared' uses XLA's"
         return "padded", reason
     if not backend.traits.causal:
         reason = "this model's attention is bidirectional, so a shared prompt depends on what follows it"
-        return "packed", reason if asked == "shared" else ""
+        return "packed", reason if requested == "shared" else ""
     by_text = by_rows(args, striped=striped, branches=branches)
-    if asked == "auto" and args.device.type == "tpu" and not by_text and windowed(args, backend):
+    if requested == "auto" and args.device.type == "tpu" and not by_text and windowed(args, backend):
         return (
             "packed",
             "the TPU kernel does not support windows with shared prompts; batch_layout='shared' shares them",
         )
     if backend.traits.draws_experts:
         reason = "this model's routers sample experts for each text, even if two have the same beginning"
-        return "packed", reason if asked == "shared" else ""
-    return ("shared" if asked == "auto" else asked), ""
+        return "packed", reason if requested == "shared" else ""
+    return ("shared" if requested == "auto" else requested), ""
 
 
 def windowed(args: BaseConfig, backend: Backend) -> bool:

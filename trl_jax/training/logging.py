@@ -82,9 +82,9 @@ def tell_compilation(printed: set[str], steps: Any, shape: tuple[int, ...]) -> N
     count = _shapes(steps)
     of = "" if count is None else f" of {count}"
     folder = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
-    kept = "not kept for the next run" if folder is None else f"kept in {_from_home(folder)}"
+    cache = "not kept for the next run" if folder is None else f"kept in {_from_home(folder)}"
     size = " x ".join(f"{axis:,}" for axis in shape)
-    tell(printed, "compilation", f"Compiling the step for shape 1{of}, tokens {size}; compiled programs are {kept}.")
+    tell(printed, "compilation", f"Compiling the step for shape 1{of}, tokens {size}; compiled programs are {cache}.")
 
 
 def tell_images(printed: set[str], batch: StepBatch, *, share_tower: bool) -> None:
@@ -188,8 +188,8 @@ class CompilationUntimed:
 
 def _bars(events: Events) -> list[Any]:
     """The training bars of transformers' progress callbacks."""
-    callbacks = [one for one in events.handler.callbacks if isinstance(one, ProgressCallback)]
-    return [one.training_bar for one in callbacks if one.training_bar is not None]
+    callbacks = [callback for callback in events.handler.callbacks if isinstance(callback, ProgressCallback)]
+    return [callback.training_bar for callback in callbacks if callback.training_bar is not None]
 
 
 class GenerationProgress:

@@ -59,8 +59,8 @@ def task_metrics(
     """
     sums = with_same_names(sums) if any(USER_METRIC in step for step in sums) else sums
     sums = [step for step in sums if step.keys() == sums[-1].keys()]  # steps before a resume may have other sums
-    own = objective is task and sums and USER_METRIC in sums[-1]
-    metrics = user_metrics(task, sums, split) if own else objective.metrics(sums, split)
+    custom = objective is task and sums and USER_METRIC in sums[-1]
+    metrics = user_metrics(task, sums, split) if custom else objective.metrics(sums, split)
     tokens = {"num_tokens": float(tokens_seen)}
     if task.head == "score" or task.num_tokens_after not in metrics:
         return tokens | metrics
@@ -79,11 +79,11 @@ def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def log_metrics(split: str, metrics: dict[str, Any]) -> None:
     """Print the metrics of "train", "eval" or "test" in columns, sorted by name."""
-    shown = metrics_format(metrics)
-    names, values = (max(map(len, map(str, entries)), default=0) for entries in (shown, shown.values()))
+    formatted = metrics_format(metrics)
+    names, values = (max(map(len, map(str, entries)), default=0) for entries in (formatted, formatted.values()))
     print(f"***** {split} metrics *****")
-    for name in sorted(shown):
-        print(f"  {name:<{names}} = {shown[name]:>{values}}")
+    for name in sorted(formatted):
+        print(f"  {name:<{names}} = {formatted[name]:>{values}}")
 
 
 def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
@@ -91,8 +91,8 @@ def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bo
     _write(folder / f"{split}_results.json", metrics)
     if combined:
         path = folder / "all_results.json"
-        there = path.exists() and not path.is_symlink()  # a link is replaced, not followed
-        _write(path, (_read(path) if there else {}) | metrics)
+        exists = path.exists() and not path.is_symlink()  # a link is replaced, not followed
+        _write(path, (_read(path) if exists else {}) | metrics)
 
 
 def speed_metrics(prefix: str, start: float, num_samples: float, num_steps: float) -> dict[str, float]:
@@ -177,14 +177,14 @@ class ScriptMetrics(defaultdict):
         """
         if longer := sorted(name for name, (_, held) in self._held.items() if self.get(name) is held and held[1:]):
             raise _appended_error(longer[0])
-        prefixes = dict.fromkeys(self, before) | {name: own for name, (own, _) in self._held.items()}
-        found = {prefixes[name] + name: float(sum(values) / len(values)) for name, values in self.items() if values}
-        if own := sorted(name for name in self._appended if before + name in found.keys() & logs.keys()):
-            raise _appended_error(own[0])
+        prefixes = dict.fromkeys(self, before) | {name: prefix for name, (prefix, _) in self._held.items()}
+        computed = {prefixes[name] + name: float(sum(values) / len(values)) for name, values in self.items() if values}
+        if clashes := sorted(name for name in self._appended if before + name in computed.keys() & logs.keys()):
+            raise _appended_error(clashes[0])
         self.clear()
         self._appended.clear()
         self._held.clear()
-        return found
+        return computed
 
 
 def _appended_error(name: str) -> ValueError:
@@ -203,9 +203,9 @@ def user_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> d
     micro-batches that logged it (NaN means not logged)."""
     names = [name for name in (sums[0] if sums else ()) if name.startswith(USER_METRIC)]
     of_task = [{name: value for name, value in step.items() if name not in names} for step in sums]
-    found = task.metrics(of_task, split) if of_task and of_task[0].keys() - STEP_SUMS else {}
+    metrics = task.metrics(of_task, split) if of_task and of_task[0].keys() - STEP_SUMS else {}
     if not names:
-        return found
+        return metrics
     logged = [name for name in names if name != USER_METRIC]
     parts = [  # for each metric, the parts of micro-batches (one per device) in which it was logged
         step | {_PARTS + name: np.where(np.isnan(step[name]), 0, step[USER_METRIC]) for name in logged} for step in sums
@@ -213,17 +213,17 @@ def user_metrics(task: Task, sums: list[dict[str, np.ndarray]], split: str) -> d
     totals = joined(parts, dict.fromkeys([*names, *(_PARTS + name for name in logged)], np.nansum), count=USER_METRIC)
     with np.errstate(invalid="ignore"):  # 0 / 0 if it was logged in no part
         shares = {name.removeprefix(USER_METRIC): totals[name] / totals[_PARTS + name] for name in logged}
-    return found | means(shares)
+    return metrics | means(shares)
 
 
 def with_same_names(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Give all dicts the same names, with NaN for metrics that were not logged."""
-    names = dict.fromkeys(name for one in sums for name in one if name.startswith(USER_METRIC))
+    names = dict.fromkeys(name for step in sums for name in step if name.startswith(USER_METRIC))
 
     def missing(one: dict[str, Any], name: str) -> np.ndarray:
         return np.full(np.shape(one.get(USER_METRIC, 0)), 0 if name == USER_METRIC else np.nan, np.float32)
 
-    return [{name: missing(one, name) for name in names if name not in one} | one for one in sums]
+    return [{name: missing(step, name) for name in names if name not in step} | step for step in sums]
 
 
 def user_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, jax.Array]:
@@ -232,8 +232,8 @@ def user_sums(metrics: dict[str, list[Any]], members: jax.Array) -> dict[str, ja
     Args:
         members: bool `[M]`, whether the pass belongs to each micro-batch; a scalar if the pass is a micro-batch itself.
     """
-    own = {USER_METRIC: members.astype(jnp.float32)}
+    sums = {USER_METRIC: members.astype(jnp.float32)}
     for name, values in metrics.items():
         value = jnp.mean(jnp.stack([jnp.asarray(value, jnp.float32).reshape(()) for value in values]))
-        own[USER_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
-    return own
+        sums[USER_METRIC + name] = jnp.where(members, jax.lax.stop_gradient(value), 0)
+    return sums

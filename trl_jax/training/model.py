@@ -119,20 +119,20 @@ def with_images(checkpoint: Checkpoint | PreTrainedModel) -> Checkpoint | PreTra
 
 
 def _check_rows(name: str, native: NativeConfig | None, config: Any) -> None:
-    known = vision_families()
-    if native is None or config.model_type not in known:
+    families = vision_families()
+    if native is None or config.model_type not in families:
         raise ValueError(
             f"{name}: rows with images are not supported yet for model_type {config.model_type!r}, only text. They are "
-            f"supported for {', '.join(known)}."
+            f"supported for {', '.join(families)}."
         )
 
 
 def _check_head(model: PreTrainedModel, head: HeadName) -> None:
     if model.backend.head != head:
-        wanted = {"score": "AutoModelForSequenceClassification", "lm": "AutoModelForCausalLM"}[head]
+        auto_class = {"score": "AutoModelForSequenceClassification", "lm": "AutoModelForCausalLM"}[head]
         raise TypeError(
             f"model is {model.name_or_path} with the head of another task: pass its name, or load it with "
-            f"trl_jax.{wanted}.from_pretrained."
+            f"trl_jax.{auto_class}.from_pretrained."
         )
 
 
@@ -207,7 +207,7 @@ def take_over(
             if trains:
                 raise
             logger.warning("The torch model was cast: %s", error)
-    adapted, found = isinstance(model.backend, AdaptedBackend), None
+    adapted, params = isinstance(model.backend, AdaptedBackend), None
     name = original.changed(ignore_casts=adapted)  # the base model keeps its values, without the cast's rounding
     flags = original.changed_flags() if trains else {}
     if name is None and not flags:
@@ -215,8 +215,8 @@ def take_over(
         return
     if name is not None and not adapted and original.same_parameters():
         images = any(path.startswith("vision.") for path in model.arrays)
-        found = from_torch(torch_model, args, model.backend.head, images=images).params
-    if adapted or (name is not None and found is None):
+        params = from_torch(torch_model, args, model.backend.head, images=images).params
+    if adapted or (name is not None and params is None):
         told = (
             f"The torch model was changed after the trainer was made: {name or next(iter(flags))}. This has no effect, "
             "because the trainer's own copy has an adapter or other parameters. Change it before the trainer is made."
@@ -225,10 +225,10 @@ def take_over(
             raise ValueError(told)
         logger.warning(told)
         return  # a later train() refuses the change
-    if found is not None:
-        model.params = found if plan is None else plan.placed(found)
+    if params is not None:
+        model.params = params if plan is None else plan.placed(params)
     for trainable in (False, True):
-        _set_trainable(model, [one for one, flag in flags.items() if flag is trainable], trainable)
+        _set_trainable(model, [param for param, flag in flags.items() if flag is trainable], trainable)
     original.mark(flags=trains)
 
 
@@ -248,8 +248,8 @@ def _computed(model: PreTrainedModel, names: list[str]) -> list[str]:
     does not change them."""
     if not isinstance(model.backend, NativeBackend):
         return names
-    known, towers = set(model.names()), re.compile(model.backend.source.config.family.carried or "(?!)")
-    return [name for name in names if name in known or not towers.search(name)]
+    model_names, towers = set(model.names()), re.compile(model.backend.source.config.family.carried or "(?!)")
+    return [name for name in names if name in model_names or not towers.search(name)]
 
 
 def _loaded(
@@ -345,10 +345,10 @@ def load_reference(
     if torch_model is not None:
         return from_torch(torch_model, args, "lm", trains=False, images=images, as_stored=True)
     with naming_argument(argument):
-        found = find(name_or_ours, args, "lm", dtype="auto")
+        source = find(name_or_ours, args, "lm", dtype="auto")
         if images:
-            found = with_images(found)
-        return found if isinstance(found, PreTrainedModel) else _loaded(found, args, as_stored=True)
+            source = with_images(source)
+        return source if isinstance(source, PreTrainedModel) else _loaded(source, args, as_stored=True)
 
 
 def load_teacher(
@@ -370,25 +370,25 @@ def load_teacher(
         )
     if not isinstance(model, str | os.PathLike):
         return load_reference(model, args, "teacher_model", images=images)
-    given = {"revision": revision, **(init_kwargs or {})}
-    kwargs = {name: value for name, value in given.items() if value is not None}
+    options = {"revision": revision, **(init_kwargs or {})}
+    kwargs = {name: value for name, value in options.items() if value is not None}
     with naming_argument("teacher_model"):
-        found = find(os.fspath(model), args, "lm", dtype="auto", init_kwargs=kwargs)
+        source = find(os.fspath(model), args, "lm", dtype="auto", init_kwargs=kwargs)
         if "quantization_config" in kwargs:
-            found = replace(found, quantization=as_quantization(kwargs["quantization_config"]))
+            source = replace(source, quantization=as_quantization(kwargs["quantization_config"]))
         if images:
-            found = with_images(found)
-        return _loaded(found, args, as_stored=True)
+            source = with_images(source)
+        return _loaded(source, args, as_stored=True)
 
 
 def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel, method: str) -> None:
     """Raise ValueError if the teacher's distributions cannot be compared to the student's; errors name `method`."""
-    own, found = (model.config.get_text_config().vocab_size for model in (student, teacher))
-    if own != found:
+    student_size, teacher_size = (model.config.get_text_config().vocab_size for model in (student, teacher))
+    if student_size != teacher_size:
         raise ValueError(
-            f"The student model has vocab_size {own} but the teacher model has vocab_size {found}. {method} compares "
-            "the teacher's full next-token distribution, which requires a shared vocabulary. Use a teacher with the "
-            "same vocab_size."
+            f"The student model has vocab_size {student_size} but the teacher model has vocab_size {teacher_size}. "
+            f"{method} compares the teacher's full next-token distribution, which requires a shared vocabulary. Use a "
+            "teacher with the same vocab_size."
         )
     if not isinstance(teacher.backend, NativeBackend | LoraBackend):
         raise ValueError(
@@ -456,10 +456,10 @@ def align_special_tokens(model: PreTrainedModel, torch_model: Any, tokenizer: An
     """Write the tokenizer's special tokens into the configs of the model to train and of the torch model that was
     passed, if any."""
     updated = {}
-    for one in (model, torch_model):
-        if one is not None:
-            ends = one.generation_config if head == "lm" else None
-            updated |= align(one.config, ends, tokenizer)
+    for target in (model, torch_model):
+        if target is not None:
+            ends = target.generation_config if head == "lm" else None
+            updated |= align(target.config, ends, tokenizer)
     if updated:
         logger.warning(
             "The tokenizer has new PAD/BOS/EOS tokens that differ from the model config and generation config. "

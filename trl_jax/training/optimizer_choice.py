@@ -32,20 +32,20 @@ class ShownOptimizer(Optimizer):
         Args:
             rates: where the groups read and set their `lr`.
         """
-        shown, hyper = cls(*tx), choice.hyperparameters or Hyperparameters()
-        shown.choice = choice
-        facts = {"betas": (hyper.b1, hyper.b2), "eps": hyper.eps}
+        optimizer, hyper = cls(*tx), choice.hyperparameters or Hyperparameters()
+        optimizer.choice = choice
+        defaults = {"betas": (hyper.b1, hyper.b2), "eps": hyper.eps}
         groups = choice.groups or (Group(hyper.weight_decay), *(Group(0.0) for _ in range(GROUPS - 1)))
-        shown.param_groups = [
+        optimizer.param_groups = [
             ParamGroup(
                 rates,
                 number,
-                facts | {"initial_lr": choice.peak * group.factor, "weight_decay": group.weight_decay},
+                defaults | {"initial_lr": choice.peak * group.factor, "weight_decay": group.weight_decay},
                 group.factor,
             )
             for number, group in enumerate(groups)
         ]
-        return shown
+        return optimizer
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("choice", "param_groups"):
@@ -260,9 +260,9 @@ def of_torch(optimizer: Any, scheduler: Any, *models: Any) -> OptimizerChoice:
 
 def _of_class(args: BaseConfig, cls: Any, kwargs: dict[str, Any]) -> OptimizerChoice:
     if _root(cls) not in ("torch", "transformers", "bitsandbytes"):
-        made = cls(**kwargs)
-        check_optax(made)
-        return OptimizerChoice(args.learning_rate or 1.0, tx=made)
+        optimizer = cls(**kwargs)
+        check_optax(optimizer)
+        return OptimizerChoice(args.learning_rate or 1.0, tx=optimizer)
     if cls.__name__ not in _CLASSES or (cls.__name__ == "Adam" and args.weight_decay):
         raise ValueError(
             f"optimizer_cls_and_kwargs: {_full_name(cls)} is not supported; supported optimizers of torch: "
@@ -401,8 +401,8 @@ class LearningRate:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON values; empty unless the schedule was restarted or follows a metric."""
-        own = self._rate.state() if isinstance(self._rate, Plateau) else {}
-        return own | ({"first": self._start} if self._start else {})
+        state = self._rate.state() if isinstance(self._rate, Plateau) else {}
+        return state | ({"first": self._start} if self._start else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start = state.get("first", 0)

@@ -313,10 +313,10 @@ def rectified(b2: float) -> Callable[[jax.Array], Any]:
 
     def shares(steps, decayed, numbers):
         length = longest - 2 * steps * decayed / (1 - decayed)
-        known = length > 4
-        length = numbers.where(known, length, 5.0)
+        tractable = length > 4
+        length = numbers.where(tractable, length, 5.0)
         squared = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        return numbers.where(known, numbers.sqrt(squared), 0.0)
+        return numbers.where(tractable, numbers.sqrt(squared), 0.0)
 
     steps = np.arange(1, _TABLE + 1, dtype=np.float64)
     table = shares(steps, b2**steps, np).astype(np.float32)  # the first steps subtract nearly equal numbers
@@ -407,26 +407,26 @@ def _members(paths: Iterable[str], layout: TorchParamLayout) -> dict[str, list[s
 
 
 def _joined(arrays: Mapping[str, jax.Array], layout: TorchParamLayout) -> dict[str, jax.Array]:
-    found = {
+    fused = {
         name: jnp.concatenate([arrays[path] for path in paths], _axis(name, arrays[name], layout))
         for name, paths in _members(arrays, layout).items()
     }
-    return found | {name: found[name].reshape(-1, *kernel) for name, kernel in layout.kernels.items() if name in found}
+    return fused | {name: fused[name].reshape(-1, *kernel) for name, kernel in layout.kernels.items() if name in fused}
 
 
 def _split(
     tensors: Mapping[str, jax.Array], arrays: Mapping[str, jax.Array], layout: TorchParamLayout
 ) -> dict[str, jax.Array]:
     """Split torch's tensors into arrays of the shapes of `arrays`."""
-    found = {}
+    parts = {}
     for name, paths in _members(arrays, layout).items():
         axis = _axis(name, arrays[name], layout)
         ends = list(itertools.accumulate(arrays[path].shape[axis] for path in paths))
         tensor = tensors[name]
         if name in layout.kernels:
             tensor = tensor.reshape(len(tensor), -1)
-        found |= dict(zip(paths, jnp.split(tensor, ends[:-1], axis), strict=True))
-    return found
+        parts |= dict(zip(paths, jnp.split(tensor, ends[:-1], axis), strict=True))
+    return parts
 
 
 # Update rules as optax transformations, following torch where optax differs.
@@ -520,9 +520,9 @@ def with_momentum(momentum: float, dampening: float = 0.0, nesterov: bool = Fals
     def update(updates, state, params=None):
         del params
         share = jnp.where(state.count == 0, 1.0, 1.0 - dampening)
-        kept = jax.tree.map(lambda m, g: momentum * m + share * g, state.averages["momentum"], updates)
-        ahead = jax.tree.map(lambda g, m: g + momentum * m, updates, kept) if nesterov else kept
-        return ahead, RunningState(optax.safe_increment(state.count), {"momentum": kept})
+        trace = jax.tree.map(lambda m, g: momentum * m + share * g, state.averages["momentum"], updates)
+        ahead = jax.tree.map(lambda g, m: g + momentum * m, updates, trace) if nesterov else trace
+        return ahead, RunningState(optax.safe_increment(state.count), {"momentum": trace})
 
     return optax.GradientTransformation(init, update)
 
@@ -554,13 +554,13 @@ def scale_by_rms(alpha: float = 0.99, eps: float = 1e-8, centered: bool = False)
 
     def update(updates, state, params=None):
         del params
-        kept = {"squares": _moving_average(state.averages["squares"], jax.tree.map(jnp.square, updates), alpha)}
-        squares = kept["squares"]
+        averages = {"squares": _moving_average(state.averages["squares"], jax.tree.map(jnp.square, updates), alpha)}
+        squares = averages["squares"]
         if centered:
-            kept["mean"] = _moving_average(state.averages["mean"], updates, alpha)
-            squares = jax.tree.map(lambda s, m: jnp.maximum(s - jnp.square(m), 0.0), squares, kept["mean"])
+            averages["mean"] = _moving_average(state.averages["mean"], updates, alpha)
+            squares = jax.tree.map(lambda s, m: jnp.maximum(s - jnp.square(m), 0.0), squares, averages["mean"])
         updates = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, squares)
-        return updates, RunningState(optax.safe_increment(state.count), kept)
+        return updates, RunningState(optax.safe_increment(state.count), averages)
 
     return optax.GradientTransformation(init, update)
 
@@ -580,7 +580,7 @@ def scale_by_ademamix(
     def update(updates, state, params=None):
         del params
         count, old = optax.safe_increment(state.count), state.averages
-        kept = {
+        averages = {
             "fast": _moving_average(old["fast"], updates, b1),
             "slow": _moving_average(old["slow"], updates, _slow_decay(b1, b3, count, t_beta3)),
             "squares": _moving_average(old["squares"], jax.tree.map(jnp.square, updates), b2),
@@ -589,11 +589,11 @@ def scale_by_ademamix(
         first, second = bias(b1, count), bias(b2, count)
         updates = jax.tree.map(
             lambda fast, slow, squares: (fast / first + mix * slow) / (jnp.sqrt(squares / second) + eps),
-            kept["fast"],
-            kept["slow"],
-            kept["squares"],
+            averages["fast"],
+            averages["slow"],
+            averages["squares"],
         )
-        return updates, RunningState(count, kept)
+        return updates, RunningState(count, averages)
 
     return optax.GradientTransformation(init, update)
 

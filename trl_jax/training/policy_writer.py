@@ -191,16 +191,16 @@ class PolicyWriter:
             finally:
                 self._next_round = self._turns = None
 
-        made = in_rounds(self._complete_round, run) if self._alone and self._server is not None else run(None)
-        if made.sampling_logps is None and "sampling_logps" in setup.task.logps:
+        completions = in_rounds(self._complete_round, run) if self._alone and self._server is not None else run(None)
+        if completions.sampling_logps is None and "sampling_logps" in setup.task.logps:
             raise ValueError(
                 "rollout_func returned logprobs=None, but use_vllm=True with vllm_importance_sampling_correction, and "
                 "off_policy_mask_threshold, compare the sampler's log-probabilities with the policy's. Return them, "
                 "or set vllm_importance_sampling_correction=False and leave off_policy_mask_threshold out."
             )
         if setup.encoder is None:
-            return made
-        return replace(made, images=prompt_rows.placed_images(prompts, made.prompt_ids, setup.encoder))
+            return completions
+        return replace(completions, images=prompt_rows.placed_images(prompts, completions.prompt_ids, setup.encoder))
 
     def _by_policy(self, prompts: list, group: int) -> GeneratedCompletions:
         tools = self._sampling.tools
@@ -241,12 +241,12 @@ class PolicyWriter:
             def next_turn(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
                 tokens = [np.zeros(0, np.int32)] * len(texts.ids)
                 logps = [np.zeros(0, np.float32)] * len(texts.ids)
-                asked = [place for place, room in enumerate(rooms) if room]  # the others end with a tool's answer
-                if not asked:
+                active = [place for place, room in enumerate(rooms) if room]  # the others end with a tool's answer
+                if not active:
                     return tokens, logps
-                turn = self._request(texts.at(asked), 1, most=[rooms[place] for place in asked])()
+                turn = self._request(texts.at(active), 1, most=[rooms[place] for place in active])()
                 seconds.update(turn.seconds)
-                for place, *of_text in zip(asked, turn.completions, turn.logps, strict=True):
+                for place, *of_text in zip(active, turn.completions, turn.logps, strict=True):
                     tokens[place], logps[place] = of_text
                 return tokens, logps
 
@@ -382,26 +382,26 @@ class PolicyWriter:
         group = texts.equal_runs(group)
         if self._server is None:
             return self.complete(texts.ids, group, None, self._turns), None
-        asked = self._request(texts, group, GenerationProgress(self._line, len(checked)))()
-        return asked.completions, asked.logps
+        turn = self._request(texts, group, GenerationProgress(self._line, len(checked)))()
+        return turn.completions, turn.logps
 
     def _complete_round(self, texts: EncodedTexts, groups: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Complete each text of all processes once. Runs of equal texts (`groups` long) become a single request."""
-        asked = self._request(texts, texts.equal_runs(math.gcd(*groups)))()
-        return asked.completions, asked.logps
+        turn = self._request(texts, texts.equal_runs(math.gcd(*groups)))()
+        return turn.completions, turn.logps
 
     def decoded(self, ids: Ids) -> list[str]:
         return self._setup.processing_class.batch_decode(ids, skip_special_tokens=True)
 
     def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
-        known = prompt_ids if self._sampling.parses_messages else None
-        return prompt_rows.completion_texts(prompts, completion_ids, self._setup.processing_class, known)
+        context_ids = prompt_ids if self._sampling.parses_messages else None
+        return prompt_rows.completion_texts(prompts, completion_ids, self._setup.processing_class, context_ids)
 
 
 def with_features(setup: Setup, images: Sequence[TextImages | None]) -> Sequence[TextImages | None]:
     """The images of texts with their features, if features are cached."""
-    known = all(image.features for text in images if text is not None for image in text.images)
-    if known or setup.features is None:
+    computed = all(image.features for text in images if text is not None for image in text.images)
+    if computed or setup.features is None:
         return images
     return setup.features.filled_texts(images, setup.model, setup.reference)
 

@@ -76,11 +76,11 @@ class ReferenceModel:
         Raises:
             ValueError: its parameters do not match the policy's.
         """
-        own = {path.removeprefix(PREFIX): array.shape for path, array in self.arrays.items()}
-        other = [path for path, shape in own.items() if path not in policy or policy[path].shape != shape]
-        if other:
+        shapes = {path.removeprefix(PREFIX): array.shape for path, array in self.arrays.items()}
+        mismatched = [path for path, shape in shapes.items() if path not in policy or policy[path].shape != shape]
+        if mismatched:
             raise ValueError(
-                f"sync_ref_model=True: {brief(other[0])} of ref_model is not a parameter of the model in the same "
+                f"sync_ref_model=True: {brief(mismatched[0])} of ref_model is not a parameter of the model in the same "
                 "shape, so they cannot be mixed. Pass a ref_model of the same architecture, or leave one of both out."
             )
         return replace(self, sync=sync)
@@ -88,17 +88,17 @@ class ReferenceModel:
     def split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Split arrays into the policy's and the reference's, each by its own paths."""
         policy = {path: array for path, array in arrays.items() if not path.startswith(PREFIX)}
-        own = {path.removeprefix(PREFIX): array for path, array in arrays.items() if path.startswith(PREFIX)}
-        return policy, {path: policy[path] for path in self.shared} | own
+        ref_arrays = {path.removeprefix(PREFIX): array for path, array in arrays.items() if path.startswith(PREFIX)}
+        return policy, {path: policy[path] for path in self.shared} | ref_arrays
 
     def as_model(self, policy: PreTrainedModel) -> PreTrainedModel:
         """The reference as a model, with the policy's tokenizer. It shares the arrays: if the reference is updated,
         they are donated."""
-        own, backend = {path.removeprefix(PREFIX): array for path, array in self.arrays.items()}, self.backend
+        arrays, backend = {path.removeprefix(PREFIX): array for path, array in self.arrays.items()}, self.backend
         if isinstance(backend, NativeBackend) and not self.shared:
-            own, backend = backend.without_bits(own)
+            arrays, backend = backend.without_bits(arrays)
         shared = {path: policy.frozen[path] for path in self.shared}
-        view = _ReferenceView(own, backend, self.config, policy.folder, policy.name_or_path, shared)
+        view = _ReferenceView(arrays, backend, self.config, policy.folder, policy.name_or_path, shared)
         view._reference = self
         return view
 

@@ -241,14 +241,14 @@ def _check_step(saved: SavedProgress, args: BaseConfig, *, shards: int, micro_ba
     Args:
         micro_batch: examples in a micro-batch, over all devices.
     """
-    then, now = saved.facts["step_examples"], micro_batch * args.gradient_accumulation_steps
-    if saved.facts["shards"] == shards or then == now:
+    old, now = saved.facts["step_examples"], micro_batch * args.gradient_accumulation_steps
+    if saved.facts["shards"] == shards or old == now:
         return
-    way = f"Set gradient_accumulation_steps={then // micro_batch}."
-    if then % micro_batch:
-        way = f"Choose both so that the product is {then}, or a mesh whose data x fsdp divides it."
+    way = f"Set gradient_accumulation_steps={old // micro_batch}."
+    if old % micro_batch:
+        way = f"Choose both so that the product is {old}, or a mesh whose data x fsdp divides it."
     raise ValueError(
-        f"{saved.folder} was trained in steps of {then} examples on {saved.facts['shards']} devices; {shards} "
+        f"{saved.folder} was trained in steps of {old} examples on {saved.facts['shards']} devices; {shards} "
         f"devices x per_device_train_batch_size={args.per_device_train_batch_size} x gradient_accumulation_steps="
         f"{args.gradient_accumulation_steps} give {now}. {way}"
     )
@@ -275,10 +275,10 @@ def _check_steps_left(
 
 
 def _check_dataset(point: ResumePoint, now: str | None) -> None:
-    then = point.manifest["dataset"]
-    if then != now:
+    old = point.manifest["dataset"]
+    if old != now:
         raise ValueError(
-            f"train_dataset is not the one {point.folder} was trained on (fingerprint {now}, was {then}), so the saved "
+            f"train_dataset is not the one {point.folder} was trained on (fingerprint {now}, was {old}), so the saved "
             "data position does not apply. Pass the same rows, tokenizer and max_length, or "
             "ignore_data_skip=True to restart the epoch with these rows."
         )
@@ -310,8 +310,8 @@ def _check_place(saved: SavedProgress, rows: Dataset | IterableDataset, step: in
 
 def _check_frozen(saved: SavedProgress, now: dict[str, int]) -> None:
     """Raise ValueError if the base model under an adapter has changed."""
-    then = saved.facts.get("frozen", {})  # older checkpoints lack it
-    changed = sorted(path for path in then.keys() & now if then[path] != now[path])
+    old = saved.facts.get("frozen", {})  # older checkpoints lack it
+    changed = sorted(path for path in old.keys() & now if old[path] != now[path])
     if changed:
         raise ValueError(
             f"{saved.folder} was trained with other frozen weights than this model has: {listed(changed, 4)}. An "
@@ -322,12 +322,12 @@ def _check_frozen(saved: SavedProgress, now: dict[str, int]) -> None:
 
 def _check_order(saved: SavedProgress, now: dict[str, Any]) -> None:
     """Raise ValueError if the rest of an epoch would be in another order than its beginning."""
-    then, progress = saved.facts["order"], saved.progress
-    if then == now or progress.epoch_over or not progress.examples:
+    before, progress = saved.facts["order"], saved.progress
+    if before == now or progress.epoch_over or not progress.examples:
         return
-    told, found = (", ".join(f"{name}={brief(value)}" for name, value in order.items()) for order in (then, now))
+    old, new = (", ".join(f"{name}={brief(value)}" for name, value in order.items()) for order in (before, now))
     raise ValueError(
-        f"{saved.folder} was saved in the middle of an epoch whose row order came from {told}. With {found}, this run "
+        f"{saved.folder} was saved in the middle of an epoch whose row order came from {old}. With {new}, this run "
         "has another order, which would repeat some rows and skip others. Pass the same values (data_seed=None uses "
         "seed), or ignore_data_skip=True to restart the epoch in the new order."
     )
@@ -347,8 +347,8 @@ def _log_libraries(folder: Path, then: dict[str, str]) -> None:
 
 def log_changes(folder: Path, arguments: str) -> None:
     path = folder / ARGUMENTS
-    then = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    changes = changed_arguments(masked(then), json.loads(arguments)) if then else []
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    changes = changed_arguments(masked(saved), json.loads(arguments)) if saved else []
     if changes:
         logger.warning("Resuming with other arguments than %s was saved with: %s.", folder, "; ".join(changes))
 
@@ -443,16 +443,16 @@ def _is_transformers(folder: Path) -> bool:
 
 def _newest(run_dir: Path) -> ResumePoint:
     runs = {path: run_of(path) for path in reversed(checkpoints(run_dir))}
-    wanted = _wanted_run(run_dir, runs)
-    faults, others = [], [path.name for path, run in runs.items() if run not in (wanted, None)]
-    for candidate in [path for path, run in runs.items() if run in (wanted, None)]:
+    current = _wanted_run(run_dir, runs)
+    faults, others = [], [path.name for path, run in runs.items() if run not in (current, None)]
+    for candidate in [path for path, run in runs.items() if run in (current, None)]:
         try:
             point = check(candidate)
         except BrokenCheckpoint as error:
             faults.append(str(error))
             logger.warning("%s is passed over: %s", candidate, error)
         else:
-            if point.manifest is not None or wanted is None:
+            if point.manifest is not None or current is None:
                 return point
             others.append(candidate.name)
     why = " ".join(faults) or ("" if others else "There is no checkpoint-<step> in it.")
@@ -468,14 +468,14 @@ def _newest(run_dir: Path) -> ResumePoint:
 
 def _wanted_run(run_dir: Path, runs: dict[Path, str | None]) -> str | None:
     """The run that used the folder last, by its record; without a record, the only run in it."""
-    wanted, known = recorded(run_dir), {run for run in runs.values() if run is not None}
-    if wanted is None and len(known) > 1:
+    current, run_ids = recorded(run_dir), {run for run in runs.values() if run is not None}
+    if current is None and len(run_ids) > 1:
         listed = ", ".join(f"{path.name} (run {run[:8]})" for path, run in runs.items() if run is not None)
         raise ValueError(
-            f"output_dir={str(run_dir)!r} holds checkpoints of {len(known)} runs: {listed}. It is unclear "
+            f"output_dir={str(run_dir)!r} holds checkpoints of {len(run_ids)} runs: {listed}. It is unclear "
             "which one to resume: pass the path of one as resume_from_checkpoint."
         )
-    return wanted if wanted is not None else next(iter(known), None)
+    return current if current is not None else next(iter(run_ids), None)
 
 
 def _another(folder: Path) -> str:

@@ -122,8 +122,8 @@ def readable(
         return dataset
     # TRL shuffles the stream itself. Behind the `map` of the check, several shards would come in another order.
     dataset = dataset.shuffle(seed=setup.args.seed) if shuffle else dataset
-    facts = {"images": setup.encoder is not None, "shuffled": shuffle}
-    return prompt_rows.checked_stream(dataset, name, setup.processing_class, **facts)
+    options = {"images": setup.encoder is not None, "shuffled": shuffle}
+    return prompt_rows.checked_stream(dataset, name, setup.processing_class, **options)
 
 
 def _sampler(dataset: Dataset | IterableDataset, cycle: Cycle, seed: int, shuffle: bool) -> Sampler:
@@ -143,8 +143,8 @@ def call_in_thread(do: Callable[[], Any]) -> Callable[[], Any]:
 
 def call_now(do: Callable[[], Any]) -> Callable[[], Any]:
     """Make a call now, and return a function that returns its result; the interface of `call_in_thread`."""
-    found = do()
-    return lambda: found
+    result = do()
+    return lambda: result
 
 
 class RowReader:
@@ -238,7 +238,7 @@ class StepMaker:
     def _with_features(self, rows: list[ScoredCompletion]) -> list[ScoredCompletion]:
         """Add the features of their images to completions: checkpoints lack them."""
         images = with_features(self._setup, [row.images for row in rows])
-        return [row._replace(images=own) for row, own in zip(rows, images, strict=True)]
+        return [row._replace(images=row_images) for row, row_images in zip(rows, images, strict=True)]
 
 
 # The parts of a rollout that its trainer chooses.
@@ -286,15 +286,15 @@ class CompletionLogps:
         examples = [
             make_example(*row, images=images).with_virtual_tokens(virtual, predicted=False) for *row, images in rows
         ]
-        found = [np.zeros(len(own), np.float32) for own in made.completion_ids]
+        results = [np.zeros(len(ids), np.float32) for ids in made.completion_ids]
         with setup.on_device():
             for start in range(0, len(examples), layout.batch_size):
                 part = list(enumerate(examples))[start : start + layout.batch_size]
                 step = layout.step([[IndexedExample(example, number) for number, example in part]], 0)
                 logps = fetched(self._logps[model](setup.arrays, data.placed_pass(step.arrays, setup.sharding_plan)))
-                for number, (own,) in step.values_by_row(logps.reshape(step.arrays.reads.shape)).items():
-                    found[number][completion_mask[number]] = own
-        return found
+                for number, (values,) in step.values_by_row(logps.reshape(step.arrays.reads.shape)).items():
+                    results[number][completion_mask[number]] = values
+        return results
 
 
 def _compiled_logps(stats: Callable, sharded_step: ShardedStep | None) -> Callable:

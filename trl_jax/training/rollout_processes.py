@@ -47,17 +47,17 @@ def write_local_part(
             prompts.
         streams: of all ranks; those that processes have used are set to their new state everywhere.
     """
-    own, stream = prompts[local_part(len(prompts))], streams[local_rank(len(streams))]
+    local_prompts, stream = prompts[local_part(len(prompts))], streams[local_rank(len(streams))]
 
     def do() -> tuple[GeneratedCompletions | None, GeneratorState]:
         # A group of completions may be split over two ranks.
-        made = write(own, math.gcd(group, len(own)))
-        return made, stream.state()
+        completions = write(local_prompts, math.gcd(group, len(local_prompts)))
+        return completions, stream.state()
 
-    found = of_each_process(do)
-    for process, (_, state) in enumerate(found):
-        streams[process * (len(streams) // len(found))].restore(state)
-    return joined([made for made, _ in found if made is not None])
+    gathered = of_each_process(do)
+    for process, (_, state) in enumerate(gathered):
+        streams[process * (len(streams) // len(gathered))].restore(state)
+    return joined([part for part, _ in gathered if part is not None])
 
 
 def joined(parts: Sequence[GeneratedCompletions]) -> GeneratedCompletions:
@@ -71,7 +71,7 @@ def joined(parts: Sequence[GeneratedCompletions]) -> GeneratedCompletions:
         for name, value in parts[0].columns.items()
     }
     logps = [part.sampling_logps for part in parts]
-    sampling = None if any(own is None for own in logps) else list(chain.from_iterable(logps))
+    sampling = None if any(part is None for part in logps) else list(chain.from_iterable(logps))
     images = None if parts[0].images is None else list(chain.from_iterable(part.images for part in parts))
     calls = [part.calls for part in parts if part.calls is not None]
     return GeneratedCompletions(
@@ -107,8 +107,8 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
     def round_of(do: Callable[[], tuple | None]) -> tuple[list, list] | None:
         nonlocal ended
         ended = True
-        found = of_each_process(do)
-        here = [part for part in found if part is not None]
+        parts = of_each_process(do)
+        here = [part for part in parts if part is not None]
         if here:
             ids, urls, rooms = zip(*here, strict=True)
             urls = None if urls[0] is None else list(chain.from_iterable(urls))
@@ -117,7 +117,7 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
         ended = False
         if not here:
             return None
-        start = sum(len(part[0]) for part in found[: jax.process_index()] if part is not None)
+        start = sum(len(part[0]) for part in parts[: jax.process_index()] if part is not None)
         return tokens[start:], logps[start:]
 
     def further(texts: EncodedTexts, rooms: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -128,31 +128,31 @@ def in_rounds(complete: Further, run: Callable[[Further], Any]) -> Any:
         if error is not None:
             raise error
 
-    made = error = None
+    result = error = None
     try:
-        made = run(further)
+        result = run(further)
     except Exception as raised:  # re-raised in the round below, once the other processes know
         if ended:
             raise
         error = raised
     while round_of(outcome) is not None:
         pass
-    return made
+    return result
 
 
 def begin_local_part(environments: Environments, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Reset the environments, and return the rows with the prompts from all processes. Each process resets those of its
     own part, and only these rows get the column `environments`."""
-    own, begun = local_part(len(rows)), []
+    local, begun = local_part(len(rows)), []
 
     def do() -> list:
-        begun.extend(environments.reset(rows[own]))
+        begun.extend(environments.reset(rows[local]))
         return [row["prompt"] for row in begun]
 
     prompts = chain.from_iterable(of_each_process(do))
-    found = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
-    found[own] = begun
-    return found
+    new_rows = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
+    new_rows[local] = begun
+    return new_rows
 
 
 @dataclass
@@ -183,21 +183,21 @@ class RankRewards:
         self, rows: Sequence[Mapping[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
     ) -> np.ndarray:
         """Like `RewardFunctions`, for the rows of all processes; float32 `[B, F]`."""
-        own = local_part(len(rows))
-        parts = [part[own] for part in (rows, prompts, completions, completion_ids)]
+        local = local_part(len(rows))
+        parts = [part[local] for part in (rows, prompts, completions, completion_ids)]
 
         def do() -> tuple[np.ndarray, dict, dict, int]:
             if not parts[0]:
                 return np.zeros((0, len(self.names)), np.float32), {}, {}, 0
             return self.inner(*parts), self.inner.sums(), self.inner.extra(), len(parts[0])
 
-        found = of_each_process(do)
-        names = sorted({name for _, sums, _, _ in found for name in sums})
-        self._sums = {name: _added([sums[name] for _, sums, _, _ in found if name in sums]) for name in names}
-        columns = sorted({name for _, _, extra, _ in found for name in extra})
-        self._columns = {name: [value for _, _, extra, size in found for value in extra.get(name, [None] * size)]
+        gathered = of_each_process(do)
+        names = sorted({name for _, sums, _, _ in gathered for name in sums})
+        self._sums = {name: _added([sums[name] for _, sums, _, _ in gathered if name in sums]) for name in names}
+        columns = sorted({name for _, _, extra, _ in gathered for name in extra})
+        self._columns = {name: [value for _, _, extra, size in gathered for value in extra.get(name, [None] * size)]
                          for name in columns}  # fmt: skip
-        return np.concatenate([rewards for rewards, *_ in found])
+        return np.concatenate([rewards for rewards, *_ in gathered])
 
     def metrics(self) -> dict[str, float]:
         return {name: total / count for name, (total, count) in self._sums.items()}
@@ -212,6 +212,6 @@ def _added(sums: Sequence[tuple[float, int]]) -> tuple[float, int]:
 
 def local_copy(model: PreTrainedModel, place: Callable[[np.ndarray], jax.Array]) -> PreTrainedModel:
     """Copy the model, with all of its arrays, to this process's device. All processes must call this together."""
-    own = model.with_params({path: place(fetched(array)) for path, array in model.params.items()})
-    own.frozen = {path: place(fetched(array)) for path, array in model.frozen.items()}
-    return own
+    local = model.with_params({path: place(fetched(array)) for path, array in model.params.items()})
+    local.frozen = {path: place(fetched(array)) for path, array in model.frozen.items()}
+    return local

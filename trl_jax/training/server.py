@@ -74,7 +74,7 @@ def connect(urls: Sequence[str], needs: Requirements, limits: Limits) -> Servers
     unknown = Transport(urls, limits, "vLLM or SGLang", command)
     unknown.request_all("GET", "/health")
     models = [reply["data"] for reply in unknown.request_all("GET", "/v1/models")]
-    cards = [next((card for card in own if card.get("parent") is None), {}) for own in models]
+    cards = [next((card for card in served if card.get("parent") is None), {}) for served in models]
     owners = [card.get("owned_by") for card in cards]
     for url, owner in zip(urls, owners, strict=True):
         if owner not in _OWNERS:
@@ -199,26 +199,26 @@ class ServerPolicy:
             self.refresh(prompt_ids[0])
             synced = time.monotonic() - began
             how = {"group": group, "seeds": seeds, "progress": progress, "most": most, "images": images}
-            asked = self._servers.begin(prompt_ids, self._sampling, **how) if is_first() else Future()
-            self._asked = [*(one for one in self._asked if not one.done()), asked] if is_first() else []
-            return asked, synced
+            future = self._servers.begin(prompt_ids, self._sampling, **how) if is_first() else Future()
+            self._asked = [*(request for request in self._asked if not request.done()), future] if is_first() else []
+            return future, synced
 
-        asked, seconds = ask()
+        pending, seconds = ask()
 
         def completions() -> Completions:
-            nonlocal asked, seconds
+            nonlocal pending, seconds
             for attempt in range(_ATTEMPTS):
                 if attempt:
-                    asked, seconds = ask()
+                    pending, seconds = ask()
                 began = time.monotonic()
                 try:
-                    found = by_first(asked.result)
+                    reply = by_first(pending.result)
                 except StaleWeights as error:
                     self._loaded, self._has_base, lost = [], False, error
                     continue
                 waited = time.monotonic() - began
-                times = {"weight_sync": seconds, "generation": found.seconds, "rollout_wait": waited}
-                return Completions(found.completions, found.logps, {f"perf/{name}_s": s for name, s in times.items()})
+                times = {"weight_sync": seconds, "generation": reply.seconds, "rollout_wait": waited}
+                return Completions(reply.completions, reply.logps, {f"perf/{name}_s": s for name, s in times.items()})
             raise ServerError(
                 f"After {_ATTEMPTS} attempts, {lost}: another process loads weights, or the server keeps restarting. "
                 "Use one server per run."
@@ -274,15 +274,15 @@ class WeightProof:
         self._ids = np.resize(np.asarray(text, np.int32), int(min(_SCORED, max(room, 2))))
         if setup.state.global_step > 0:  # a server that was started for the rest of a run has the weights of its start
             return
-        own, servers = self._scores()
-        for url, found in zip(self._servers.urls, servers, strict=True):
-            apart = _distance(found, own)
-            if not apart <= _FAR and is_first():
+        policy_logps, servers = self._scores()
+        for url, logps in zip(self._servers.urls, servers, strict=True):
+            delta = _distance(logps, policy_logps)
+            if not delta <= _FAR and is_first():
                 logger.warning(
                     "Before the first weights are loaded, the %s server at %s is %.3g nats per token from the policy "
                     "on a prompt, expected about 0: it has the weights of another run, or another model than %s. In "
                     "the latter case, start it with: %s",
-                    engine.transport.name, url, apart, setup.model.name_or_path, engine.command(url),
+                    engine.transport.name, url, delta, setup.model.name_or_path, engine.command(url),
                 )  # fmt: skip
 
     def check(self) -> None:
@@ -292,27 +292,27 @@ class WeightProof:
             ServerError: a server does not have the policy's weights.
         """
         engine, now = self._servers.engine, self._scores()
-        name, distances = engine.transport.name, [_distance(found, now.own) for found in now.servers]
-        for url, apart in zip(self._servers.urls, distances, strict=True):
-            if not apart <= _CLOSE:
+        name, distances = engine.transport.name, [_distance(logps, now.own) for logps in now.servers]
+        for url, delta in zip(self._servers.urls, distances, strict=True):
+            if not delta <= _CLOSE:
                 raise ServerError(
                     f"The {name} server at {url} loaded the weights, but its log-probabilities of a text are "
-                    f"{apart:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with the model "
+                    f"{delta:.3g} nats per token from the policy's, wanted at most {_CLOSE}. Start it with the model "
                     f"that is trained, unquantized: {engine.command(url)}"
                 )
         if self._earlier is None:
-            self._tolerances, self._earlier = [max(4 * apart, _NOISE) for apart in distances], now
+            self._tolerances, self._earlier = [max(4 * distance, _NOISE) for distance in distances], now
             return
         moved = _distance(now.own, self._earlier.own)
         for place, url in enumerate(self._servers.urls):
             change = now.servers[place] - self._earlier.servers[place]
-            apart, most = _distance(change, now.own - self._earlier.own), max(self._tolerances[place], moved / 2)
-            if not apart <= most:
+            delta, most = _distance(change, now.own - self._earlier.own), max(self._tolerances[place], moved / 2)
+            if not delta <= most:
                 raise ServerError(
                     f"The {name} server at {url} says that it loaded the weights, but its log-probabilities do not "
                     f"follow the policy's: since an earlier load, the policy's score of a text changed by {moved:.3g} "
                     f"nats per token, and the server's by {np.mean(np.abs(change)):.3g}. The changes differ by "
-                    f"{apart:.3g}, wanted at most {most:.3g}. Check in the server's log that it reads the folder "
+                    f"{delta:.3g}, wanted at most {most:.3g}. Check in the server's log that it reads the folder "
                     "of each version (vllm_weights_dir), that no other run loads weights into it, and that no proxy in "
                     f"between answers for it. Then restart it: {engine.command(url)}"
                 )
@@ -323,8 +323,8 @@ class WeightProof:
         setup, ids, engine = self._setup, self._ids, self._servers.engine
         with setup.on_device():
             logps = jax.nn.log_softmax(setup.model(ids[None]).logits[0, :-1], axis=-1)
-            own = np.asarray(fetched(logps))[np.arange(len(ids) - 1), ids[1:]]
-        return _Scores(own, by_first(lambda: engine.score(ids)))
+            policy_logps = np.asarray(fetched(logps))[np.arange(len(ids) - 1), ids[1:]]
+        return _Scores(policy_logps, by_first(lambda: engine.score(ids)))
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> float:
@@ -422,8 +422,8 @@ def adapter_rank(model: PreTrainedModel) -> int | None:
     changed = plan.full.layers or plan.full.tensors or plan.saved_tables or plan.carried or backend.base.formats
     kinds = config.use_dora or config.lora_bias or config.bias != "none"
     kinds |= config.init_lora_weights not in (True, False, "gaussian")  # the others modify the base weights
-    matrices = all(one.module.kind in ("linear", "conv1d") and not one.module.experts for one in plan.modules)
-    return None if changed or kinds or not matrices else max(one.rank for one in plan.modules)
+    matrices = all(part.module.kind in ("linear", "conv1d") and not part.module.experts for part in plan.modules)
+    return None if changed or kinds or not matrices else max(part.rank for part in plan.modules)
 
 
 def fused_adapter(model: PreTrainedModel) -> bool:
@@ -432,8 +432,8 @@ def fused_adapter(model: PreTrainedModel) -> bool:
     if not isinstance(backend, LoraBackend):
         return False
     config, layers = backend.config, defaultdict(set)
-    for one in backend.plan.modules:
-        for name, rank in zip(one.names, one.ranks, strict=True):
+    for adapter in backend.plan.modules:
+        for name, rank in zip(adapter.names, adapter.ranks, strict=True):
             if rank:
                 module, _, leaf = name.rpartition(".")
                 layers[module].add(leaf)
@@ -451,10 +451,10 @@ def fused_adapter(model: PreTrainedModel) -> bool:
 @functools.cache
 def _process_ids() -> str:
     """Identifies the process ids of this machine: containers that share its memory may count their own."""
-    facts = [socket.gethostname()]
+    parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # not Linux
-        facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
-    return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
 
 
 def _remove_orphans(root: Path) -> None:

@@ -88,10 +88,10 @@ def tokenizer_of(
     is_tokenizer = callable(processing_class) and hasattr(processing_class, "pad_token")
     if processing_class is not None and (not is_tokenizer or isinstance(processing_class, type)):
         is_name = isinstance(processing_class, str | os.PathLike | type)
-        found = brief(processing_class) if is_name else f"a {type(processing_class).__name__}"
+        actual = brief(processing_class) if is_name else f"a {type(processing_class).__name__}"
         raise TypeError(
             "The `processing_class` must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`, found "
-            f"{found}: load it with transformers' AutoTokenizer.from_pretrained."
+            f"{actual}: load it with transformers' AutoTokenizer.from_pretrained."
         )
     if processing_class is not None:
         return processing_class
@@ -212,9 +212,9 @@ def configure_model(
     for config in (model.config, *([] if torch_model is None else [torch_model.config])):
         chat.copy_special_ids(config, tokenization.tokenizer, eos=eos)
         config.use_cache = args.use_cache
-    for one in (model, torch_model):
-        if one is not None and head == "lm":
-            chat.copy_ids_to_generation_config(one.generation_config, tokenization.tokenizer, eos=eos, replaces=cloned)
+    for lm in (model, torch_model):
+        if lm is not None and head == "lm":
+            chat.copy_ids_to_generation_config(lm.generation_config, tokenization.tokenizer, eos=eos, replaces=cloned)
 
 
 def divide(model: PreTrainedModel, args: BaseConfig, batch_methods: frozenset[str]) -> ShardingPlan | None:
@@ -277,11 +277,11 @@ def check_strategies(args: BaseConfig, eval_dataset: Any) -> None:
         )
     if args.eval_on_start and eval_dataset is None:
         raise ValueError("eval_on_start=True needs an eval_dataset. Pass one, or leave eval_on_start out.")
-    wanted = args.metric_for_best_model
-    if wanted is not None and isinstance(eval_dataset, dict):
-        if not any(wanted.removeprefix("eval_").startswith(f"{name}_") for name in eval_dataset):
+    metric = args.metric_for_best_model
+    if metric is not None and isinstance(eval_dataset, dict):
+        if not any(metric.removeprefix("eval_").startswith(f"{name}_") for name in eval_dataset):
             raise ValueError(
-                f"metric_for_best_model={wanted!r} names none of the evaluation sets ({', '.join(eval_dataset)}): "
+                f"metric_for_best_model={metric!r} names none of the evaluation sets ({', '.join(eval_dataset)}): "
                 f"their metrics are called eval_<name>_loss and so on, as in 'eval_{next(iter(eval_dataset))}_loss'."
             )
     if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:

@@ -55,9 +55,9 @@ def compiling_ahead(
     They compile the best-fitting bucket of each step; until a program is ready, steps use longer buckets.
     """
     step = train_step.step
-    known = isinstance(steps, ExampleLoader) and isinstance(step, Programs)
-    known = known and not isinstance(steps.dataset, IterableDataset)
-    if not known or not compiles_ahead(setup.args.device.type):
+    predictable = isinstance(steps, ExampleLoader) and isinstance(step, Programs)
+    predictable = predictable and not isinstance(steps.dataset, IterableDataset)
+    if not predictable or not compiles_ahead(setup.args.device.type):
         return contextlib.nullcontext()
     coming = steps.with_layout(buckets=replace(steps.step_layout.buckets, serves_from=()))
     coming.set_epoch(progress.epoch + progress.epoch_over, 0 if progress.epoch_over else progress.examples)
@@ -112,7 +112,7 @@ class StepParts(NamedTuple):
         words = "the loss", "max_grad_norm", "what is frozen", "gradient_accumulation_steps"
         values = ", ".join(sorted({f"trainer.{name}" for name, _ in {*self.values} ^ {*before.values}}))
         words = *words, values, "trainer.loss"
-        return " and ".join(word for word, then, now in zip(words, before, self, strict=True) if then != now)
+        return " and ".join(word for word, old, now in zip(words, before, self, strict=True) if old != now)
 
 
 class RecompileCheck:
@@ -141,16 +141,16 @@ class RecompileCheck:
         """
         setup, before = self._setup, self._before
         self._settle()
-        found = self._before = StepParts.now(setup, self._trainer_loss())
-        if found == before:
+        parts = self._before = StepParts.now(setup, self._trainer_loss())
+        if parts == before:
             return None
-        if found.accumulation != before.accumulation:
+        if parts.accumulation != before.accumulation:
             raise ValueError(
-                f"gradient_accumulation_steps was changed from {before.accumulation} to {found.accumulation} while the "
+                f"gradient_accumulation_steps was changed from {before.accumulation} to {parts.accumulation} while the "
                 "run trains, but its steps are already laid out. Change it between calls of train()."
             )
-        check_unfrozen(before.frozen - found.frozen)
-        what = found.changed_since(before)
+        check_unfrozen(before.frozen - parts.frozen)
+        what = parts.changed_since(before)
         logger.warning(
             "After step %d, %s was changed: the step is compiled again, which happens after every such change.",
             setup.state.global_step,
@@ -330,12 +330,12 @@ def optimizer_with_decay(
     Raises:
         ValueError: one array contains several parameters, and only some of them have weight decay.
     """
-    wanted, decayed = set(names), {}
+    returned, decayed = set(names), {}
     for path, of_path in _names(backend, params).items():
-        decayed[path] = wanted.issuperset(of_path)
-        if not decayed[path] and (some := sorted(wanted.intersection(of_path))):
+        decayed[path] = returned.issuperset(of_path)
+        if not decayed[path] and (some := sorted(returned.intersection(of_path))):
             raise ValueError(
-                f"get_decay_parameter_names returned {some[0]} but not {sorted(set(of_path) - wanted)[0]}, which "
+                f"get_decay_parameter_names returned {some[0]} but not {sorted(set(of_path) - returned)[0]}, which "
                 "trl_jax stores in one array. Return both or neither."
             )
     return _optimizer(choice, backend, args, max_steps, decayed)
@@ -358,13 +358,13 @@ def optimizer_of_groups(
     factors: dict[str, Any] = {}
     decays: dict[str, Any] = {}
     places: dict[str, list] = {path: [] for path in params}
-    for name, found in backend.locations(params).items():
-        for path, index in found:
+    for name, entries in backend.locations(params).items():
+        for path, index in entries:
             places[path].append((index, groups.get(name)))
     for path, array in params.items():
-        found = places[path] or [((), groups.get(backend.tensors[path]))]
-        factors[path] = _by_layer(path, array, found, "factor")
-        decays[path] = _by_layer(path, array, found, "weight_decay")
+        entries = places[path] or [((), groups.get(backend.tensors[path]))]
+        factors[path] = _by_layer(path, array, entries, "factor")
+        decays[path] = _by_layer(path, array, entries, "weight_decay")
     return _optimizer(choice, backend, args, max_steps, decays, factors)
 
 
@@ -373,23 +373,23 @@ def _by_layer(path: str, array: jax.Array, places: list, field: str) -> Any:
     values = [(index, 0.0 if group is None else vars(group)[field]) for index, group in places]
     if len({value for _, value in values}) <= 1:
         return values[0][1]
-    found = np.full(array.shape[0], np.nan, np.float32)
+    per_layer = np.full(array.shape[0], np.nan, np.float32)
     for index, value in values:
         layer = index[0] if index and isinstance(index[0], int) else slice(None)
-        if not (np.isnan(found[layer]) | (found[layer] == np.float32(value))).all():
+        if not (np.isnan(per_layer[layer]) | (per_layer[layer] == np.float32(value))).all():
             raise ValueError(
                 f"optimizers: parameter groups with different {'lr' if field == 'factor' else field} divide {path}, "
                 "which trl_jax stores in one array. Put the parameters of this kind into one group in each layer."
             )
-        found[layer] = value
-    return found.reshape(-1, *[1] * (array.ndim - 1))
+        per_layer[layer] = value
+    return per_layer.reshape(-1, *[1] * (array.ndim - 1))
 
 
 def decay_names(backend: Backend, params: dict[str, jax.Array]) -> list[str]:
     """The names of the parameters to which transformers applies weight decay, in torch's order."""
     decayed = _decayed(backend)
-    found = {name for path, names in _names(backend, params).items() if decayed[path] for name in names}
-    return [name for name in backend.locations(params) if name in found]
+    decayed_names = {name for path, names in _names(backend, params).items() if decayed[path] for name in names}
+    return [name for name in backend.locations(params) if name in decayed_names]
 
 
 def _optimizer(
@@ -417,11 +417,11 @@ def _decayed(backend: Backend) -> dict[str, bool]:
 
 def _names(backend: Backend, params: dict[str, jax.Array]) -> dict[str, list[str]]:
     """Path -> the names (as in `named_parameters()`) of the parameters in its array."""
-    found: dict[str, list[str]] = {path: [] for path in backend.tensors}
+    by_path: dict[str, list[str]] = {path: [] for path in backend.tensors}
     for name, places in backend.locations(params).items():
         for path, _ in places:
-            found[path].append(name)
-    return {path: names or [backend.tensors[path]] for path, names in found.items()}
+            by_path[path].append(name)
+    return {path: names or [backend.tensors[path]] for path, names in by_path.items()}
 
 
 def optimizer_of(

@@ -105,7 +105,7 @@ def updated(
     if platform() == "cpu":
         return *jax.lax.cond(applied, new, old, params, opt_state, gradients), applied
     both = new(params, opt_state, gradients), (params, opt_state)
-    return *jax.tree.map(lambda one, other: jnp.where(applied, one, other), *both), applied
+    return *jax.tree.map(lambda x, y: jnp.where(applied, x, y), *both), applied
 
 
 def _is_finite(updates: Params) -> jax.Array:

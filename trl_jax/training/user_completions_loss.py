@@ -416,9 +416,9 @@ class CompletionsPass:
                     generated_tokens=inputs["num_items_in_batch"],
                     part=part,
                 )
-        if other := sorted(changed - {"advantages", "old_logps", "completion_mask", *TRL_LOGPS}):
+        if altered := sorted(changed - {"advantages", "old_logps", "completion_mask", *TRL_LOGPS}):
             raise TypeError(
-                f"super()._compute_loss got another {', '.join(other)} than the inputs have. It takes other "
+                f"super()._compute_loss got another {', '.join(altered)} than the inputs have. It takes other "
                 "advantages, log-probabilities and another completion_mask; write the rest in the method itself."
             )
         loss, sums = task.loss(self._outputs, batch._replace(extras=Extras(example, batch.extras.text, read)))
@@ -642,10 +642,10 @@ class TorchCalls:
             Exception: what the script raised.
         """
         error, self._error = self._error, None
-        asked, self._asked = self._asked, False
+        requested, self._asked = self._asked, False
         if error is not None:
             raise error
-        dropped = {f"{USER_METRIC}{number}" for number in range(SLOTS)} | (set() if asked else self._task_sums)
+        dropped = {f"{USER_METRIC}{number}" for number in range(SLOTS)} | (set() if requested else self._task_sums)
         slots = {name: results[f"{USER_METRIC}{slot}"] for slot, name in enumerate(self._names)}
         logged = {USER_METRIC + name: values for name, values in slots.items() if not np.all(np.isnan(values))}
         return {name: value for name, value in results.items() if name not in dropped} | logged
@@ -709,9 +709,9 @@ class TorchPass:
             )
         if aux_loss and "aux_loss" not in self._leaves:
             raise TypeError("The run has no load-balancing loss. Pass compute_aux_loss=self.aux_loss_enabled.")
-        wanted = {"logps": True, "entropy": entropy, "aux_loss": aux_loss}
+        requested = {"logps": True, "entropy": entropy, "aux_loss": aux_loss}
         # Clones, because the script may change them in place; under torch.no_grad() they have no gradient.
-        return tuple(self._leaves[name].clone() if is_wanted else None for name, is_wanted in wanted.items())
+        return tuple(self._leaves[name].clone() if is_wanted else None for name, is_wanted in requested.items())
 
     def logits(self, input_ids: Any, attention_mask: Any, logits_to_keep: int) -> Any:
         """Like `CompletionsPass.logits`, also for some of the rows.
@@ -720,14 +720,14 @@ class TorchPass:
             TypeError: the ids or the mask differ from the pass's.
             TraceAgain: the step has no logits yet.
         """
-        arrays, ids, asked = self._arrays, self._ids, np.asarray(torch_bridge.as_arrays(input_ids))
-        if asked.ndim != 2 or asked.shape[1] != ids.shape[1]:
-            raise other_ids_error(asked, ids)
-        equal = np.all(asked[:, None] == ids, axis=-1)
+        arrays, ids, tokens = self._arrays, self._ids, np.asarray(torch_bridge.as_arrays(input_ids))
+        if tokens.ndim != 2 or tokens.shape[1] != ids.shape[1]:
+            raise other_ids_error(tokens, ids)
+        equal = np.all(tokens[:, None] == ids, axis=-1)
         if not equal.any(axis=-1).all():
-            raise other_ids_error(asked, ids)
+            raise other_ids_error(tokens, ids)
         prompt, completion = arrays["prompt_ids"].shape[1], arrays["completion_ids"].shape[1]
-        rows = np.arange(len(ids)) if len(asked) == len(ids) and equal.diagonal().all() else equal.argmax(axis=-1)
+        rows = np.arange(len(ids)) if len(tokens) == len(ids) and equal.diagonal().all() else equal.argmax(axis=-1)
         if attention_mask is not None:
             mask = np.concatenate([arrays["prompt_mask"], arrays["completion_mask"]], axis=1)[rows]
             if attends_otherwise(np.asarray(torch_bridge.as_arrays(attention_mask)), mask, prompt):

@@ -101,11 +101,11 @@ class UserLoss:
         Raises:
             TypeError: the script called torch, read parameters, or did not return a scalar.
         """
-        shown = bound.shown({name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()})
+        script_inputs = bound.shown({name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()})
         name = self.name
         refused = parameters_refused(name, self.setup.model, partial(read_in_jax_error, name))
         with self.setup.events.state_replaced(state), outputs_alone(name), torch_explained(name), refused:
-            result = self.compute_loss(bound, shown, **self.options(num_items))
+            result = self.compute_loss(bound, script_inputs, **self.options(num_items))
         loss = result[0] if isinstance(result, tuple) else result
         if not isinstance(loss, jax.Array) or loss.shape != ():
             raise TypeError(
@@ -233,8 +233,8 @@ class UserLoss:
         def predicted_in_jax(params: dict, inputs: dict, dtype: str) -> tuple:
             bound = self.bound(params, inputs, dtype=dtype)
             with torch_explained("prediction_step"):
-                shown = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
-                results = predicted(bound, shown)
+                script_inputs = {name: jnp.asarray(value) for name, value in seen_by_scripts(inputs).items()}
+                results = predicted(bound, script_inputs)
             return self.sums(bound, inputs), results
 
         def predict(params: dict, arrays: Batch, *, dtype: str) -> tuple:
@@ -275,7 +275,7 @@ class UserLossStep:
             parts, pass_weight = 1, np.float32(1 / len(micro_batches))
             num_items = np.float32(max(1, np.count_nonzero(np.asarray(arrays.targets) >= 0)))
         keys = [None] * len(micro_batches) if key is None else jax.random.split(key, len(micro_batches))
-        total, shown, gradients, sums, at = 0.0, 0.0, None, [], self._point(params, opt_state)
+        total, logged_total, gradients, sums, at = 0.0, 0.0, None, [], self._point(params, opt_state)
         values, state = user_loss.values(), user_loss.state()
         for number, (inputs, micro_key) in enumerate(zip(micro_batches, keys, strict=True), start=1):
 
@@ -293,12 +293,12 @@ class UserLossStep:
             else:
                 last = number == len(micro_batches)
                 (loss, micro_sums, grads), logged = user_step(computed, inputs, num_items, last=last)
-            total, shown, sums = total + loss, shown + logged, [*sums, micro_sums]
+            total, logged_total, sums = total + loss, logged_total + logged, [*sums, micro_sums]
             gradients = grads if gradients is None else jax.tree.map(jnp.add, gradients, grads)
         gradients = jax.tree.map(lambda g: g / parts, gradients)
         params, opt_state, measured = self._apply(params, opt_state, gradients, total, learning_rate)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *with_same_names(sums))
-        return params, opt_state, stacked | {"loss": shown} | measured
+        return params, opt_state, stacked | {"loss": logged_total} | measured
 
     def in_one_program(self, options: Any) -> Any:
         """A jitted step with the arguments of `make_step`'s step, for planning: it scans over all micro-batches, while
@@ -403,18 +403,18 @@ class UserStep:
         Raises:
             TypeError: a value is not numeric, or the loss uses a reference and anything was changed.
         """
-        shown = rows.shown
+        before = rows.shown
         arrays = {name: np.asarray(value) for name, value in torch_bridge.as_arrays(dict(changed)).items()}
-        if other := sorted(name for name, value in arrays.items() if value.dtype.kind not in "biuf"):
+        if invalid := sorted(name for name, value in arrays.items() if value.dtype.kind not in "biuf"):
             raise TypeError(
-                f"inputs[{other[0]!r}] is {brief(changed[other[0]])}; expected numbers: the loss is compiled."
+                f"inputs[{invalid[0]!r}] is {brief(changed[invalid[0]])}; expected numbers: the loss is compiled."
             )
-        if missing := sorted({"input_ids", "attention_mask", "labels"} & shown.keys() - arrays.keys()):
+        if missing := sorted({"input_ids", "attention_mask", "labels"} & before.keys() - arrays.keys()):
             raise TypeError(f"inputs are without {', '.join(missing)}, which the loss reads.")
-        arrays = {name: value.astype(shown[name].dtype) if name in shown else value for name, value in arrays.items()}
+        arrays = {name: value.astype(before[name].dtype) if name in before else value for name, value in arrays.items()}
         if not self._setup().loss_compares:
             return rows.padded(arrays) | {name: inputs[name] for name in inputs.keys() - seen_by_scripts(inputs).keys()}
-        if arrays.keys() != shown.keys() or any(not np.array_equal(arrays[name], shown[name]) for name in shown):
+        if arrays.keys() != before.keys() or any(not np.array_equal(arrays[name], before[name]) for name in before):
             raise TypeError(
                 "training_step changed inputs whose reference log-probabilities the step computes itself. Pass them to "
                 "super().training_step as they are, or change the rows."

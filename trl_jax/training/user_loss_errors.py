@@ -162,9 +162,9 @@ class ArraysOrTensors:
 
     def __init__(self, function: Callable, name: str):
         self.function, self._name = function, name
-        own = inspect.unwrap(function)
-        readable = takes_tensors(own) and (inspect.isfunction(own) or inspect.ismethod(own))
-        self._in_torch = found_in_torch(name, [own]) is not None or (readable and _line_in_torch(own) is not None)
+        func = inspect.unwrap(function)
+        readable = takes_tensors(func) and (inspect.isfunction(func) or inspect.ismethod(func))
+        self._in_torch = found_in_torch(name, [func]) is not None or (readable and _line_in_torch(func) is not None)
 
     def __call__(self, *values: Any) -> Any:
         if not self._in_torch:
@@ -235,9 +235,9 @@ def _equal(values: np.ndarray, given: np.ndarray | None) -> bool:
 def check_same(inputs: dict[str, Any], given: dict[str, Any], *, in_torch: bool = False) -> None:
     """Raise TypeError if a script passes other inputs to `super()` than it got."""
     changed = other_values({name: inputs.get(name) for name in given}, given) if in_torch else ()
-    if other := sorted(changed if in_torch else (name for name in given if inputs.get(name) is not given[name])):
+    if altered := sorted(changed if in_torch else (name for name in given if inputs.get(name) is not given[name])):
         raise TypeError(
-            f"super()._compute_loss got another {', '.join(other)} than the inputs have. Scale what it returns, or "
+            f"super()._compute_loss got another {', '.join(altered)} than the inputs have. Scale what it returns, or "
             "write the loss in the method itself."
         )
 
@@ -369,7 +369,7 @@ class _Translated(ast.NodeTransformer):
         name = ast.unparse(node.func)
         owner, _, last = name.rpartition(".")
         of_module = owner in ("jnp", "jax.nn", "optax")
-        node.keywords = [one for one in (_renamed(one, node.args) for one in node.keywords) if one is not None]
+        node.keywords = [kw for kw in (_renamed(kw, node.args) for kw in node.keywords) if kw is not None]
         if of_module and last in _CALLS:
             return _filled(_CALLS[last], node.args, node.keywords)
         if not of_module and isinstance(node.func, ast.Attribute) and last in _METHODS:
@@ -395,8 +395,8 @@ def _renamed(keyword: ast.keyword, arguments: list[ast.expr]) -> ast.keyword | N
 
 
 def _filled(pattern: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.AST:
-    given = [*arguments, *(one.value for one in keywords)]
-    parts = [ast.unparse(one) if isinstance(one, ast.Name | ast.Constant) else f"({ast.unparse(one)})" for one in given]
+    nodes = [*arguments, *(kw.value for kw in keywords)]
+    parts = [ast.unparse(arg) if isinstance(arg, ast.Name | ast.Constant) else f"({ast.unparse(arg)})" for arg in nodes]
     return ast.parse(pattern.format(*parts, rest=", ".join(parts[1:])), mode="eval").body
 
 

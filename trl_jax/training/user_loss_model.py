@@ -376,8 +376,8 @@ class ComparedModel(TokenModel):
             return images, positions
         same = [jnp.all(tokens == part) for part in parts]
         at, positions = (jnp.select(same, jnp.split(jnp.asarray(rows), len(parts))) for rows in (images.at, positions))
-        known = jnp.where(jnp.any(jnp.stack(same)), 1, jnp.nan)
-        return images._replace(at=at, patches=images.patches * known), positions
+        valid = jnp.where(jnp.any(jnp.stack(same)), 1, jnp.nan)
+        return images._replace(at=at, patches=images.patches * valid), positions
 
     def shown(self, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """TRL's inputs (see `trl_inputs`), with the reference's log-probabilities."""
@@ -463,14 +463,14 @@ def read_by_model(inputs: dict[str, Any]) -> dict[str, Any]:
 def trl_inputs(task: Task, inputs: dict[str, Any]) -> dict[str, Any]:
     """TRL's inputs of DPO, with both texts of the pairs as rows, or of KTO, with mismatched texts as `KL_...`. They
     have the reference's log-probabilities only if these were precomputed."""
-    shown = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    shown["completion_mask"] = (inputs["labels"] != IGNORED).astype(jnp.int32)
+    batch = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    batch["completion_mask"] = (inputs["labels"] != IGNORED).astype(jnp.int32)
     if "label" in inputs:
         texts = len(task.columns.texts)
-        parts = {name: jnp.split(value, texts) for name, value in shown.items()}
-        shown = {name: part[0] for name, part in parts.items()} | {"label": inputs["label"]}
-        shown |= {f"KL_{name}": part[1] for name, part in parts.items() if texts == 2}
-    return shown | {name: inputs[name] for name in ("pixel_values", *task.columns.optional) if name in inputs}
+        parts = {name: jnp.split(value, texts) for name, value in batch.items()}
+        batch = {name: part[0] for name, part in parts.items()} | {"label": inputs["label"]}
+        batch |= {f"KL_{name}": part[1] for name, part in parts.items() if texts == 2}
+    return batch | {name: inputs[name] for name in ("pixel_values", *task.columns.optional) if name in inputs}
 
 
 class CutRows:

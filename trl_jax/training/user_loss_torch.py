@@ -80,12 +80,12 @@ class TorchModel:
 
     def _outputs(self, kind: str, tensors: dict[str, Any]) -> Outputs:
         outputs, back, cut = self._padded(kind, tensors)
-        leaves, shown = torch_bridge.as_leaves({name: value for name, value in cut.items() if name not in FIXED})
-        shown |= torch_bridge.batch_tensors({name: value for name, value in cut.items() if name in FIXED})
+        leaves, values = torch_bridge.as_leaves({name: value for name, value in cut.items() if name not in FIXED})
+        values |= torch_bridge.batch_tensors({name: value for name, value in cut.items() if name in FIXED})
         self.leaves.append(leaves)
         self.backwards.append(back)
         self.outputs.append(outputs)
-        return Outputs(**shown)
+        return Outputs(**values)
 
     def _padded(self, kind: str, tensors: dict[str, Any]) -> tuple[dict, Any, dict]:
         """The outputs of a call on padded rows, their VJP function, and the outputs cut to the script's rows."""
@@ -171,12 +171,12 @@ class TorchLoss:
         return self._model(compute, params, inputs, dtype, training=False)
 
     def _model(self, compute: Callable, params: dict, inputs: dict, dtype: str, *, training: bool) -> TorchModel:
-        shown = self._shown(params, inputs, dtype=dtype) if self._setup.loss_compares else seen_by_scripts(inputs)
-        known = frozenset(inputs) | shown.keys() | self._kind.ignored
+        batch = self._shown(params, inputs, dtype=dtype) if self._setup.loss_compares else seen_by_scripts(inputs)
+        accepted = frozenset(inputs) | batch.keys() | self._kind.ignored
         if self._kind.takes_labels:
-            known |= {"labels", "num_items_in_batch", "output_router_logits"}
-        rows = CutRows(shown, self._setup)
-        return TorchModel(compute, self._setup.model, known, training, rows, self._setup.loss_compares)
+            accepted |= {"labels", "num_items_in_batch", "output_router_logits"}
+        rows = CutRows(batch, self._setup)
+        return TorchModel(compute, self._setup.model, accepted, training, rows, self._setup.loss_compares)
 
     def _shown_inputs(self, params: dict, inputs: dict, *, dtype: str) -> dict[str, jax.Array]:
         """The inputs of a loss that uses a reference, whose log-probabilities are computed."""
