@@ -217,8 +217,8 @@ def _same_architecture(config: Any, checkpoint: Checkpoint) -> Any:
         ValueError: the config would change how the checkpoint is computed.
     """
     native, values = checkpoint.native, json.loads(config.to_json_string(use_diff=False))
-    known = type(config)().to_dict().keys() | ({} if native is None else native.raw).keys()
-    raw = {key: value for key, value in values.items() if key in known}  # ignore keys that the script added
+    keys = type(config)().to_dict().keys() | ({} if native is None else native.raw).keys()
+    raw = {key: value for key, value in values.items() if key in keys}  # ignore keys that the script added
     if native is None or native_config(raw, native.path, checkpoint.head).arch != native.arch:
         raise ValueError(
             f"config={type(config).__qualname__} describes a different architecture than "
@@ -430,8 +430,8 @@ class Checkpoint:
     def _model(self, params: dict[str, jax.Array], backend: Backend, config: Any) -> PreTrainedModel:
         model = PreTrainedModel(params, backend, config, self.folder, self.name)
         if model.generation_config is not None:
-            known = vars(model.generation_config).keys() & self.generation.keys()
-            vars(model.generation_config).update({name: self.generation[name] for name in known})
+            names = vars(model.generation_config).keys() & self.generation.keys()
+            vars(model.generation_config).update({name: self.generation[name] for name in names})
         return model
 
     def sharding_rule(self, plan: ShardingPlan | None) -> ShardingRule | None:
@@ -682,11 +682,11 @@ def sharding_plan(mesh_shape: str | Mapping[str, int] | None) -> ShardingPlan | 
     Raises:
         ValueError: the sizes do not match the number of devices, or the mesh has a sequence axis.
     """
-    asked = parse_mesh_shape(mesh_shape)
-    if asked is None:
+    requested = parse_mesh_shape(mesh_shape)
+    if requested is None:
         return None
     devices = jax.devices()
-    sizes = mesh_axis_sizes(asked, len(devices), len({device.process_index for device in devices}))
+    sizes = mesh_axis_sizes(requested, len(devices), len({device.process_index for device in devices}))
     if sizes.get(SEQUENCE, 1) > 1:
         raise ValueError(
             f"mesh_shape must not have a sequence axis outside of training, because it splits the texts of a step, "
@@ -707,8 +707,8 @@ def check_heads(plan: ShardingPlan, heads: Mapping[str, int] | None, name: str) 
         )
     odd = {kind: count for kind, count in heads.items() if count % size}
     if odd:
-        shown = " and ".join(f"{count} {kind}" for kind, count in odd.items())
+        counts = " and ".join(f"{count} {kind}" for kind, count in odd.items())
         raise ValueError(
-            f"mesh: tensor={size} does not divide the {shown} of {name}. Choose a divisor, and use fsdp for the "
+            f"mesh: tensor={size} does not divide the {counts} of {name}. Choose a divisor, and use fsdp for the "
             "rest of the devices."
         )

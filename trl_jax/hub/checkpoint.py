@@ -68,8 +68,8 @@ def save(
         max_shard_size: most bytes per file, as in transformers; None keeps the source's shards.
     """
     entries = entries_of(params, source.tensor_map)
-    known = {tensor for tensors in source.shards.values() for tensor in tensors}
-    shards = shard_plan(source.shards, {*entries, *source.carried}, sorted(set(entries) - known))
+    sharded = {tensor for tensors in source.shards.values() for tensor in tensors}
+    shards = shard_plan(source.shards, {*entries, *source.carried}, sorted(set(entries) - sharded))
 
     def pieces(tensor: str) -> Pieces:
         if tensor in source.carried:
@@ -213,8 +213,8 @@ def load(
         config = config.untied()
         _, shapes = config.abstract
         table = match(config, files, shapes)
-    wanted = {entry.tensor for entry in table.tensor_map}.difference(table.on_disk)
-    missing = [draw for draw in config.draws() if draw.tensor in wanted]
+    absent = {entry.tensor for entry in table.tensor_map}.difference(table.on_disk)
+    missing = [draw for draw in config.draws() if draw.tensor in absent]
     new = _draw(config, missing, table.tensor_map, shapes, seed)
     reader, params = ArrayReader(files, table.on_disk, dtype, config.family.in_float32), {}
     axes = {} if sharding_of is None else logical_axes(config.model)
@@ -353,18 +353,18 @@ def match(config: NativeConfig, files: Files, shapes: dict[str, Any]) -> Matched
     """
     tensor_map = with_fused_experts(make_tensor_map(shapes, config.names), shapes, files.shapes)
     tensor_map = _with_stored_names(tensor_map, config, files)
-    wanted = {
+    expected = {
         tensor: entry.shape_on_disk(shapes[entry.path].shape)
         for entry in tensor_map
         for tensor, _ in entry.tensors(shapes[entry.path].shape)
     }
-    on_disk = _full_names(config, files, set(wanted))
-    adopt_head(config, files, on_disk, wanted)
+    on_disk = _full_names(config, files, set(expected))
+    adopt_head(config, files, on_disk, expected)
     files.check_dtypes(on_disk.values())
     embedding = next(entry.tensor for entry in tensor_map if entry.path.endswith(".embed.weight"))
     check_dropped(config, on_disk)
-    _leave_layers_out(config, on_disk, set(wanted))
-    _check(config, files, on_disk, wanted)
+    _leave_layers_out(config, on_disk, set(expected))
+    _check(config, files, on_disk, expected)
     return Matched(tensor_map, on_disk, has_own_head(config, files, on_disk, embedding))
 
 
@@ -372,21 +372,21 @@ def _with_stored_names(tensor_map: list[TensorEntry], config: NativeConfig, file
     """Keep legacy tensor names of older checkpoints, which transformers accepts too."""
 
     def occurring(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-        return [(known, prefix) for known, prefix in pairs if any(name.startswith(prefix) for name in files.shapes)]
+        return [(current, prefix) for current, prefix in pairs if any(name.startswith(prefix) for name in files.shapes)]
 
     base = config.family.base_prefix
     of_text = occurring((base, prefix) for prefix in config.family.other_prefixes)
     of_vision = () if config.vision_arch is None else occurring(config.vision.prefixes)
 
     def stored(entry: TensorEntry) -> TensorEntry:
-        for known, prefix in of_vision if entry.path.startswith("vision.") else of_text:
-            entry = replace(entry, tensor=_with_prefix(entry.tensor, known, prefix))
+        for current, prefix in of_vision if entry.path.startswith("vision.") else of_text:
+            entry = replace(entry, tensor=_with_prefix(entry.tensor, current, prefix))
         return entry
 
     tensor_map = [stored(entry) for entry in tensor_map]
-    first, *other = config.family.language_heads or ("",)
-    if first not in files.shapes and set(other) & set(files.shapes):
-        tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, first, *other)) for entry in tensor_map]
+    first, *others = config.family.language_heads or ("",)
+    if first not in files.shapes and set(others) & set(files.shapes):
+        tensor_map = [replace(entry, tensor=_with_prefix(entry.tensor, first, *others)) for entry in tensor_map]
     if not any(name.endswith("LayerNorm.gamma") for name in files.shapes):
         return tensor_map
     ending = re.compile(f"(?:{'|'.join(map(re.escape, _OLD_NORMS))})$")

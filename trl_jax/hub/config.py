@@ -77,10 +77,10 @@ class NativeConfig:
         """The vision family of this model_type. Raises ValueError if its images are not supported."""
         family = vision_families().get(self.family.model_type)
         if family is None:
-            known = ", ".join(vision_families())
+            supported = ", ".join(vision_families())
             raise ValueError(
                 f"{self.path}: images are not supported for model_type {self.family.model_type!r}, only text. They are "
-                f"supported for {known}."
+                f"supported for {supported}."
             )
         return family
 
@@ -167,9 +167,9 @@ def with_values(raw: dict[str, Any], values: dict[str, Any], path: Path, head: H
     if not values:
         return raw
     config = transformers_config(raw, path, head)
-    known = config.to_dict().keys() | config.attribute_map.keys()
-    values = {name: value for name, value in values.items() if name in known or name not in IGNORED_IF_UNKNOWN}
-    if unknown := values.keys() - known:
+    keys = config.to_dict().keys() | config.attribute_map.keys()
+    values = {name: value for name, value in values.items() if name in keys or name not in IGNORED_IF_UNKNOWN}
+    if unknown := values.keys() - keys:
         raise unknown_arguments_error(unknown)
     named = {config.attribute_map.get(name, name): value for name, value in values.items()}
     older = ("rope_theta", "rope_scaling") if "rope_parameters" in named else ()  # old names of the same values
@@ -183,7 +183,7 @@ def changes(config: Any, raw: dict[str, Any], path: Path, head: HeadName) -> dic
     """What training or user code changed in a config object, compared to the config.json it was read from. Changes in a
     nested config are nested in the same way."""
     loaded = transformers_config(raw, path, head)
-    return _different(*(json.loads(one.to_json_string(use_diff=False)) for one in (loaded, config)))
+    return _different(*(json.loads(c.to_json_string(use_diff=False)) for c in (loaded, config)))
 
 
 def _different(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -245,8 +245,8 @@ def checked_arguments(arguments: Mapping[str, Any], dtype: Any) -> LoadArguments
     dtype = checked_dtype(kwargs.pop("torch_dtype", dtype))
     attention = kwargs.pop("attn_implementation", None)
     if attention not in _ATTENTION and not (isinstance(attention, str) and _HUB_KERNEL.fullmatch(attention)):
-        known = ", ".join(map(str, _ATTENTION))
-        raise ValueError(f"attn_implementation must be one of {known}, or a kernel as owner/name, got {attention!r}.")
+        choices = ", ".join(map(str, _ATTENTION))
+        raise ValueError(f"attn_implementation must be one of {choices}, or a kernel as owner/name, got {attention!r}.")
     for key in _WITHOUT_EFFECT:
         kwargs.pop(key, None)
     for key in _PLACEMENT:

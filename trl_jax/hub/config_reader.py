@@ -327,9 +327,9 @@ class ConfigReader:
 
     def with_values(self, **values: Any) -> ConfigReader:
         """A reader of the same config with some values replaced; both readers share the record of keys read."""
-        other = ConfigReader({**self.raw, **values}, self.source, self._defaults)
-        other._asked = self._asked
-        return other
+        reader = ConfigReader({**self.raw, **values}, self.source, self._defaults)
+        reader._asked = self._asked
+        return reader
 
     def is_null(self, key: str) -> bool:
         """Whether the key is present and null, which for some keys differs from their default."""

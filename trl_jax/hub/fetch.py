@@ -350,7 +350,7 @@ def limited(operation: str) -> Iterator[None]:
         _operations.remove(operation)
         if not _operations:
             _waits.clear()
-            _sockets[:] = [known for known in _sockets if known() is not None]
+            _sockets[:] = [ref for ref in _sockets if ref() is not None]
 
 
 def pending_operations() -> list[str]:
@@ -362,9 +362,9 @@ def cut_off() -> None:
     """Abort all requests in progress and refuse new ones until `begin_again` is called."""
     global _cut_off
     _cut_off = True
-    for known in list(_sockets):
+    for ref in list(_sockets):
         with contextlib.suppress(OSError):  # already closed
-            if (end := known()) is not None:
+            if (end := ref()) is not None:
                 socket.socket.shutdown(end, socket.SHUT_RDWR)  # wakes up the thread that reads from it
 
 
@@ -452,20 +452,20 @@ def _after(response: Any) -> None:
     if response.status_code not in _RETRIED:
         _waits.pop(key, None)
         return
-    asked = asked_wait(response)
-    if asked is None:
+    delay = asked_wait(response)
+    if delay is None:
         return
-    end = time.monotonic() + asked
+    end = time.monotonic() + delay
     if end - _waits.get(key, time.monotonic()) > patience():
         _waits.pop(key, None)
         raise HubSilentError(
-            f"{key}: the server answered with status {response.status_code} and asks to wait {asked} seconds, which is "
+            f"{key}: the server answered with status {response.status_code} and asks to wait {delay} seconds, which is "
             f"more than {patience():g} ({VARIABLE})."
         )
     if response.request.method == "POST":  # some client functions do not retry these
         return
     while time.monotonic() < end and not _cut_off:
-        time.sleep(min(_POLL, asked))
+        time.sleep(min(_POLL, delay))
     response.headers["Retry-After"] = "0"
     response.headers.pop("ratelimit", None)
 
@@ -475,8 +475,8 @@ def asked_wait(response: Any) -> int | None:
     limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
     if limit is not None and limit.remaining == 0:
         return limit.reset_in_seconds
-    asked = response.headers.get("Retry-After", "").strip()
-    return int(asked) if asked.isdecimal() else None
+    delay = response.headers.get("Retry-After", "").strip()
+    return int(delay) if delay.isdecimal() else None
 
 
 # Digests: compare cached files with the sha256 from the Hub
@@ -494,22 +494,22 @@ def check_digest(file: Path, model: str) -> None:
     Raises:
         ValueError: the content differs. The file is removed from the cache, so that it is downloaded again next time.
     """
-    wanted = Path(os.readlink(file)).name if file.is_symlink() else ""
-    if _SHA256.fullmatch(wanted) is None or not file.is_file():
+    expected = Path(os.readlink(file)).name if file.is_symlink() else ""
+    if _SHA256.fullmatch(expected) is None or not file.is_file():
         return
     content = file.resolve()
     stat = content.stat()
-    state = f"{wanted} {stat.st_size} {stat.st_mtime_ns}"
+    state = f"{expected} {stat.st_size} {stat.st_mtime_ns}"
     mark = _mark(content)
     if mark is not None and mark.is_file() and mark.read_text(encoding="utf-8") == state:
         return
     with content.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != wanted:
+        actual = hashlib.file_digest(opened, "sha256").hexdigest()
+    if actual != expected:
         for part in (file, file.parent / os.readlink(file), content):
             part.unlink(missing_ok=True)
         raise ValueError(
-            f"model={model!r}: {file.name} is corrupted: its sha256 is {found}, but {wanted} on the Hub. It was "
+            f"model={model!r}: {file.name} is corrupted: its sha256 is {actual}, but {expected} on the Hub. It was "
             f"removed from the cache ({file}). Start again to download it again. If that does not help, something "
             "between here and the Hub (a proxy, a mirror, the disk) modifies files."
         )

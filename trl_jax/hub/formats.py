@@ -316,9 +316,9 @@ def diagnose(path: Path) -> str | None:
         opening = file.read(64)
         if size < 8:
             return f"it has {size} bytes, perhaps because a download was interrupted: {_ANOTHER}"
-        known = next((problem for mark, problem in _OPENINGS.items() if opening.lstrip().startswith(mark)), None)
-        if known is not None:
-            return known
+        problem = next((problem for mark, problem in _OPENINGS.items() if opening.lstrip().startswith(mark)), None)
+        if problem is not None:
+            return problem
         if opening.isascii() and b"\0" not in opening:
             return f"it is a text file: {_ANOTHER}"  # content is not shown, because a link may point to any file
         length = int.from_bytes(opening[:8], "little")
@@ -359,11 +359,11 @@ def _faulty_header(header: bytes, data: int) -> str | None:
 
 def _faulty_tensor(dtype: str, shape: list[int], size: int) -> str | None:
     if dtype not in _SIZES:
-        known = "which safetensors does not know or cannot handle; save it as F32, BF16 or F16"
-        return f"has dtype {listed([dtype])}, {known}"
+        reason = "which safetensors does not know or cannot handle; save it as F32, BF16 or F16"
+        return f"has dtype {listed([dtype])}, {reason}"
     if not all(type(axis) is int for axis in shape):  # otherwise the product could be a huge list or string
         return f"has shape {brief(shape)} instead of integers: {_ANOTHER}"
-    wanted = math.prod(shape) * _SIZES[dtype]
-    if wanted == size:
+    expected = math.prod(shape) * _SIZES[dtype]
+    if expected == size:
         return None
-    return f"of dtype {dtype} and shape {brief(shape)} needs {wanted:,} bytes, but has {size:,}"
+    return f"of dtype {dtype} and shape {brief(shape)} needs {expected:,} bytes, but has {size:,}"

@@ -262,8 +262,8 @@ def _inputs(inputs: Any, others: Mapping[str, Any], *, seeing: bool) -> tuple[An
         )
     if not seeing and np.any(others.get("token_type_ids")):
         raise ValueError("token_type_ids must be all 0 because each row is a single text. Leave it out.")
-    known = ("input_ids", "attention_mask", "token_type_ids", "trust_remote_code")
-    _check_unused(others, (*known, "mm_token_type_ids") if seeing else known)
+    allowed = ("input_ids", "attention_mask", "token_type_ids", "trust_remote_code")
+    _check_unused(others, (*allowed, "mm_token_type_ids") if seeing else allowed)
     return inputs if ids is None else ids, others.get("attention_mask")
 
 

@@ -56,20 +56,20 @@ class UserFunctions:
         self._settings, self._prompts, self._criteria = settings, prompts, criteria
         self._own, in_torch, self._failures = list(processors), prompts.in_torch, Failures()
         self._prefix = prefix_allowed and PrefixConstraint(prefix_allowed, settings.completions, in_torch)
-        wanted = ("output_logits", "output_scores") if settings.config.return_dict_in_generate else ()
-        self._recorders = {name: Recorder() for name in wanted if vars(settings.config)[name]}
+        names = ("output_logits", "output_scores") if settings.config.return_dict_in_generate else ()
+        self._recorders = {name: Recorder() for name in names if vars(settings.config)[name]}
 
     @contextmanager
     def processors(self, before: dict[str, Processor], behind: dict[str, Processor]) -> Iterator[tuple[Processor, ...]]:
         """All processors, ours and the user's, in the order in which they are applied."""
-        functions = [UserFunction(one, self._prompts.in_torch) for one in self._own]
+        functions = [UserFunction(processor, self._prompts.in_torch) for processor in self._own]
         functions += [self._prefix] if self._prefix else []
         with on_host([*functions, *self._recorders.values()], self._failures) as called:
-            own, rest = called[: len(self._own)], called[len(self._own) :]
+            user_processors, rest = called[: len(self._own)], called[len(self._own) :]
             if self._prefix:
                 before = in_order(before | {"prefix_allowed_tokens_fn": rest.pop(0)})
             keep = dict(zip(self._recorders, rest, strict=True))
-            chain = [*merged(before, list(zip(self._own, own, strict=True))), *behind.values()]
+            chain = [*merged(before, list(zip(self._own, user_processors, strict=True))), *behind.values()]
             first = [keep["output_logits"]] if "output_logits" in keep else []
             last = [keep["output_scores"]] if "output_scores" in keep else []
             yield (*first, *chain, *last)
@@ -78,7 +78,7 @@ class UserFunctions:
         """What to do on the host in each step; None if there is nothing to do."""
         criteria = [self._failures] if self._own or self._prefix else []
         criteria += criteria_of(self._settings.config, tokenizer)
-        criteria += [UserFunction(one, self._prompts.in_torch) for one in self._criteria]
+        criteria += [UserFunction(criterion, self._prompts.in_torch) for criterion in self._criteria]
         if not (criteria or streamer is not None or self._recorders):
             return None
         scores = self._recorders["output_scores"].steps if "output_scores" in self._recorders else None
@@ -91,9 +91,9 @@ class UserFunctions:
         sequences = prompts.sequences(completions.tokens, self._settings.completions)
         if not self._settings.config.return_dict_in_generate:
             return sequences
-        kept = {name: tuple(map(prompts.back, recorder.steps)) for name, recorder in self._recorders.items()}
+        recorded = {name: tuple(map(prompts.back, recorder.steps)) for name, recorder in self._recorders.items()}
         logprobs = prompts.back(completions.logps)
-        return GenerateOutput(sequences, kept.get("output_scores"), kept.get("output_logits"), logprobs)
+        return GenerateOutput(sequences, recorded.get("output_scores"), recorded.get("output_logits"), logprobs)
 
 
 # Processors that compiled steps call on the host
@@ -211,9 +211,9 @@ class PrefixConstraint:
 
     def __call__(self, ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
         mask = np.full_like(scores, -np.inf)
-        for row, own in enumerate(ids):
+        for row, row_ids in enumerate(ids):
             prompt = row // self._completions
-            listed = self._allowed(prompt, as_tensors(own) if self._in_torch else own)
+            listed = self._allowed(prompt, as_tensors(row_ids) if self._in_torch else row_ids)
             if len(listed) == 0:
                 raise ValueError(
                     f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {prompt}. This means that the "
@@ -232,10 +232,10 @@ def merged(built: dict[str, Processor], own: list[tuple[Any, Processor]]) -> lis
     Args:
         own: pairs of the processor as passed and as called.
     """
-    in_place = {type(given).__name__: processor for given, processor in own}
+    in_place = {type(passed).__name__: processor for passed, processor in own}
     names = {name: _CLASSES[name] for name in built}
     chain = [in_place.get(names[name], processor) for name, processor in built.items()]
-    return chain + [processor for given, processor in own if type(given).__name__ not in names.values()]
+    return chain + [processor for passed, processor in own if type(passed).__name__ not in names.values()]
 
 
 def in_order(built: dict[str, Processor]) -> dict[str, Processor]:

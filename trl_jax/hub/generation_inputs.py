@@ -101,8 +101,8 @@ def read_prompts(input_ids: Any, attention_mask: Any, settings: Settings, vocabu
 def left_padded(rows: Sequence[Sequence[int]], fill: int | None) -> np.ndarray:
     """Left-pad rows of any lengths, int64 `[rows, T]`."""
     padded = np.full((len(rows), max(map(len, rows))), 0 if fill is None else fill, np.int64)
-    for row, own in zip(rows, padded, strict=True):
-        own[len(own) - len(row) :] = row
+    for row, padded_row in zip(rows, padded, strict=True):
+        padded_row[len(padded_row) - len(row) :] = row
     return padded
 
 
@@ -207,7 +207,7 @@ def resolve(model: Any, config: Any, keywords: Mapping[str, Any]) -> tuple[Setti
     """
     from transformers import GenerationConfig
 
-    given = [field.max_length for field in (config, model.generation_config) if field is not None]
+    lengths = [field.max_length for field in (config, model.generation_config) if field is not None]
     given_least = [field.min_length for field in (config, model.generation_config) if field is not None]
     resolved = GenerationConfig() if config is None else copy.deepcopy(config)
     resolved.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
@@ -220,7 +220,7 @@ def resolve(model: Any, config: Any, keywords: Mapping[str, Any]) -> tuple[Setti
         resolved,
         eos,
         None if pad is None else int(pad),
-        default_max_length=all(length is None for length in (keywords.get("max_length"), *given)),
+        default_max_length=all(length is None for length in (keywords.get("max_length"), *lengths)),
         default_min_length=all(length is None for length in (keywords.get("min_length"), *given_least)),
     )
     return settings, unused
@@ -372,12 +372,12 @@ def refuse_fields(config: Any) -> None:
     """Raise ValueError if a GenerationConfig asks for something unsupported."""
     values = vars(config)
     _check_beams(values)
-    asked = {name: why for name, (idle, why) in _FIELDS.items() if values.get(name) not in idle}
+    refused = {name: why for name, (idle, why) in _FIELDS.items() if values.get(name) not in idle}
     if values["cache_implementation"] == "paged":
-        asked["cache_implementation"] = "call generate_batch, which transformers uses in this case."
+        refused["cache_implementation"] = "call generate_batch, which transformers uses in this case."
     elif values["cache_implementation"] not in _CACHES:
-        asked["cache_implementation"] = _KEPT
-    _refuse(asked, values)
+        refused["cache_implementation"] = _KEPT
+    _refuse(refused, values)
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
@@ -430,7 +430,7 @@ class StopStrings:
 
     def _ends_at(self, row: list[int], last: int) -> bool:
         """Whether the token at index `last` completes a string."""
-        return any(self._completes(row, last, wanted) for wanted in self._wanted)
+        return any(self._completes(row, last, stop) for stop in self._wanted)
 
     def _completes(self, row: list[int], last: int, wanted: bytes) -> bool:
         text, missing = self._text(row[last]), len(wanted) - 1
@@ -517,11 +517,11 @@ def encoded_prompt(
 
 def ids_of_tokenizer(model: Any, tokenizer: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Add the tokenizer's EOS and pad ids if neither the fields nor the model's generation_config have them."""
-    own = vars(model.generation_config)
+    config_fields = vars(model.generation_config)
     eos = tokenizer.eos_token_id
     pad = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    known = {"eos_token_id": eos, "pad_token_id": pad}
-    return {name: id_ for name, id_ in known.items() if own[name] is None and id_ is not None} | fields
+    token_ids = {"eos_token_id": eos, "pad_token_id": pad}
+    return {name: id_ for name, id_ in token_ids.items() if config_fields[name] is None and id_ is not None} | fields
 
 
 def decoded(ids: Sequence[int], tokenizer: Any) -> str:

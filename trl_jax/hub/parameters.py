@@ -174,9 +174,9 @@ class Weights:
         second module. If `twice`, a module that contains both of its names has both."""
         start = f"{module}." if module else ""
         names = {name.removeprefix(start): name for name in self.names() if name.startswith(start)}
-        tied = {other: name for other, name in self.backend.tied.items() if other.startswith(start)}
-        again = {other: name for other, name in tied.items() if twice or name not in names.values()}
-        return names | {other.removeprefix(start): name for other, name in again.items()}
+        tied = {alias: name for alias, name in self.backend.tied.items() if alias.startswith(start)}
+        again = {alias: name for alias, name in tied.items() if twice or name not in names.values()}
+        return names | {alias.removeprefix(start): name for alias, name in again.items()}
 
     def buffers(self) -> set[str]:
         """Names of the arrays that are saved with the parameters but not trained."""
@@ -349,10 +349,10 @@ class Parameter(metaclass=_RelatedToTensors):
     @property
     def _shape_only(self) -> Any:
         """An object with the shape and dtype of the values. If these are known, nothing is read."""
-        known = self._weights.shape_of(self._name)
-        if known is None:
+        struct = self._weights.shape_of(self._name)
+        if struct is None:
             return self._values
-        return without_memory(known.shape, known.dtype.name) if "torch" in sys.modules else known
+        return without_memory(struct.shape, struct.dtype.name) if "torch" in sys.modules else struct
 
     @property
     def size(self) -> int:
@@ -519,10 +519,8 @@ class ModuleApi:
         not saved, such as the frequencies of rotary embeddings."""
         start = f"{prefix}." if prefix else ""
         buffers = self._whole.weights.buffers()
-        wanted = {
-            full: name for name, full in self._names().items() if full in buffers and (recurse or "." not in name)
-        }
-        return ((start + wanted[full], values) for full, values in self._whole._named(wanted))
+        tails = {full: name for name, full in self._names().items() if full in buffers and (recurse or "." not in name)}
+        return ((start + tails[full], values) for full, values in self._whole._named(tails))
 
     def buffers(self, recurse: bool = True) -> Iterator[Parameter]:
         return (values for _, values in self.named_buffers(recurse=recurse))

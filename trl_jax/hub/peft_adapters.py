@@ -95,16 +95,16 @@ class ModuleAdapters:
         """Kind -> shape of the array."""
         module, lead = self.module, (self.module.layers,) if self.module.stacked else ()
         rank = self.rank * max(module.experts, 1)
-        each = {"a": (rank, module.inputs), "b": (module.outputs, rank)}
-        each |= dict.fromkeys(("magnitude", "bias"), (module.outputs,))
-        return {kind: (*lead, *each[kind]) for kind in self.paths}
+        all_shapes = {"a": (rank, module.inputs), "b": (module.outputs, rank)}
+        all_shapes |= dict.fromkeys(("magnitude", "bias"), (module.outputs,))
+        return {kind: (*lead, *all_shapes[kind]) for kind in self.paths}
 
     def sizes(self) -> dict[str, int]:
         """Kind -> number of parameters, without the padding of smaller ranks."""
         ranks, layers = sum(self.ranks) * max(self.module.experts, 1), sum(rank > 0 for rank in self.ranks)
-        each = {"a": ranks * self.module.inputs, "b": ranks * self.module.outputs}
-        each |= dict.fromkeys(("magnitude", "bias"), layers * self.module.outputs)
-        return {kind: each[kind] for kind in self.paths}
+        all_sizes = {"a": ranks * self.module.inputs, "b": ranks * self.module.outputs}
+        all_sizes |= dict.fromkeys(("magnitude", "bias"), layers * self.module.outputs)
+        return {kind: all_sizes[kind] for kind in self.paths}
 
     def at(self, layer: int) -> dict[str, tuple]:
         """Kind -> index of one layer in the array; each expert's A is padded separately."""
@@ -293,8 +293,8 @@ def _resized_tables(
             inner = WRAPPED[3 if module.name in some or (tied_head and some) else 0]
         saved[f"{name}{inner}.{kind}"] = table if tied_head else entry.path
         if tied_head and some:
-            [other] = some
-            copies[f"{name}.{TENSOR}"] = f"{PREFIX}{other}.{TENSOR}"
+            [table_name] = some
+            copies[f"{name}.{TENSOR}"] = f"{PREFIX}{table_name}.{TENSOR}"
     return saved, copies
 
 
@@ -365,7 +365,7 @@ def _wrapped_names(module: Module, targets: Targets) -> list[str]:
     and only the last keeps the module's name."""
     every, wrapped = [name for name, _, _ in targets], []
     for name in module.names():
-        siblings = [other for other in every if _owner(other) == _owner(name)]
+        siblings = [target for target in every if _owner(target) == _owner(name)]
         later = siblings[siblings.index(name) + 1 :] if name in siblings else []
         wrapped.append(_owner(name) + ".base_layer" * len(later))
     return wrapped
@@ -417,7 +417,7 @@ def _full_training(
             return entry, entry.path, at
         return entry, Layers(entry.path, layers).name, (layers.index(at[0]),) if at else ()
 
-    return FullyTrained(some, {tensor: [placed(*each) for each in parts] for tensor, parts in entries.items()})
+    return FullyTrained(some, {tensor: [placed(*part) for part in parts] for tensor, parts in entries.items()})
 
 
 # Initial values, drawn with torch's generator as in PEFT
@@ -712,10 +712,10 @@ def read_tables(folder: Path, plan: AdapterPlan, shapes: Mapping[str, tuple[int,
 def expected_shapes(plan: AdapterPlan, shapes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name on disk -> shape of each tensor that an adapter's file must contain, given the shapes of the trained
     arrays."""
-    wanted = {name: np.empty(shapes[path].shape, np.bool_)[at].shape for name, path, at in plan.tensors()}
+    expected = {name: np.empty(shapes[path].shape, np.bool_)[at].shape for name, path, at in plan.tensors()}
     for name, [(entry, path, _), *_] in plan.full.tensors.items():
-        wanted[name] = entry.shape_on_disk(shapes[path].shape)
-    return wanted
+        expected[name] = entry.shape_on_disk(shapes[path].shape)
+    return expected
 
 
 def read_tensors(
@@ -727,19 +727,19 @@ def read_tensors(
         FileNotFoundError, ValueError: the file is missing, or it does not fit the model.
     """
     path = _weights_in(folder)
-    tensors, wanted = open_tensors(path), expected_shapes(plan, shapes)
+    tensors, expected = open_tensors(path), expected_shapes(plan, shapes)
     lacking = sorted(set(defaults or {}) - set(tensors))
     if lacking:
         logger.warning("%s has no %s: starting from the base model's.", path, _some(lacking))
     tensors = (defaults or {}) | tensors
-    _check_names(path, plan, set(tensors), set(wanted))
-    for name, shape in wanted.items():
+    _check_names(path, plan, set(tensors), set(expected))
+    for name, shape in expected.items():
         if tuple(tensors[name].shape) != tuple(shape):
             raise ValueError(
                 f"{path}: {name} is {brief(list(tensors[name].shape))}, but this base model requires {list(shape)}. "
                 "Pass the base model that the adapter was trained on."
             )
-    return {name: tensors[name] for name in wanted}
+    return {name: tensors[name] for name in expected}
 
 
 def _weights_in(folder: Path) -> Path:
@@ -750,10 +750,10 @@ def _weights_in(folder: Path) -> Path:
 
 
 def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str]) -> None:
-    missing, known = sorted(wanted - names), {*plan.saved_tables, *plan.copies, *plan.carried}
+    missing, optional = sorted(wanted - names), {*plan.saved_tables, *plan.copies, *plan.carried}
     if unread := sorted(names & plan.carried.keys()):
         logger.warning("%s: %s adapt layers whose outputs are not read; saved unchanged.", path, _some(unread))
-    strange = sorted(name for name in names - wanted - known if not _OF_THE_BASE.search(name))
+    strange = sorted(name for name in names - wanted - optional if not _OF_THE_BASE.search(name))
     if any(_SINGLE_EXPERT.search(name) for name in strange):
         raise ValueError(
             f"{path} has separate adapters for each expert, as in transformers 4; now all experts share one parameter. "

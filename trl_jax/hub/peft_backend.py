@@ -107,8 +107,8 @@ class AdaptedBackend(Backend):
     def _names(self) -> list[str]:
         """PEFT's names of all parameters in torch's order. PEFT registers a module before what it adds to it."""
         base = [self.prefix + name for name in parameter_names(self.base.source.config)]
-        known = self._frozen_tensors | self.trained_names
-        return [name for name in torch_order((*base, *known)) if name in known]
+        names = self._frozen_tensors | self.trained_names
+        return [name for name in torch_order((*base, *names)) if name in names]
 
     def _stored(self, arrays: dict[str, Any], path: str) -> list[tuple[str, Any]]:
         """The array at a path, or the arrays that represent it if it is quantized or stored as raw bits."""
@@ -232,7 +232,7 @@ class LoraBackend(AdaptedBackend):
         self._trained_shapes = expected_shapes(plan, shapes)
         self.dtypes = dict.fromkeys(self._trained_shapes, "float32")
         self._wrapped = _wrapped(plan)
-        self._sizes = {each.paths[kind]: size for each in plan.modules for kind, size in each.sizes().items()}
+        self._sizes = {adapter.paths[kind]: size for adapter in plan.modules for kind, size in adapter.sizes().items()}
 
     @cached_property
     def trained_names(self) -> dict[str, None]:
@@ -307,15 +307,15 @@ class LoraBackend(AdaptedBackend):
 
     def _saved_module(self, name: str) -> str:
         """The name in memory of a fully trained parameter: PEFT wraps its module if `modules_to_save` selects it."""
-        wanted, parts = tuple(self.plan.config.modules_to_save or ()), name.split(".")
+        suffixes, parts = tuple(self.plan.config.modules_to_save or ()), name.split(".")
         for at in range(PREFIX.count(".") + 1, len(parts)):
-            if wanted and ".".join(parts[:at]).endswith(wanted):
+            if suffixes and ".".join(parts[:at]).endswith(suffixes):
                 return ".".join([*parts[:at], "modules_to_save.default", *parts[at:]])
         return name
 
     def torch_param_layout(self) -> TorchParamLayout:
         base = self.base.torch_param_layout()
-        stacked = {path for each in self.plan.modules if each.module.stacked for path in each.paths.values()}
+        stacked = {path for adapter in self.plan.modules if adapter.module.stacked for path in adapter.paths.values()}
         stacked |= {name for name, path in self._base_paths.items() if path in base.stacked}
         joined, axes, kernels = map(self._of_base, (base.joined, base.axes, base.kernels))
         return TorchParamLayout(frozenset(stacked), joined, axes, kernels)
@@ -326,7 +326,7 @@ class LoraBackend(AdaptedBackend):
         return axes | self._of_base(axes)
 
     def of_vision(self, params: Collection[str]) -> frozenset[str]:
-        adapters = (each.paths.values() for each in self.plan.modules if of_vision(each.module.tensor_map[0]))
+        adapters = (adapter.paths.values() for adapter in self.plan.modules if of_vision(adapter.module.tensor_map[0]))
         return super().of_vision(params) | {path for paths in adapters for path in paths if path in params}
 
     def size_of(self, path: str, array: jax.Array) -> int:
@@ -387,5 +387,5 @@ def _narrowed(table: np.ndarray, kind: np.dtype) -> np.ndarray:
 
 
 def _graph_of(base: NativeBackend, plan: AdapterPlan) -> AdaptedGraph:
-    adapters = tuple(each.adapter for each in plan.modules)
+    adapters = tuple(module.adapter for module in plan.modules)
     return adapted_graph(base.make, adapters, plan.shapes, plan.full.some_layers(), plan.config.lora_dropout)

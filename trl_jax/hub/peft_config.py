@@ -58,12 +58,12 @@ class PeftConfig:
     is_adaption_prompt: ClassVar[bool] = False
 
     def __post_init__(self):
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for f in fields(self):
+            value = getattr(self, f.name)
             if isinstance(value, np.ndarray):
-                raise ValueError(f"{type(self).__name__}: {each.name} must not be an array, got {brief(value)}.")
+                raise ValueError(f"{type(self).__name__}: {f.name} must not be an array, got {brief(value)}.")
             if isinstance(value, np.generic):
-                setattr(self, each.name, value.item())
+                setattr(self, f.name, value.item())
         self.peft_type, self.peft_version = self.kind, self.peft_version or PEFT
         if self.task_type is not None:
             self.task_type = task_of(self.task_type)
@@ -79,7 +79,7 @@ class PeftConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON types."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write adapter_config.json, creating the folder if needed."""
@@ -223,9 +223,9 @@ def _check(config: LoraConfig) -> None:
 def _check_names(config: LoraConfig) -> None:
     """Check the fields that select modules and layers."""
     must = config.must
-    for name, each in (("modules_to_save", _inner_pattern), ("target_parameters", _text)):
+    for name, is_valid in (("modules_to_save", _inner_pattern), ("target_parameters", _text)):
         value = vars(config)[name]
-        must(value is None or _list(value, each), name, "a list of names")
+        must(value is None or _list(value, is_valid), name, "a list of names")
     for name in ("target_modules", "exclude_modules"):
         value = vars(config)[name]
         must(value is None or _pattern(value) or _list(value, _text), name, "a list of names or a single pattern")
@@ -314,14 +314,14 @@ def kind_of(keys: dict[str, Any]) -> Any:
 def config_of(cls: type, keys: dict[str, Any], source: str) -> Any:
     """The config of class `cls` with these keys. Raises ValueError for unknown keys, which a later PEFT release may
     use."""
-    known = {f.name for f in fields(cls)}
-    unknown = sorted(key for key, value in keys.items() if key not in known and value not in (None, False, {}, []))
+    names = {f.name for f in fields(cls)}
+    unknown = sorted(key for key, value in keys.items() if key not in names and value not in (None, False, {}, []))
     if unknown:
         raise ValueError(
             f"{source} has {listed(unknown)}, which PEFT {PEFT} does not know (peft_version is "
             f"{brief(keys.get('peft_version'))}). They may change what the adapter computes. Save it with that release."
         )
-    return cls(**{key: _copied(value) for key, value in keys.items() if key in known})
+    return cls(**{key: _copied(value) for key, value in keys.items() if key in names})
 
 
 def _copied(value: Any) -> Any:
@@ -369,9 +369,9 @@ class PromptLearningConfig(PeftConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for each in fields(self):
-            if isinstance(value := getattr(self, each.name), Enum):
-                setattr(self, each.name, value.value)
+        for f in fields(self):
+            if isinstance(value := getattr(self, f.name), Enum):
+                setattr(self, f.name, value.value)
         for name in self.positive:
             value = getattr(self, name)
             self.must(value is None or _whole(value, 1), name, "an integer of at least 1")

@@ -35,14 +35,14 @@ def with_parameters(config: LoraConfig, modules: list[Module], model_type: str) 
     Raises:
         ValueError: only one of two modules that share a parameter is selected.
     """
-    wanted, replaced_by = config.target_modules, _REPLACED_BY.get(model_type)
+    targets, replaced_by = config.target_modules, _REPLACED_BY.get(model_type)
     if replaced_by is None:
         return config
-    if isinstance(wanted, str):
-        wanted = _last_names(config, modules, replaced_by)
-        if not wanted:
+    if isinstance(targets, str):
+        targets = _last_names(config, modules, replaced_by)
+        if not targets:
             return config
-    named = {name: next((old for old in replaced_by if f".{name}".endswith(f".{old}")), None) for name in wanted or ()}
+    named = {name: next((old for old in replaced_by if f".{name}".endswith(f".{old}")), None) for name in targets or ()}
     rank_pattern, alpha_pattern = dict(config.rank_pattern), dict(config.alpha_pattern)
     for parameter in dict.fromkeys(replaced_by.values()):
         inside = [old for old, new in replaced_by.items() if new == parameter]
@@ -94,21 +94,21 @@ def targeted_parameters(config: LoraConfig, modules: list[Module], *, alone: boo
         ValueError: no parameter matches although `alone`, one is not a matrix, or the config has an option that only
             works for modules.
     """
-    wanted = tuple(config.target_parameters or ())
+    params = tuple(config.target_parameters or ())
     every = [
         (f"{name}.{last}", last, owner, layer)
         for name, module, layer in in_order(modules)
         for last, owner in module.parameters()
     ]
-    selected = [place for place in every if f".{place[0]}".endswith(tuple(f".{end}" for end in wanted))]
+    selected = [place for place in every if f".{place[0]}".endswith(tuple(f".{end}" for end in params))]
     for name, last, owner, _ in selected:
         if owner.kind not in _WITH_MATRICES or last not in ("weight", owner.name.rpartition(".")[2]):
             raise ValueError(
-                f"LoraConfig: target_parameters={shown(set(wanted))} selects {name}, which is not a matrix of a linear "
+                f"LoraConfig: target_parameters={shown(set(params))} selects {name}, which is not a matrix of a linear "
                 f"layer or of experts. Available: {', '.join(_matrices(every))}."
             )
-    if wanted and not selected:
-        text = f"target_parameters={shown(set(wanted))} selects no parameter of this model. It has "
+    if params and not selected:
+        text = f"target_parameters={shown(set(params))} selects no parameter of this model. It has "
         text += f"{', '.join(_matrices(every))}."
         if alone:
             raise ValueError(f"LoraConfig: {text}")
@@ -152,9 +152,9 @@ def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraCon
             f"The chat template adds {len(ids)} new tokens, whose embeddings must be trained, but a "
             f"{type(lora).__name__} only trains virtual tokens. Use a LoraConfig, or a template without new tokens."
         )
-    asked, saved = lora.trainable_token_indices, list(lora.modules_to_save or [])
-    named = isinstance(asked, dict)
-    asked = asked | {EMBEDDING: [*asked.get(EMBEDDING, ()), *ids]} if named else [*(asked or ()), *ids]
+    token_ids, saved = lora.trainable_token_indices, list(lora.modules_to_save or [])
+    named = isinstance(token_ids, dict)
+    token_ids = token_ids | {EMBEDDING: [*token_ids.get(EMBEDDING, ()), *ids]} if named else [*(token_ids or ()), *ids]
     if head == "lm" and HEAD not in saved:
         saved.append(HEAD)
         logger.warning(
@@ -162,7 +162,7 @@ def with_new_tokens(lora: LoraConfig, ids: list[int], head: HeadName) -> LoraCon
             "adapter. It was added, because otherwise the model may not learn to generate these tokens. "
             "To do this explicitly, pass LoraConfig(modules_to_save=['lm_head'])."
         )
-    return replace(lora, trainable_token_indices=asked, modules_to_save=saved or None)
+    return replace(lora, trainable_token_indices=token_ids, modules_to_save=saved or None)
 
 
 def token_tables(lora: LoraConfig, modules: list[Module]) -> list[tuple[Module, tuple[int, ...]]]:
@@ -171,15 +171,15 @@ def token_tables(lora: LoraConfig, modules: list[Module]) -> list[tuple[Module, 
     Raises:
         ValueError: a name is not a token embedding, an id is out of range, or the embedding is also trained fully.
     """
-    asked = lora.trainable_token_indices
-    if not asked:
+    indices = lora.trainable_token_indices
+    if not indices:
         return []
     tables = [module for module in modules if module.kind == "embedding" or is_lm_head(module)]
-    if not isinstance(asked, dict):
+    if not isinstance(indices, dict):
         texts = (table for table in tables if not of_vision(table.tensor_map[0]))
-        asked = {next(texts).name: asked}
+        indices = {next(texts).name: indices}
     selected = []
-    for name, ids in asked.items():
+    for name, ids in indices.items():
         table = next((table for table in tables if table.name.endswith(name)), None)
         if table is None:
             names = ", ".join(table.name.rpartition(".")[2] for table in tables)
@@ -301,22 +301,22 @@ def resolve_targets(config: LoraConfig, modules: list[Module], model_type: str) 
     Raises:
         ValueError: `target_modules` is None, and PEFT has no default for this model_type.
     """
-    wanted, places = config.target_modules, in_order(modules)
-    if wanted is None and not (config.target_parameters and model_type not in _USUAL):
+    targets, places = config.target_modules, in_order(modules)
+    if targets is None and not (config.target_parameters and model_type not in _USUAL):
         if model_type not in _USUAL:
             raise ValueError(
                 f"LoraConfig: target_modules is None, and PEFT has no default for model_type {model_type!r}. "
                 f"Choose from {', '.join(candidates(modules))}, or pass 'all-linear'."
             )
         usual = _USUAL[model_type]
-        wanted = usual if isinstance(usual, str) else set(usual)
-    if is_all(wanted):
-        wanted = linear_maps(config, modules)
-    if isinstance(wanted, set) and len(wanted) >= _MANY:
-        wanted = _shortest(wanted, _every_name(places))
+        targets = usual if isinstance(usual, str) else set(usual)
+    if is_all(targets):
+        targets = linear_maps(config, modules)
+    if isinstance(targets, set) and len(targets) >= _MANY:
+        targets = _shortest(targets, _every_name(places))
     conv = any(module.kind == "conv1d" for _, module, _ in places)
-    transposed = conv or (config.fan_in_fan_out and not wanted)  # PEFT corrects it for the modules that it finds
-    return replace(config, target_modules=wanted, fan_in_fan_out=transposed)
+    transposed = conv or (config.fan_in_fan_out and not targets)  # PEFT corrects it for the modules that it finds
+    return replace(config, target_modules=targets, fan_in_fan_out=transposed)
 
 
 def is_all(wanted: Any) -> bool:
@@ -361,29 +361,29 @@ def targeted(config: LoraConfig, modules: list[Module], model_type: str) -> Targ
     Raises:
         ValueError: no module or parameter is selected, or one that cannot have an adapter.
     """
-    places, wanted = in_order(modules), config.target_modules
-    known = {name: (name, module, layer) for name, module, layer in places}
+    places, targets = in_order(modules), config.target_modules
+    by_name = {name: (name, module, layer) for name, module, layer in places}
     selected = [name for name in module_names(places) if is_selected(config, name)]
     past = _PAST_ADAPTERS.get(model_type, set())
     incompatible = next((name for name in selected if name.rpartition(".")[2] in past), None)
     if incompatible is not None:
         raise ValueError(
-            f"LoraConfig: target_modules={shown(wanted)} selects {incompatible}. PEFT: Module "
+            f"LoraConfig: target_modules={shown(targets)} selects {incompatible}. PEFT: Module "
             f"{incompatible.rpartition('.')[2]!r} is incompatible with Mamba-based models (model_type="
             f"{model_type!r}). Choose from {', '.join(candidates(modules))}, or pass exclude_modules=['out_proj']."
         )
-    wrong = [name for name in selected if name not in known or known[name][1].kind not in ADAPTABLE]
+    wrong = [name for name in selected if name not in by_name or by_name[name][1].kind not in ADAPTABLE]
     if wrong:
         raise ValueError(
-            f"LoraConfig: target_modules={shown(wanted)} selects {wrong[0]} (and {len(selected) - 1} more), which is "
+            f"LoraConfig: target_modules={shown(targets)} selects {wrong[0]} (and {len(selected) - 1} more), which is "
             f"not a linear layer or embedding. Available: {', '.join(candidates(modules))}."
         )
     if not selected and not config.target_parameters:
         raise ValueError(
-            f"LoraConfig: target_modules={shown(wanted)} selects no module of this model, or only modules that "
+            f"LoraConfig: target_modules={shown(targets)} selects no module of this model, or only modules that "
             f"exclude_modules, modules_to_save or layers_to_transform exclude. It has {', '.join(candidates(modules))}."
         )
-    return [known[name] for name in selected]
+    return [by_name[name] for name in selected]
 
 
 def shown(value: Any) -> str:
@@ -409,12 +409,12 @@ def is_left_out(config: LoraConfig, name: str) -> bool:
 def is_selected(config: LoraConfig, name: str) -> bool:
     if is_left_out(config, name):
         return False
-    wanted = config.target_modules
-    if wanted is None or isinstance(wanted, str):
-        return wanted is not None and re.fullmatch(wanted, name) is not None
-    if name in wanted:  # a full name selects that module regardless of the layer options
+    targets = config.target_modules
+    if targets is None or isinstance(targets, str):
+        return targets is not None and re.fullmatch(targets, name) is not None
+    if name in targets:  # a full name selects that module regardless of the layer options
         return True
-    return _matches(wanted, name) and _in_layers(config, name)
+    return _matches(targets, name) and _in_layers(config, name)
 
 
 def _matches(wanted: Any, name: str) -> bool:
@@ -440,9 +440,9 @@ def _in_layers(config: LoraConfig, name: str) -> bool:
 
 def fully_trained(config: LoraConfig, modules: list[Module]) -> Targets:
     """The modules whose names end with an entry of `modules_to_save`, and their submodules."""
-    wanted = tuple(config.modules_to_save or ())
+    suffixes = tuple(config.modules_to_save or ())
     places = in_order(modules)
-    selected = [name for name in module_names(places) if wanted and name.endswith(wanted)]
+    selected = [name for name in module_names(places) if suffixes and name.endswith(suffixes)]
     return [place for place in places if any(place[0] == name or place[0].startswith(f"{name}.") for name in selected)]
 
 

@@ -329,16 +329,16 @@ class TransformersModelApi(ModuleApi):
         self._parameters_by_name, self._submodules = {}, weakref.WeakValueDictionary()
 
     def __copy__(self) -> Any:
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        other._set_weights(copy.copy(self.weights))
-        return other
+        clone = object.__new__(type(self))
+        vars(clone).update(vars(self))
+        clone._set_weights(copy.copy(self.weights))
+        return clone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        other = copy.copy(self)
-        other._known_modules = _NO_MODULES
-        vars(other).update(copy.deepcopy(vars(other), memo))
-        return other
+        clone = copy.copy(self)
+        clone._known_modules = _NO_MODULES
+        vars(clone).update(copy.deepcopy(vars(clone), memo))
+        return clone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -478,7 +478,7 @@ class TransformersModelApi(ModuleApi):
         else:
             state = {name: for_scripts(values) for name, values in self.weights.read_values()}
             self.weights.forget_last_read()
-        return state | {other: state[name] for other, name in self.backend.tied.items()}
+        return state | {alias: state[name] for alias, name in self.backend.tied.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadedKeys:
         """Set the values of parameters by their names, as in torch, also between two steps of `train()`.
@@ -807,9 +807,9 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
 
     def with_params(self, params: dict[str, Any]) -> PreTrainedModel:
         """The same model with other parameter values."""
-        other = copy.copy(self)
-        other.params = params
-        return other
+        clone = copy.copy(self)
+        clone.params = params
+        return clone
 
     def merge_and_unload(self) -> PreTrainedModel:
         """Merge the adapter into the weights and return a plain model; without an adapter, return the model itself.
@@ -889,11 +889,11 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         """
         if self._is_own_state(others.get("state_dict")):  # as accelerator.get_state_dict(model) returns
             del others["state_dict"]
-        asked = {name for name, value in others.items() if value not in _WITHOUT_EFFECT.get(name, ())}
-        if asked:
-            shown = ", ".join(f"{name}={brief(masked(others[name], name))}" for name in sorted(asked))
+        unsupported = {name for name, value in others.items() if value not in _WITHOUT_EFFECT.get(name, ())}
+        if unsupported:
+            listed = ", ".join(f"{name}={brief(masked(others[name], name))}" for name in sorted(unsupported))
             raise TypeError(
-                f"save_pretrained: {shown} is not supported by this release of trl_jax. Leave it out. To push, call "
+                f"save_pretrained: {listed} is not supported by this release of trl_jax. Leave it out. To push, call "
                 "push_to_hub()."
             )
         folder = Path(save_directory)

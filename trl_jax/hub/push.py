@@ -96,8 +96,8 @@ def write_card(
         facts: further metadata of the card, under the Hub's names (language, license, ...); None values are omitted.
     """
     path = folder / CARD
-    own = not path.is_symlink() and path.is_file() and _is_ours(path.read_bytes())
-    if os.path.lexists(path) and not own:
+    replaceable = not path.is_symlink() and path.is_file() and _is_ours(path.read_bytes())
+    if os.path.lexists(path) and not replaceable:
         return
     metadata = {
         "library_name": "peft" if adapter else "transformers",
@@ -108,8 +108,8 @@ def write_card(
         "pipeline_tag": _KINDS[head].pipeline,
         **facts,
     }
-    kept = {key: masked(value, key) for key, value in metadata.items() if value is not None}
-    front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+    present = {key: masked(value, key) for key, value in metadata.items() if value is not None}
+    front = yaml.safe_dump(present, sort_keys=False, allow_unicode=True)
     text = f"---\n{front}---\n\n{_MARK}\n\n{_text(model_name, base_model, datasets, adapter, head, paper)}"
     text += _run_section(folder, run)
     write_whole(path, scrubbed(text))
@@ -120,8 +120,8 @@ def _is_ours(card: bytes) -> bool:  # bytes, because a user's card may have any 
 
 
 def _adapter_tags(base_model: str | None, adapter: str) -> list[str]:
-    own = ["lora"] if adapter == LoraConfig.kind else []  # PEFT adds no tag for other types
-    return [*own, *([f"base_model:adapter:{base_model}"] if base_model else [])]
+    tags = ["lora"] if adapter == LoraConfig.kind else []  # PEFT adds no tag for other types
+    return [*tags, *([f"base_model:adapter:{base_model}"] if base_model else [])]
 
 
 def _text(
@@ -374,5 +374,5 @@ def _retry_after(error: Exception) -> float | None:
     """Seconds that the Hub asks to wait; None if it does not ask."""
     if not isinstance(error, HfHubHTTPError):
         return None
-    asked = fetch.asked_wait(error.response)
-    return None if asked is None else min(asked, _LONGEST_WAIT)
+    delay = fetch.asked_wait(error.response)
+    return None if delay is None else min(delay, _LONGEST_WAIT)

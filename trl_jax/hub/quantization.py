@@ -81,8 +81,8 @@ def as_quantization(config: Any) -> BitsAndBytesConfig | None:
             f"load_in_8bit, or an Mxfp4Config with dequantize, got a {type(config).__qualname__}."
         )
     values = config if isinstance(config, dict) else config.to_dict()
-    known = {field.name for field in fields(BitsAndBytesConfig)}
-    return BitsAndBytesConfig(**{key: value for key, value in values.items() if key in known})
+    names = {field.name for field in fields(BitsAndBytesConfig)}
+    return BitsAndBytesConfig(**{key: value for key, value in values.items() if key in names})
 
 
 def formats(quantization: BitsAndBytesConfig, lora: LoraConfig | None, config: NativeConfig) -> dict[str, Format]:
@@ -110,7 +110,7 @@ def halves(lora: LoraConfig | None, config: NativeConfig) -> frozenset[str]:
     trained = set() if lora is None else _trained_names(lora, modules, config.head.kind)
     frozen = [module for module in modules if module.kind in _MATRICES and module.name not in trained]
     paths = {f"{path}.weight" for module in frozen for path, _ in module.parts}
-    return frozenset(paths | {path for module in modules for one in module.inside for path, _ in one.parts})
+    return frozenset(paths | {path for module in modules for inner in module.inside for path, _ in inner.parts})
 
 
 def _trained_names(lora: LoraConfig, modules: list[Module], kind: HeadName) -> set[str]:

@@ -204,14 +204,14 @@ def in_runs(runs: Iterable[Any], names_of: Callable[[Any], Names]) -> Names:
 
 
 def _of_run(names: Names, run: Any) -> Names:
-    found: Names = {}
+    run_names: Names = {}
     for ours, name in names.items():
         if ".layers." not in ours:
-            found[ours] = name
+            run_names[ours] = name
             continue
         tensor, *place = (name,) if isinstance(name, str) else name
-        found[ours.replace(".layers.", f".{run.name}.", 1)] = (tensor, *place, run.first) if run.first else name
-    return found
+        run_names[ours.replace(".layers.", f".{run.name}.", 1)] = (tensor, *place, run.first) if run.first else name
+    return run_names
 
 
 def ordered(names: Names, *modules: str, before: str | None = None) -> Names:

@@ -288,7 +288,7 @@ def values_class() -> type:
                 return _own(read[0]).as_subclass(cls).requires_grad_()  # for torch.nn.Parameter(values)
             writes = _WRITES.search(name) or name in _FLAGS or kwargs.get("inplace")
             for value in _members(arguments[:1] if writes else kwargs.get("out")):
-                if any(value is other for other in read):
+                if any(value is tensor for tensor in read):
                     raise refused_flag() if name in _FLAGS else refused_write(value.parameter)
             with torch._C.DisableTorchFunctionSubclass():
                 result = function(*args, **kwargs)

@@ -261,8 +261,8 @@ def _check(model: Any, head: HeadName) -> None:
 def _is_causal(model: Any) -> bool:
     from transformers.models.auto import modeling_auto
 
-    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return any(type(model).__name__ in names.values() for names in known)
+    mappings = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return any(type(model).__name__ in names.values() for names in mappings)
 
 
 def frozen_names(model: Any) -> list[str]:
@@ -368,8 +368,8 @@ def as_pefts(config: Any) -> Any:
         return config
     from peft import LoraConfig as Theirs
 
-    known, usual = inspect.signature(Theirs).parameters, vars(LoraConfig())
-    return Theirs(**{name: value for name, value in vars(config).items() if name in known and value != usual[name]})
+    accepted, usual = inspect.signature(Theirs).parameters, vars(LoraConfig())
+    return Theirs(**{name: value for name, value in vars(config).items() if name in accepted and value != usual[name]})
 
 
 # Torch models that a script keeps using after a run has copied their weights
@@ -628,7 +628,7 @@ def _adapter_layers(model: Any, dropout: bool) -> Iterator[str]:
     if config.peft_type != LoraConfig.kind:
         return
     alike = not config.alpha_pattern and not config.rank_pattern
-    wanted = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    expected = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
     for path, layer in model.named_modules():
         scales = vars(layer).get("scaling")
         if not isinstance(scales, dict) or name not in scales:  # attention has a number
@@ -637,8 +637,8 @@ def _adapter_layers(model: Any, dropout: bool) -> Iterator[str]:
             yield f"the adapter of {path} is merged"
         if layer._disable_adapters:
             yield f"the adapter of {path} is disabled"
-        if alike and abs(scales[name] - wanted) > 1e-6 * abs(wanted):
-            yield f"the adapter of {path} is scaled by {scales[name]}, but by {wanted} according to its config"
+        if alike and abs(scales[name] - expected) > 1e-6 * abs(expected):
+            yield f"the adapter of {path} is scaled by {scales[name]}, but by {expected} according to its config"
         drops = vars(layer.lora_dropout[name]).get("p", 0.0)
         if dropout and drops != config.lora_dropout:
             yield f"the adapter of {path} has a dropout of {drops}, but {config.lora_dropout} according to its config"
@@ -668,15 +668,15 @@ def _buffers(name: str, module: Any) -> Iterator[str]:
     """For a module that is built from a config alone, its non-persistent buffers that have changed since."""
     import torch
 
-    wanted = [key for key in module._non_persistent_buffers_set if vars(module)["_buffers"][key] is not None]
-    if not wanted or "config" not in vars(module) or _needs_more_than_a_config(type(module)):
+    keys = [key for key in module._non_persistent_buffers_set if vars(module)["_buffers"][key] is not None]
+    if not keys or "config" not in vars(module) or _needs_more_than_a_config(type(module)):
         return
     if any(word in str(vars(module).get("rope_type")) for word in ("dynamic", "longrope")):
         return  # these depend on the longest text so far
     with torch.random.fork_rng(devices=[]):
         twin = type(module)(copy.deepcopy(module.config))
-    for key in wanted:
-        ours, theirs = (dict(one.named_buffers(recurse=False))[key].float().cpu() for one in (module, twin))
+    for key in keys:
+        ours, theirs = (dict(m.named_buffers(recurse=False))[key].float().cpu() for m in (module, twin))
         if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=_NEAR, atol=0.0):
             yield f"{name}.{key} differs from the values that its config determines"
 

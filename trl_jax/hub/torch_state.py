@@ -215,7 +215,7 @@ def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
     first = _rate_of_first_step(scheduler, optimizer)
     if type(scheduler) is schedulers.LambdaLR:
         base, factor, done = float(scheduler.base_lrs[0]), scheduler.lr_lambdas[0], scheduler.last_epoch
-        if all(other is factor for other in scheduler.lr_lambdas):
+        if all(fn is factor for fn in scheduler.lr_lambdas):
             return lambda step: base * factor(done + step) if step else first
     simple = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"
     kinds = {getattr(schedulers, name) for name in simple.split()}
@@ -353,9 +353,9 @@ def follow_torch_seed(stream: TorchGenerator) -> None:
     seedings, before = (1, None) if _noted is None else _noted
     if before is not None and torch.equal(state, before):
         return
-    known = _UNSEEDED if before is None else int(np.frombuffer(before.numpy().tobytes(), np.uint64, 1)[0])
+    saved_seed = _UNSEEDED if before is None else int(np.frombuffer(before.numpy().tobytes(), np.uint64, 1)[0])
     fresh = before is not None and torch.equal(state, torch.Generator().manual_seed(seed).get_state())
-    if stream.seedings == seedings and (seed != known or fresh):
+    if stream.seedings == seedings and (seed != saved_seed or fresh):
         stream.restore(place_of(state.numpy()))
         torch.rand(1)
     _note_seeds(stream)

@@ -63,10 +63,10 @@ def _read_longest(config: ConfigReader) -> int:
 
 def _read_products(config: ConfigReader) -> dict[str, bool]:
     """The content-position products in `pos_att_type`, a list or a string separated by "|"."""
-    found = config.value("pos_att_type", [])
-    kinds = [kind.strip() for kind in found.lower().split("|")] if isinstance(found, str) else found
+    value = config.value("pos_att_type", [])
+    kinds = [kind.strip() for kind in value.lower().split("|")] if isinstance(value, str) else value
     if not isinstance(kinds, list) or len(set(kinds)) < len(kinds) or not set(kinds) <= {"c2p", "p2c"}:
-        raise config.wrong("pos_att_type", found, "a list of c2p and p2c")
+        raise config.wrong("pos_att_type", value, "a list of c2p and p2c")
     return {"key_to_query": "c2p" in kinds, "query_to_key": "p2c" in kinds}
 
 
@@ -81,16 +81,16 @@ def _convolution(config: ConfigReader, base: EncoderArch) -> ConvolutionFacts | 
 
 
 def names_v2(arch: EncoderArch) -> Names:
-    own = "deberta.encoder.layer.{}.attention.self."
+    prefix = "deberta.encoder.layer.{}.attention.self."
     return _body() | {
         "encoder.distance_norm": "deberta.encoder.LayerNorm",
         "encoder.convolution": "deberta.encoder.conv.conv",
         "encoder.convolution_norm": "deberta.encoder.conv.LayerNorm",
-        "encoder.layers.attention.q": own + "query_proj",
-        "encoder.layers.attention.k": own + "key_proj",
-        "encoder.layers.attention.v": own + "value_proj",
-        "encoder.layers.attention.distance_k": own + "pos_key_proj",
-        "encoder.layers.attention.distance_q": own + "pos_query_proj",
+        "encoder.layers.attention.q": prefix + "query_proj",
+        "encoder.layers.attention.k": prefix + "key_proj",
+        "encoder.layers.attention.v": prefix + "value_proj",
+        "encoder.layers.attention.distance_k": prefix + "pos_key_proj",
+        "encoder.layers.attention.distance_q": prefix + "pos_query_proj",
     }
 
 
@@ -113,14 +113,14 @@ _MADE_FIRST = ("q.weight", "k.weight", "v.weight", "distance_k", "distance_q")
 
 
 def names(arch: EncoderArch) -> Names:
-    own = "deberta.encoder.layer.{}.attention.self."
-    fused = {name: (own + "in_proj.weight", PerHead(i, arch.num_heads)) for i, name in enumerate("qkv")}
+    prefix = "deberta.encoder.layer.{}.attention.self."
+    fused = {name: (prefix + "in_proj.weight", PerHead(i, arch.num_heads)) for i, name in enumerate("qkv")}
     names = _body() | {
         **{f"encoder.layers.attention.{name}.weight": place for name, place in fused.items()},
-        "encoder.layers.attention.q.bias": own + "q_bias",
-        "encoder.layers.attention.v.bias": own + "v_bias",
-        "encoder.layers.attention.distance_k": own + "pos_proj",
-        "encoder.layers.attention.distance_q": own + "pos_q_proj",
+        "encoder.layers.attention.q.bias": prefix + "q_bias",
+        "encoder.layers.attention.v.bias": prefix + "v_bias",
+        "encoder.layers.attention.distance_k": prefix + "pos_proj",
+        "encoder.layers.attention.distance_q": prefix + "pos_q_proj",
     }
     made_first = [f"encoder.layers.attention.{name}" for name in _MADE_FIRST]
     return ordered(names, *made_first, before="encoder.layers.attention.o")

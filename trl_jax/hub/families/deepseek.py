@@ -84,13 +84,13 @@ def mlp_names(arch: Arch, kind: LayerKind, *, router_first: bool = False) -> Nam
     ours, theirs = "decoder.layers.mlp.", "model.layers.{}.mlp."
     if not kind.experts:
         return {ours + name: f"{theirs}{name}_proj" for name in ("gate", "up", "down")}
-    found = {name: place for name, place in qwen.names_v2_moe(arch).items() if name.startswith(ours)}
-    found.pop(ours + "shared_gate")
-    found |= {f"{ours}shared.{name}": f"{theirs}shared_experts.{name}_proj" for name in ("gate", "up", "down")}
-    found[ours + "correction_bias"] = theirs + "gate.e_score_correction_bias"
+    moe = {name: place for name, place in qwen.names_v2_moe(arch).items() if name.startswith(ours)}
+    moe.pop(ours + "shared_gate")
+    moe |= {f"{ours}shared.{name}": f"{theirs}shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+    moe[ours + "correction_bias"] = theirs + "gate.e_score_correction_bias"
     if router_first:
-        return found
-    return ordered(found, *(ours + name for name in ("gate", "up", "down")), before=ours + "router")
+        return moe
+    return ordered(moe, *(ours + name for name in ("gate", "up", "down")), before=ours + "router")
 
 
 def _latent_names(arch: Arch) -> Names:

@@ -53,13 +53,13 @@ def _kinds(config: ConfigReader, num_layers: int) -> tuple[LayerKind, ...]:
 
 
 def names_moe(arch: Arch) -> Names:
-    own = {name: place for name, place in llama.names(arch).items() if not name.startswith("decoder.layers.mlp.")}
+    dense = {name: place for name, place in llama.names(arch).items() if not name.startswith("decoder.layers.mlp.")}
     corrections = ("model.layers.{}.mlp.moe_statics.e_score_correction_bias", OneRow())
 
     def of_kind(kind: LayerKind) -> Names:
-        found = own | deepseek.mlp_names(arch, kind, router_first=True)
-        found |= {"decoder.layers.mlp.correction_bias": corrections} if kind.experts else {}
-        return llama.norms_last(found)
+        of_layer = dense | deepseek.mlp_names(arch, kind, router_first=True)
+        of_layer |= {"decoder.layers.mlp.correction_bias": corrections} if kind.experts else {}
+        return llama.norms_last(of_layer)
 
     return in_runs(arch.runs, of_kind)
 

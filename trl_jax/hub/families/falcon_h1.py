@@ -36,8 +36,8 @@ def arch(config: ConfigReader) -> Arch:
 
 
 def _state_space(config: ConfigReader, hidden: int) -> StateSpace:
-    expand, own = config.size("mamba_expand"), config.value("mamba_d_ssm")
-    inner = expand * hidden if own is None or config.is_null("mamba_d_ssm") else config.size("mamba_d_ssm")
+    expand, ssm_size = config.size("mamba_expand"), config.value("mamba_d_ssm")
+    inner = expand * hidden if ssm_size is None or config.is_null("mamba_d_ssm") else config.size("mamba_d_ssm")
     normed, before = config.flag("mamba_rms_norm"), config.flag("mamba_norm_before_gate", True)
     return replace(
         granite.read_state_space(config, inner),
@@ -54,10 +54,10 @@ def _scale(config: ConfigReader, key: str) -> float:
 def _scales(config: ConfigReader, key: str, count: int) -> tuple[float, ...]:
     if config.value(key) is None:
         return (1.0,) * count
-    found = config.numbers(key)
-    if len(found) != count:
-        raise config.wrong(key, list(found), f"{count} numbers")
-    return found
+    scales = config.numbers(key)
+    if len(scales) != count:
+        raise config.wrong(key, list(scales), f"{count} numbers")
+    return scales
 
 
 def names(arch: Arch) -> Names:

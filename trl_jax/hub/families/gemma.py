@@ -55,12 +55,12 @@ def _shared(config: ConfigReader) -> Arch:
 
 def names_v2(arch: Arch) -> Names:
     layer = "model.layers.{}."
-    found = llama.names(arch) | {
+    unordered = llama.names(arch) | {
         "decoder.layers.attention_out_norm": layer + "post_attention_layernorm",
         "decoder.layers.mlp_norm": layer + "pre_feedforward_layernorm",
         "decoder.layers.mlp_out_norm": layer + "post_feedforward_layernorm",
     }
-    return ordered(found, "decoder.layers.attention_out_norm", before="decoder.layers.mlp_norm")
+    return ordered(unordered, "decoder.layers.attention_out_norm", before="decoder.layers.mlp_norm")
 
 
 def arch_v3(config: ConfigReader) -> Arch:

@@ -27,7 +27,7 @@ def arch(config: ConfigReader) -> Arch:
     base = replace(base, num_key_heads=heads[SLIDING].count, head_dim=heads[SLIDING].channels)
     ropes = read_ropes(
         config.with_values(rope_parameters=_ROPES | config.section("rope_parameters"), rope_theta=None),
-        types, local_theta=1e4, channels={kind: one.channels for kind, one in heads.items()},
+        types, local_theta=1e4, channels={kind: head.channels for kind, head in heads.items()},
     )  # fmt: skip
     return replace(
         base,
@@ -43,7 +43,7 @@ def arch(config: ConfigReader) -> Arch:
         attention_scales=(1.0,) * base.num_layers,
         logit_softcap=config.optional_number("final_logit_softcapping"),
         ropes=ropes,
-        rotary_dim=max(one.channels for one in heads.values()),
+        rotary_dim=max(head.channels for head in heads.values()),
         windows=windows_of(types, read_window(config)),
         layer_embedding=_layer_embedding(config),
         layer_scalar=True,
@@ -77,9 +77,9 @@ def _by_layer(config: ConfigReader, base: Arch, types: list[str]) -> dict[str, t
     """Key heads and channels of each type of layer, which all layers of the type must have."""
     sizes, section = {}, config.section("per_layer_config")
     for layer, kind in enumerate(types):
-        own = ConfigReader(section.get(str(layer)) or {}, f"{config.source}: per_layer_config.{layer}")
-        size = own.size("num_key_value_heads", base.num_key_heads), own.size("head_dim", base.head_dim)
-        own.finish()
+        reader = ConfigReader(section.get(str(layer)) or {}, f"{config.source}: per_layer_config.{layer}")
+        size = reader.size("num_key_value_heads", base.num_key_heads), reader.size("head_dim", base.head_dim)
+        reader.finish()
         if sizes.setdefault(kind, size) != size:
             raise config.wrong("per_layer_config", section, f"the same for all layers of {kind}")
     return sizes
@@ -108,16 +108,16 @@ def _kinds(config: ConfigReader, base: Arch, types: list[str], heads: dict[str, 
     last = {kind: len(makers) - 1 - makers[::-1].index(kind) for kind in set(makers)} if shared else {}
     of_type = {kind: LayerKind(experts=config.flag("enable_moe_block"), heads=heads[kind]) for kind in heads}
     of_type[SLIDING] = replace(of_type[SLIDING], heads=None)
-    made = [replace(of_type[kind], reused=last.get(kind) == layer) for layer, kind in enumerate(makers)]
+    first = [replace(of_type[kind], reused=last.get(kind) == layer) for layer, kind in enumerate(makers)]
     reusing = {"mlp_size": wide * base.mlp_size, "reuses": True}
-    return (*made, *(replace(of_type[kind], **reusing) for kind in types[len(makers) :]))
+    return (*first, *(replace(of_type[kind], **reusing) for kind in types[len(makers) :]))
 
 
 def names(arch: Arch) -> Names:
-    own = gemma.names_v2(arch) | _of_layer_embeddings()
-    own |= {} if arch.experts is None else _of_experts(arch.experts.size)
+    parameters = gemma.names_v2(arch) | _of_layer_embeddings()
+    parameters |= {} if arch.experts is None else _of_experts(arch.experts.size)
     norms = ("decoder.layers.attention.q_norm", "decoder.layers.attention.k_norm")
-    return in_runs(arch.runs, lambda kind: ordered(own, *norms, before="decoder.layers.attention.k"))
+    return in_runs(arch.runs, lambda kind: ordered(parameters, *norms, before="decoder.layers.attention.k"))
 
 
 def _of_layer_embeddings() -> Names:

@@ -52,8 +52,8 @@ def arch_v4_moe(config: ConfigReader) -> Arch:
 
 
 def names_v4_moe(arch: Arch) -> Names:
-    own = {name: place for name, place in llama.names(arch).items() if not name.startswith("decoder.layers.mlp.")}
-    return in_runs(arch.runs, lambda kind: llama.norms_last(own | deepseek.mlp_names(arch, kind)))
+    dense = {name: place for name, place in llama.names(arch).items() if not name.startswith("decoder.layers.mlp.")}
+    return in_runs(arch.runs, lambda kind: llama.norms_last(dense | deepseek.mlp_names(arch, kind)))
 
 
 FAMILIES = (

@@ -43,7 +43,7 @@ def arch(config: ConfigReader) -> Arch:
 def names(arch: Arch) -> Names:
     layer, mlp, experts = "model.layers.{}.", "decoder.layers.mlp.", "model.layers.{}.mlp.experts."
     gate, up = ExpertColumns(0, 2), ExpertColumns(1, 2)  # their columns alternate
-    found = llama.names(arch) | {
+    unordered = llama.names(arch) | {
         "decoder.layers.attention.sinks": layer + "self_attn.sinks",
         mlp + "router": layer + "mlp.router",
         mlp + "gate": (experts + "gate_up_proj", gate),
@@ -53,8 +53,8 @@ def names(arch: Arch) -> Names:
         mlp + "down": (experts + "down_proj", ExpertColumns()),
         mlp + "down_bias": (experts + "down_proj_bias", ExpertColumns()),
     }
-    found = ordered(found, mlp + "gate_bias", mlp + "up_bias", before=mlp + "down")
-    return ordered(found, mlp + "router", before=mlp + "gate")
+    unordered = ordered(unordered, mlp + "gate_bias", mlp + "up_bias", before=mlp + "down")
+    return ordered(unordered, mlp + "router", before=mlp + "gate")
 
 
 FAMILY = Family("gpt_oss", "GptOss", arch, names)

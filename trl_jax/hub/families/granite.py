@@ -135,9 +135,9 @@ def names_hybrid(arch: Arch) -> Names:
 
 def _layer_names(arch: Arch, kind: LayerKind) -> Names:
     """The mixer's parameters come last, after the MLP's."""
-    found, layer, mlps = llama.names(arch), "decoder.layers.", "decoder.layers.mlp."
-    others = {name: place for name, place in found.items() if not name.startswith((_OURS, mlps))}
-    attention = {name: place for name, place in found.items() if name.startswith(_OURS)}
+    base, layer, mlps = llama.names(arch), "decoder.layers.", "decoder.layers.mlp."
+    others = {name: place for name, place in base.items() if not name.startswith((_OURS, mlps))}
+    attention = {name: place for name, place in base.items() if name.startswith(_OURS)}
     mixer = mamba_names(arch, "model.layers.{}.mamba.") if kind.mixer == "mamba" else attention
     experts = {} if arch.experts is None else _experts_names(arch.experts)
     mlp = "mlp." if arch.experts is None else "mlp.shared."
@@ -148,10 +148,10 @@ def _layer_names(arch: Arch, kind: LayerKind) -> Names:
 
 def mamba_names(arch: Arch, theirs: str, ours: str = _OURS) -> Names:
     """The names of the parameters of Mamba-2, whose module on disk is `theirs`."""
-    facts = arch.state_space
-    inner, states = facts.heads * facts.head_dim, facts.groups * facts.state_dim
+    ssm = arch.state_space
+    inner, states = ssm.heads * ssm.head_dim, ssm.groups * ssm.state_dim
     convolved = {"x": inner, "B": states, "C": states}
-    projected = {"gate": inner, **convolved, "dt": facts.heads}
+    projected = {"gate": inner, **convolved, "dt": ssm.heads}
     channels = {f"{ours}{name}_convolution": size for name, size in convolved.items()}
     return {
         **concatenated(theirs + "conv1d.weight", channels),

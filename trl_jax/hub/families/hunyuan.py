@@ -22,10 +22,10 @@ def arch(config: ConfigReader) -> Arch:
 def _with_stretched_theta(config: ConfigReader) -> ConfigReader:
     """In spite of its name, `type: dynamic` with an `alpha` is a rope with a fixed, larger theta."""
     for key in ("rope_scaling", "rope_parameters"):
-        found = config.section(key)
-        alpha = found.get("alpha")
-        if alpha and found.get("rope_type", found.get("type")) == "dynamic":
-            section = ConfigReader(found, f"{config.source}: {key}")
+        scaling = config.section(key)
+        alpha = scaling.get("alpha")
+        if alpha and scaling.get("rope_type", scaling.get("type")) == "dynamic":
+            section = ConfigReader(scaling, f"{config.source}: {key}")
             theta = section.number("rope_theta", config.number("rope_theta", 10_000.0))
             channels = llama.read_heads(config, config.size("hidden_size"))[2]
             stretched = theta * section.number("alpha") ** (channels / (channels - 2))
@@ -57,12 +57,12 @@ def arch_moe(config: ConfigReader) -> Arch:
 
 def _top_k(config: ConfigReader, layers: int) -> int:
     """`moe_topk`: a number, or a list with the same number for every layer."""
-    found = config.value("moe_topk")
-    if not isinstance(found, list):
+    value = config.value("moe_topk")
+    if not isinstance(value, list):
         return config.size("moe_topk")
-    if found != found[:1] * layers:
-        raise config.wrong("moe_topk", found, "a whole number, or a list with the same one for each layer")
-    return config.with_values(moe_topk=found[0]).size("moe_topk")
+    if value != value[:1] * layers:
+        raise config.wrong("moe_topk", value, "a whole number, or a list with the same one for each layer")
+    return config.with_values(moe_topk=value[0]).size("moe_topk")
 
 
 def names_moe(arch: Arch) -> Names:

@@ -34,7 +34,7 @@ def arch(config: ConfigReader) -> Arch:
         mlp_size=mlp_size,
         mlp_bias=False,
         rope_interleaved=True,
-        ropes=tuple(rope if there else None for rope, there in zip(base.ropes, placed, strict=True)),
+        ropes=tuple(rope if rotated else None for rope, rotated in zip(base.ropes, placed, strict=True)),
         chunks=_chunks(config, placed),
         qk_norm="head" if normed else None,
         qk_norm_kind="rms_plain",
@@ -42,7 +42,7 @@ def arch(config: ConfigReader) -> Arch:
         query_growth=_growth(config),
         experts=experts if any(with_experts) else None,
         kinds=tuple(
-            LayerKind(experts=mixed, no_rope=not there) for mixed, there in zip(with_experts, placed, strict=True)
+            LayerKind(experts=mixed, no_rope=not rotated) for mixed, rotated in zip(with_experts, placed, strict=True)
         ),
     )
 
@@ -53,20 +53,20 @@ def _placed(config: ConfigReader, num_layers: int) -> list[bool]:
     told = config.value("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(num_layers)]
     if not isinstance(told, list) or len(told) < num_layers or set(told) - {0, 1}:
         raise config.wrong("no_rope_layers", told, f"a list of {num_layers} of 0 and 1")
-    return [bool(one) for one in told[:num_layers]]
+    return [bool(flag) for flag in told[:num_layers]]
 
 
 def _with_experts(config: ConfigReader, num_layers: int) -> list[bool]:
     step = config.size("interleave_moe_layer_step", 1)
     told = config.value("moe_layers", list(range(step - 1, num_layers, step)))
-    if not isinstance(told, list) or not all(type(one) is int for one in told):
+    if not isinstance(told, list) or not all(type(layer) is int for layer in told):
         raise config.wrong("moe_layers", told, "a list of the numbers of layers")
     return [layer in told for layer in range(num_layers)]
 
 
 def _chunks(config: ConfigReader, placed: list[bool]) -> tuple[int | None, ...]:
     size = None if config.is_null("attention_chunk_size") else config.size("attention_chunk_size", 8192)
-    types = config.names("layer_types") or [_CHUNKED if there and size else FULL for there in placed]
+    types = config.names("layer_types") or [_CHUNKED if rotated and size else FULL for rotated in placed]
     if len(types) != len(placed) or set(types) - ({_CHUNKED, FULL} if size else {FULL}):
         raise config.wrong("layer_types", types, f"{len(placed)} of {FULL!r} or, with chunks, {_CHUNKED!r}")
     return tuple(size if kind == _CHUNKED else None for kind in types)
@@ -74,8 +74,8 @@ def _chunks(config: ConfigReader, placed: list[bool]) -> tuple[int | None, ...]:
 
 def _growth(config: ConfigReader) -> QueryGrowth | None:
     beta, length = config.number("attn_scale", 0.1), config.size("floor_scale", 8192)
-    there = config.value("attn_temperature_tuning", True)  # some checkpoints have a number here
-    return QueryGrowth(beta, length, first=1, no_rope=True) if there else None
+    enabled = config.value("attn_temperature_tuning", True)  # some checkpoints have a number here
+    return QueryGrowth(beta, length, first=1, no_rope=True) if enabled else None
 
 
 def names(arch: Arch) -> Names:

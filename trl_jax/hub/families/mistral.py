@@ -60,13 +60,13 @@ def read_experts(config: ConfigReader, base: Arch) -> Experts:
 
 def names_mixtral(arch: Arch) -> Names:
     experts = "model.layers.{}.block_sparse_moe."
-    found = llama.names(arch) | {
+    unordered = llama.names(arch) | {
         "decoder.layers.mlp.router": experts + "gate",
         "decoder.layers.mlp.gate": experts + "experts.{}.w1.weight",
         "decoder.layers.mlp.up": experts + "experts.{}.w3.weight",
         "decoder.layers.mlp.down": experts + "experts.{}.w2.weight",
     }
-    return ordered(found, "decoder.layers.mlp.router", before="decoder.layers.mlp.gate")
+    return ordered(unordered, "decoder.layers.mlp.router", before="decoder.layers.mlp.gate")
 
 
 FAMILIES = (

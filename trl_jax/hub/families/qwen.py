@@ -65,7 +65,7 @@ def read_experts(config: ConfigReader, shared_size: int | None = None) -> Expert
 
 def names_v2_moe(arch: Arch) -> Names:
     mlp = "model.layers.{}.mlp."
-    found = llama.names(arch) | {
+    unordered = llama.names(arch) | {
         "decoder.layers.mlp.router": mlp + "gate",
         "decoder.layers.mlp.gate": mlp + "experts.{}.gate_proj.weight",
         "decoder.layers.mlp.up": mlp + "experts.{}.up_proj.weight",
@@ -75,7 +75,7 @@ def names_v2_moe(arch: Arch) -> Names:
         "decoder.layers.mlp.shared.down": mlp + "shared_expert.down_proj",
         "decoder.layers.mlp.shared_gate": mlp + "shared_expert_gate",
     }
-    return ordered(found, "decoder.layers.mlp.router", before="decoder.layers.mlp.gate")
+    return ordered(unordered, "decoder.layers.mlp.router", before="decoder.layers.mlp.gate")
 
 
 def arch_v3(config: ConfigReader) -> Arch:

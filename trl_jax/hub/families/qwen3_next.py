@@ -95,14 +95,14 @@ def _attention(arch: Arch) -> Names:
 
 
 def _fused_projections(arch: Arch) -> Names:
-    facts, theirs = arch.gated_delta, "model.layers.{}.linear_attn."
-    group = facts.value_heads // facts.key_heads
-    values = group * facts.value_dim
-    qkvz = {_OURS + "q": facts.key_dim, _OURS + "k": facts.key_dim, _OURS + "v": values, _OURS + "gate": values}
+    delta, theirs = arch.gated_delta, "model.layers.{}.linear_attn."
+    group = delta.value_heads // delta.key_heads
+    values = group * delta.value_dim
+    qkvz = {_OURS + "q": delta.key_dim, _OURS + "k": delta.key_dim, _OURS + "v": values, _OURS + "gate": values}
     return {
         **_of_delta_net(arch),
-        **interleaved(theirs + "in_proj_qkvz", facts.key_heads, qkvz),
-        **interleaved(theirs + "in_proj_ba", facts.key_heads, {_OURS + "beta": group, _OURS + "decay": group}),
+        **interleaved(theirs + "in_proj_qkvz", delta.key_heads, qkvz),
+        **interleaved(theirs + "in_proj_ba", delta.key_heads, {_OURS + "beta": group, _OURS + "decay": group}),
         _OURS + "out_norm": theirs + "norm",
         _OURS + "o": theirs + "out_proj",
     }
@@ -117,8 +117,8 @@ def _of_delta_net(arch: Arch) -> Names:
 
 def _delta_channels(arch: Arch, ending: str = "") -> dict[str, int]:
     """Our name with this ending -> number of channels, for queries, keys and values."""
-    facts = arch.gated_delta
-    keys, values = facts.key_heads * facts.key_dim, facts.value_heads * facts.value_dim
+    delta = arch.gated_delta
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
     return {f"{_OURS}{name}{ending}": size for name, size in (("q", keys), ("k", keys), ("v", values))}
 
 

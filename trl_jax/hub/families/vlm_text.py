@@ -78,19 +78,19 @@ def _arch(config: ConfigReader, texts: Texts) -> Arch:
         _warn_of_copies(config, of_text - whole.__dataclass_fields__.keys(), text)
     rope = text.get("rope_parameters") or {}
     text["rope_parameters"] = {key: value for key, value in rope.items() if key not in _PASSED_OVER}
-    found = read_section(text, f"{config.source}: text_config", text["model_type"], texts[text["model_type"]])
+    decoder = read_section(text, f"{config.source}: text_config", text["model_type"], texts[text["model_type"]])
     std = config.number("initializer_range", 0.02)  # for the head
-    return replace(found, tied_embeddings=whole.tie_word_embeddings, initializer_range=std)
+    return replace(decoder, tied_embeddings=whole.tie_word_embeddings, initializer_range=std)
 
 
 def _warn_of_copies(config: ConfigReader, keys: set[str], text: Mapping[str, Any]) -> None:
     """transformers before 5 also wrote the text's values outside text_config, where nothing reads them."""
     values = dict(text) | config.raw["text_config"]
-    other = [key for key in sorted(keys & config.raw.keys()) if config.raw[key] != values.get(key)]
-    if other:
+    differing = [key for key in sorted(keys & config.raw.keys()) if config.raw[key] != values.get(key)]
+    if differing:
         logger.warning(
             "%s: ignoring %s outside text_config, as transformers does. Set them in text_config to use them.",
-            config.source, listed([f"{key}={brief(config.raw[key])}" for key in other]),
+            config.source, listed([f"{key}={brief(config.raw[key])}" for key in differing]),
         )  # fmt: skip
 
 
@@ -123,8 +123,8 @@ def _family(
 
 def _renormalized(config: ConfigReader) -> Arch:
     """qwen3_moe with weights of experts that always sum to 1."""
-    found = qwen.arch_v3_moe(config)
-    return replace(found, experts=replace(found.experts, renormalized=True))
+    base = qwen.arch_v3_moe(config)
+    return replace(base, experts=replace(base.experts, renormalized=True))
 
 
 def _unscaled(config: ConfigReader) -> Arch:

@@ -105,9 +105,9 @@ class VisionFamily:
 
     def module(self, name: str) -> str:
         """transformers' name of a module or parameter of the tower or connector, by its name on disk."""
-        for known, current in self.modules:
-            if name.startswith(known):
-                return current + name.removeprefix(known)
+        for prefix, current in self.modules:
+            if name.startswith(prefix):
+                return current + name.removeprefix(prefix)
         return name
 
     def with_vision(self, arch: Arch, raw: dict[str, Any], source: str) -> Arch:

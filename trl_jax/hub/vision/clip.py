@@ -115,8 +115,8 @@ def tower_names(arch: VisionArch, prefix: str) -> Names:
 def siglip_names(arch: VisionArch, prefix: str) -> Names:
     """The same for a SigLIP tower, which registers its norms first."""
     ours = "vision.tower.layers."
-    found = ordered(tower_names(arch, prefix), ours + "attention_norm", before=ours + "attention.k")
-    return ordered(found, ours + "mlp_norm", before=ours + "mlp.up")
+    unordered = ordered(tower_names(arch, prefix), ours + "attention_norm", before=ours + "attention.k")
+    return ordered(unordered, ours + "mlp_norm", before=ours + "mlp.up")
 
 
 def names(arch: VisionArch) -> Names:

@@ -85,11 +85,11 @@ def _expansion(pictures: Pictures) -> list[str]:
     """Each picture between two markers, and then its crops (pan and scan)."""
     side = _sides(pictures.config)[1]
     inside = pictures.token("boi_token") + pictures.image_token * side**2 + pictures.token("eoi_token")
-    whole, found = f"\n\n{inside}\n\n", []
+    whole, texts = f"\n\n{inside}\n\n", []
     for crops in np.ravel(pictures.processed["num_crops"]).tolist():
         more = f"Here is the original image {whole} and here are some crops to help you see better "
-        found.append(more + " ".join([whole] * crops) if crops else whole)
-    return found
+        texts.append(more + " ".join([whole] * crops) if crops else whole)
+    return texts
 
 
 FAMILIES = (

@@ -50,7 +50,7 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
 
 
 def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
-    vision, found = whole.vision_config, []
+    vision, images = whole.vision_config, []
     for pixels, positions in zip(processed["pixel_values"], processed["image_position_ids"], strict=True):
         inside = (positions != -1).any(axis=-1)
         across, down = positions[inside].T.astype(np.int32)
@@ -60,7 +60,7 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
                 f"position_embedding_size is {vision.position_embedding_size}. Resize the image."
             )
         groups = _groups(across, down, vision.pooling_kernel_size)
-        found.append(
+        images.append(
             ImagePatches(
                 2 * (pixels[inside].astype(np.float32) - np.float32(0.5)),
                 np.stack([down, across], axis=1),
@@ -70,7 +70,7 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
                 table=np.stack([across, vision.position_embedding_size + down], axis=1),
             )
         )
-    return found
+    return images
 
 
 def _groups(across: np.ndarray, down: np.ndarray, size: int) -> np.ndarray:
@@ -86,19 +86,19 @@ def _groups(across: np.ndarray, down: np.ndarray, size: int) -> np.ndarray:
 
 
 def _names(arch: VisionArch) -> Names:
-    layer, found = "model.vision_tower.encoder.layers.{}.", {}
+    layer, layers = "model.vision_tower.encoder.layers.{}.", {}
     maps = {f"attention.{name}": f"self_attn.{name}_proj" for name in "qkvo"}
     maps |= {f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     for ours, name in maps.items():
-        found[f"vision.tower.layers.{ours}"] = f"{layer}{name}.linear"
+        layers[f"vision.tower.layers.{ours}"] = f"{layer}{name}.linear"
         if arch.layers.clipped_maps:
-            found |= {f"vision.tower.layers.{ours}.{limit}": f"{layer}{name}.{limit}" for limit in _LIMITS}
+            layers |= {f"vision.tower.layers.{ours}.{limit}": f"{layer}{name}.{limit}" for limit in _LIMITS}
     return {
         "vision.tower.position_embed.weight": (
             "model.vision_tower.patch_embedder.position_embedding_table", Tables(2)
         ),
         "vision.tower.patches": "model.vision_tower.patch_embedder.input_proj",
-        **found,
+        **layers,
         "vision.tower.layers.attention.q_norm": layer + "self_attn.q_norm",
         "vision.tower.layers.attention.k_norm": layer + "self_attn.k_norm",
         "vision.tower.layers.attention_norm": layer + "input_layernorm",

@@ -35,11 +35,11 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
 
 def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
     """One image from each row of tiles `[N, tiles, C, H, W]`. Rows are padded with tiles of zeros."""
-    found = []
+    images = []
     for pixels, masks in zip(processed["pixel_values"], processed["pixel_attention_mask"], strict=True):
-        there = pixels.any(axis=(1, 2, 3))
-        found.append(_image(pixels[there], masks[there], whole))
-    return found
+        is_tile = pixels.any(axis=(1, 2, 3))
+        images.append(_image(pixels[is_tile], masks[is_tile], whole))
+    return images
 
 
 def _image(pixels: np.ndarray, masks: np.ndarray, whole: Any) -> ImagePatches:
@@ -99,7 +99,7 @@ def _smolvlm(pictures: Pictures) -> list[str]:
 
 def _expansion(pictures: Pictures, fake: str, whole: str) -> list[str]:
     """The tiles of each picture, named by row and column with a line for each row, and then the whole picture."""
-    config, found = pictures.config, []
+    config, texts = pictures.config, []
     side = pictures.processed["pixel_values"].shape[-1] // config.vision_config.patch_size // config.scale_factor
     tokens = pictures.image_token * side**2
     for rows, columns in zip(*(np.ravel(pictures.processed[name]).tolist() for name in ("rows", "cols")), strict=True):
@@ -109,8 +109,8 @@ def _expansion(pictures: Pictures, fake: str, whole: str) -> list[str]:
         ]
         if lines:
             lines.append("\n")
-        found.append("".join(lines) + f"{fake}{whole}{tokens}{fake}")
-    return found
+        texts.append("".join(lines) + f"{fake}{whole}{tokens}{fake}")
+    return texts
 
 
 FAMILIES = tuple(

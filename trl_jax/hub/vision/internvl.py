@@ -97,7 +97,7 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
     patch, merge = whole.vision_config.patch_size[0], round(1 / whole.downsample_ratio)
     tiles_of_each = processed.get("num_patches", np.ones(len(processed["pixel_values"]), np.int32))
     side, ends = height // patch, np.cumsum(tiles_of_each).tolist()
-    found = []
+    images = []
     for start, end in zip([0, *ends], ends, strict=False):
         patches = clip.patches_of(processed["pixel_values"][start:end], patch)
         patches = np.pad(patches, ((0, 0), (1, 0), (0, 0)))  # a class token in front of each tile
@@ -109,8 +109,8 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
             np.arange(len(groups), dtype=np.int32),
             table=np.tile(np.arange(length, dtype=np.int32), tiles)[:, None],
         )  # fmt: skip
-        found.append(image)
-    return found
+        images.append(image)
+    return images
 
 
 def _names(arch: VisionArch) -> Names:

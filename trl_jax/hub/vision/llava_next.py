@@ -21,11 +21,11 @@ _SEPARATOR = -2  # its number in `ImagePatches.tokens`
 
 def _arch(config: ConfigReader, whole: Any) -> VisionArch:
     base = clip.arch(config, whole)
-    wanted = "default" if base.class_token else "full"
-    if whole.vision_feature_select_strategy != wanted:
+    expected = "default" if base.class_token else "full"
+    if whole.vision_feature_select_strategy != expected:
         raise ValueError(
             f"{config.source}: vision_feature_select_strategy is {whole.vision_feature_select_strategy!r}, wanted "
-            f"{wanted!r} for a {whole.vision_config.model_type}: the features of a tile must form a square."
+            f"{expected!r} for a {whole.vision_config.model_type}: the features of a tile must form a square."
         )
     return replace(base, connector=replace(base.connector, separators=1))
 
@@ -36,8 +36,8 @@ def best_resolution(size: Sequence[int], choices: Sequence[Sequence[int]]) -> tu
 
     def rating(choice: Sequence[int]) -> tuple[int, int]:
         scale = min(choice[1] / size[1], choice[0] / size[0])
-        kept = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
-        return kept, kept - choice[0] * choice[1]
+        effective = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
+        return effective, effective - choice[0] * choice[1]
 
     height, width = max(choices, key=rating)
     return height, width

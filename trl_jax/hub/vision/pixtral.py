@@ -52,7 +52,7 @@ def _blocks(config: ConfigReader, whole: Any) -> Arch:
 
 
 def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
-    size, merge, found = whole.vision_config.patch_size, whole.spatial_merge_size, []
+    size, merge, images = whole.vision_config.patch_size, whole.spatial_merge_size, []
     for pixels, (height, width) in zip(processed["pixel_values"], processed["image_sizes"].tolist(), strict=True):
         rows, columns = height // size, width // size
         if min(rows, columns) < merge:
@@ -64,8 +64,8 @@ def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatch
         groups = squares(rows, columns, merge)
         places = np.stack(np.divmod(np.arange(rows * columns, dtype=np.int32), columns), axis=1)
         tokens = np.arange(len(groups), dtype=np.int32)
-        found.append(ImagePatches(patches, places, spans_of([len(patches)]), groups, tokens))
-    return found
+        images.append(ImagePatches(patches, places, spans_of([len(patches)]), groups, tokens))
+    return images
 
 
 def _names(arch: VisionArch) -> Names:
@@ -93,10 +93,10 @@ def _square(config: Any) -> int:
 
 def _expansion(pictures: Pictures) -> list[str]:
     """The features of each picture row by row, with a token between rows and another at the end."""
-    found = []
+    texts = []
     for rows, columns in (pictures.processed["image_sizes"] // _square(pictures.config)).tolist():
-        found.append("[IMG_BREAK]".join([pictures.image_token * columns] * rows) + "[IMG_END]")
-    return found
+        texts.append("[IMG_BREAK]".join([pictures.image_token * columns] * rows) + "[IMG_END]")
+    return texts
 
 
 FAMILIES = (

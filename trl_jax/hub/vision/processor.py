@@ -56,9 +56,9 @@ class VisionProcessor:
         self.tokenizer, self.image_processor = tokenizer, image_processor
         self.options = self.family.options(config) | options | {"return_tensors": "np"}
         self.image_token_id = getattr(config, self.family.image_token)
-        facts = config.to_dict()
-        ids = (facts.get("video_token_id"), facts.get("audio_token_id"))
-        self.other_media_ids = [own for own in ids if own is not None]  # placeholders for videos and audio
+        fields = config.to_dict()
+        ids = (fields.get("video_token_id"), fields.get("audio_token_id"))
+        self.other_media_ids = [id_ for id_ in ids if id_ is not None]  # placeholders for videos and audio
         self.image_token = tokenizer.convert_ids_to_tokens(self.image_token_id)
         if self.image_token is None:
             raise ValueError(
@@ -84,8 +84,8 @@ class VisionProcessor:
             opened = [open_picture(picture, keep_arrays=True) for picture in pictures]
             if family.nested:
                 opened = [[picture] for picture in opened]
-            found = self.image_processor(images=opened, **self.options)
-            processed = {name: found[name] for name in (*family.pixels, *family.facts)}
+            features = self.image_processor(images=opened, **self.options)
+            processed = {name: features[name] for name in (*family.pixels, *family.facts)}
             images = family.patches(processed, self.config)
         return Pictures(processed, images, self.tokenizer, self.config, self.image_token)
 
@@ -116,14 +116,14 @@ class VisionProcessor:
             )
         seen = self._seen(pictures)
         images, expanded = seen.images, self.family.expansion(seen) if pictures else []
-        whole = "".join(part + own for part, own in zip(before, expanded, strict=True)) + last
+        whole = "".join(part + expansion for part, expansion in zip(before, expanded, strict=True)) + last
         options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": spans is not None}
         tokens = self.tokenizer(text=whole, **options)
         ids = np.asarray(tokens["input_ids"], np.int32)[:max_length]
         marked = None
         if spans is not None:
             starts = np.cumsum([len(part) + len(self.placeholder) for part in before])
-            grown = np.cumsum([0, *(len(own) - len(self.placeholder) for own in expanded)])
+            grown = np.cumsum([0, *(len(expansion) - len(self.placeholder) for expansion in expanded)])
             moved = [[at + grown[np.searchsorted(starts, at, side="right")] for at in span] for span in spans]
             marked = _overlapping(np.asarray(tokens["offset_mapping"]), moved)[:max_length]
         return EncodedText(ids, self.placed(ids, images), marked)
@@ -144,10 +144,10 @@ class VisionProcessor:
 def _overlapping(offsets: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
     """Whether each token overlaps a span, bool `[T]`. `offsets` `[T, 2]` are the start and end of each token in
     characters."""
-    found = np.zeros(len(offsets), bool)
+    overlaps = np.zeros(len(offsets), bool)
     for start, end in spans:
-        found |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-    return found
+        overlaps |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return overlaps
 
 
 def open_picture(value: Any, *, keep_arrays: bool = False) -> Any:
@@ -199,7 +199,7 @@ def open_picture(value: Any, *, keep_arrays: bool = False) -> Any:
 def picture_to_json(value: Any) -> Any:
     """A picture that `open_picture` takes, in JSON, for `picture_from_json`."""
     if isinstance(value, Mapping):
-        return {name: picture_to_json(own) for name, own in value.items()}
+        return {name: picture_to_json(item) for name, item in value.items()}
     if value is None or isinstance(value, str):
         return value
     buffer, value = io.BytesIO(), as_array(value) if is_array(value) else value
@@ -225,7 +225,7 @@ def picture_from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if _KIND not in value:
-        return {name: picture_from_json(own) for name, own in value.items()}
+        return {name: picture_from_json(item) for name, item in value.items()}
     data = base64.b64decode(value["data"])
     if value[_KIND] == "array":
         return np.load(io.BytesIO(data), allow_pickle=False)
@@ -313,15 +313,15 @@ def images_of_rows(model: Any, rows: Sequence[np.ndarray], arrays: Mapping[str, 
     """
     family = native_of(model).vision
     token = getattr(model.config, family.image_token)
-    waiting, found = family.patches(arrays, model.config), []
+    waiting, images = family.patches(arrays, model.config), []
     for ids in rows:
-        wanted, taken = int((ids == token).sum()), []
-        while waiting and sum(len(image.tokens) for image in taken) < wanted:
+        count, taken = int((ids == token).sum()), []
+        while waiting and sum(len(image.tokens) for image in taken) < count:
             taken.append(waiting.pop(0))
-        found.append(text_images(ids, token, taken, family.positions))
+        images.append(text_images(ids, token, taken, family.positions))
     if waiting:
         raise ValueError(
             f"There are {len(waiting)} more images than the image tokens of input_ids have room for. Pass the ids that "
             "the processor returned with them."
         )
-    return found
+    return images

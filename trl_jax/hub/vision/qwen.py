@@ -161,7 +161,7 @@ def window_order(grid: tuple[int, int, int], merge: int, window: int) -> tuple[n
 
 
 def _windowed_patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
-    vision, found = whole.vision_config, []
+    vision, images = whole.vision_config, []
     merge = vision.spatial_merge_size
     window = vision.window_size // merge // vision.patch_size
     for image, grid in merged_images(processed, merge):
@@ -171,8 +171,8 @@ def _windowed_patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[I
             patches=image.patches[by_patch], places=image.places[by_patch], groups=image.groups[np.argsort(order)],
             windows=spans_of([length * merge**2 for length in lengths]),
         )  # fmt: skip
-        found.append(moved)
-    return found
+        images.append(moved)
+    return images
 
 
 # The text part

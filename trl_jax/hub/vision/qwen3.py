@@ -25,16 +25,16 @@ def _arch(config: ConfigReader, whole: Any) -> VisionArch:
 
 def _deepstack_arch(config: ConfigReader, whole: Any) -> VisionArch:
     indexes = config.value("deepstack_visual_indexes")
-    found = _tower(config)
-    possible = range(found.layers.num_layers)
+    base = _tower(config)
+    possible = range(base.layers.num_layers)
     if not all(type(index) is int and index in possible for index in indexes) or list(indexes) != sorted({*indexes}):
         raise config.wrong(
             "deepstack_visual_indexes", indexes, f"increasing layers of the {len(possible)} of the tower"
         )
     if not indexes:
-        return found
-    connector = replace(found.connector, norm_grouped=True)
-    return replace(found, deepstack=tuple(indexes), deepstack_connector=connector)
+        return base
+    connector = replace(base.connector, norm_grouped=True)
+    return replace(base, deepstack=tuple(indexes), deepstack_connector=connector)
 
 
 def _tower(config: ConfigReader) -> VisionArch:
@@ -57,12 +57,12 @@ def _names(arch: VisionArch) -> Names:
 
 
 def _patches(processed: Mapping[str, np.ndarray], whole: Any) -> list[ImagePatches]:
-    vision, found = whole.vision_config, []
+    vision, images = whole.vision_config, []
     side = int(vision.num_position_embeddings**0.5)
     for image, (_, rows, columns) in merged_images(processed, vision.spatial_merge_size):
         table, weights = interpolated(image.places, (rows, columns), side)
-        found.append(image._replace(table=table, table_weights=weights))
-    return found
+        images.append(image._replace(table=table, table_weights=weights))
+    return images
 
 
 def interpolated(places: np.ndarray, size: tuple[int, int], side: int) -> tuple[np.ndarray, np.ndarray]:
