@@ -230,7 +230,7 @@ class ArgumentValues:
     def warn_of_changes(self, args: BaseConfig) -> None:
         """Warn about arguments that were changed since the constructor read them."""
         if names := [name for name, value in self._current(args).items() if value != self._read_once[name]]:
-            attributes = [name for name, one in self._mirroring.items() if one.argument in names and name[0] != "_"]
+            attributes = [name for name, arg in self._mirroring.items() if arg.argument in names and name[0] != "_"]
             instead = f"; set trainer.{attributes[0]} instead" if attributes else ": create a new trainer"
             warnings.warn(
                 f"{', '.join(names)}: the arguments were changed after the trainer was made. As in TRL, this has no "
@@ -248,7 +248,7 @@ class ArgumentValues:
     def check_mirrored(self, trainer: Any) -> None:
         """Raise the config's ValueError if a value that was set on a trainer is invalid."""
         args = copy.copy(trainer.args)
-        vars(args).update({one.argument: getattr(trainer, name) for name, one in self._mirroring.items()})
+        vars(args).update({arg.argument: getattr(trainer, name) for name, arg in self._mirroring.items()})
         args.check()
 
 

@@ -254,8 +254,8 @@ class BaseTrainer(abc.ABC):
         if args is None:
             return self.config_class(f"{model_loading.short_name(model)}-{self._name}")
         if not isinstance(args, self.config_class):
-            wanted = self.config_class.__name__
-            raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}; expected a {wanted}.")
+            expected = self.config_class.__name__
+            raise TypeError(f"args is a {type(args).__module__}.{type(args).__qualname__}; expected a {expected}.")
         return args
 
     def _padding(self, args: BaseConfig) -> int | str | None:
@@ -305,14 +305,14 @@ class BaseTrainer(abc.ABC):
             create_optimizer=self._user_optimizer,
             evaluate=lambda: self.evaluate(),
             get_train_dataloader=self._own_batches,
-            log=lambda *given: self._log(*given),
+            log=lambda *args: self._log(*args),
             loss=lambda: self.loss if "loss" in overridden or "loss" in vars(self) else None,
             loss_functions=loss_functions(type(self), self._compute_loss_func),
             overridden=overridden,
-            prediction_step=lambda *given: self.prediction_step(*given),
-            prepare_dataset=lambda *given: self.prepare_dataset(*given),
+            prediction_step=lambda *args: self.prediction_step(*args),
+            prepare_dataset=lambda *args: self.prepare_dataset(*args),
             save_checkpoint=self._save_progress,
-            save_model=lambda *given, **options: self.save_model(*given, **options),
+            save_model=lambda *args, **options: self.save_model(*args, **options),
             script_values=lambda: script_values(self),
             set_by_script=lambda: vars(self).keys(),
             refresh_task=self._refresh_before_step,
@@ -894,11 +894,11 @@ class BaseTrainer(abc.ABC):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Batches of a prepared evaluation set, in its order; a string selects one of the constructor's."""
         if isinstance(eval_dataset, str):
-            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
-            if eval_dataset not in known:
-                sets = f"has {', '.join(known)}" if known else "is not a dict"
+            eval_sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if eval_dataset not in eval_sets:
+                sets = f"has {', '.join(eval_sets)}" if eval_sets else "is not a dict"
                 raise ValueError(f"There is no evaluation set {eval_dataset!r}: the trainer's eval_dataset {sets}.")
-            eval_dataset = known[eval_dataset]
+            eval_dataset = eval_sets[eval_dataset]
         return self.batches(self.eval_dataset if eval_dataset is None else eval_dataset, training=False)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:

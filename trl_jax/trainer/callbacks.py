@@ -76,16 +76,16 @@ class LogCompletionsCallback(TrainerCallback):
                 print(f"step {step}: {prompt!r} -> {completion!r}", flush=True)
 
     def _completed(self, prompts: list[str], tokenizer: Any, batch_size: int) -> list[str]:
-        found, side, tokenizer.padding_side = [], tokenizer.padding_side, "left"
+        completions, side, tokenizer.padding_side = [], tokenizer.padding_side, "left"
         try:
             for start in range(0, len(prompts), batch_size):
                 batch = tokenizer(prompts[start : start + batch_size], return_tensors="np", padding=True)
                 rows = self.trainer.model.generate(**batch, generation_config=self.generation_config)
                 new = rows[:, batch["input_ids"].shape[1] :]
-                found += tokenizer.batch_decode(new, skip_special_tokens=True)
+                completions += tokenizer.batch_decode(new, skip_special_tokens=True)
         finally:
             tokenizer.padding_side = side
-        return found
+        return completions
 
 
 def _text(prompt: str | list[dict[str, Any]], tokenizer: Any) -> str:
@@ -189,7 +189,7 @@ class BEMACallback(TrainerCallback):
 def _weights(model: Any) -> Weights:
     """Copies of the trainable weights in host memory: the step donates its arrays."""
     if is_torch_model(model):  # of transformers' own Trainer, or of a trainer of the installed trl
-        trained = {name: one.detach().cpu() for name, one in model.named_parameters() if one.requires_grad}
+        trained = {name: param.detach().cpu() for name, param in model.named_parameters() if param.requires_grad}
         return {name: array.copy() for name, array in as_arrays(trained).items()}
     return {path: np.array(fetched(array)) for path, array in model.params.items()}
 

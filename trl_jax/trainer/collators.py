@@ -273,8 +273,8 @@ class VisionCollator(abc.ABC):
 
     def _encoded(self, texts: list[str], images: list[list] | None = None) -> tuple[dict, dict]:
         """What the processor returns for each token, as rows without padding, and what it returns for the images."""
-        shown = {} if images is None or not any(images) else {"images": images}  # processors refuse no images at all
-        encoded = self.processor(text=texts, padding=True, return_tensors="np", add_special_tokens=False, **shown)
+        kwargs = {} if images is None or not any(images) else {"images": images}  # processors refuse no images at all
+        encoded = self.processor(text=texts, padding=True, return_tensors="np", add_special_tokens=False, **kwargs)
         real = encoded.pop("attention_mask") == 1
         rows = {
             name: [row[mask] for row, mask in zip(encoded.pop(name), real, strict=True)]
@@ -353,9 +353,9 @@ class DataCollatorForVisionLanguageModeling(VisionCollator):
             )  # fmt: skip
         else:
             images = [row["images"] for row in rows]
-            shown = {"images": images} if any(images) else {}
+            kwargs = {"images": images} if any(images) else {}
             texts = [row[self.dataset_text_field] for row in rows]
-            encoded = self.processor(text=texts, return_tensors="np", **options, **shown)
+            encoded = self.processor(text=texts, return_tensors="np", **options, **kwargs)
         return dict(encoded)
 
 
@@ -480,8 +480,8 @@ class AcceptedCollators:
         """Whether it is a script's own collator, which the trainer calls: neither one of TRL's nor transformers' for
         masked language models."""
         masks = type(collator).__module__ == _TRANSFORMERS and vars(collator).get("mlm", False)
-        known = type(collator) in self.classes or is_older_collator(collator, self.older)
-        return self.calls_others and callable(collator) and not known and not masks
+        supported = type(collator) in self.classes or is_older_collator(collator, self.older)
+        return self.calls_others and callable(collator) and not supported and not masks
 
     def check(self, collator: Any) -> None:
         """Raise ValueError for a collator that the trainer neither reads nor calls."""
@@ -534,13 +534,13 @@ def _check_seq2seq(collator: Any) -> None:
     """Raise ValueError if transformers' DataCollatorForSeq2Seq would give other batches than TRL's own collator, apart
     from padding on the right, or none."""
     tokenizer = collator.tokenizer
-    wanted = (
+    settings = (
         ("label_pad_token_id", collator.label_pad_token_id, (IGNORED,)),
         ("padding", collator.padding, (True, "longest", "max_length")),
         ("return_tensors", collator.return_tensors, ("pt",)),
         ("tokenizer.padding_side", tokenizer.padding_side, ("right",)),
     )
-    for name, value, allowed in wanted:
+    for name, value, allowed in settings:
         if value not in allowed:
             raise ValueError(
                 f"DataCollatorForSeq2Seq has {name}={value!r}, which is not in this release of trl_jax. Set it to "

@@ -233,15 +233,15 @@ class RewrittenSteps(GeneratedSteps):
     def _step(self, group: Sequence[Sequence[IndexedExample]], number: int) -> StepBatch:
         written, padded = [], 0
         for batch in group:
-            examples = [one.example for one in batch]
+            examples = [item.example for item in batch]
             new = self.rewrite(examples)
             padded += _padded_tokens(new, generated=new is not examples)
-            written.append([one._replace(example=example) for one, example in zip(batch, new, strict=True)])
+            written.append([item._replace(example=example) for item, example in zip(batch, new, strict=True)])
         step = self.loader.step_layout.step(written, number)
         step = step._replace(num_padded_tokens=padded)
         if self.loader.step_layout.weighting == "micro_batches":
             return step
-        targets = sum(one.example.num_counted_targets for batch in group for one in batch)
+        targets = sum(item.example.num_counted_targets for batch in group for item in batch)
         scale = np.float32(max(1, step.num_targets) / max(1, targets))
         return step._replace(arrays=step.arrays._replace(weight=step.arrays.weight * scale))
 

@@ -300,7 +300,7 @@ class Prompts(Batches):
     def __iter__(self) -> Iterator[dict[str, list]]:
         for group in self.steps.loader.groups():
             for batch in group:
-                rows = [one.example for one in batch]
+                rows = [item.example for item in batch]
                 yield {name: [row[name] for row in rows] for name in rows[0]}
 
 
@@ -368,7 +368,7 @@ class PairWriter:
             numbers = {"beta": beta, "ended": float(ended[list(pair)].sum())}
             if totals is not None:
                 numbers |= {"score_chosen": totals[pair[0]], "score_rejected": totals[pair[1]]}
-            examples.append(_pair(ids[number], [written[one] for one in pair], numbers))
+            examples.append(_pair(ids[number], [written[index] for index in pair], numbers))
         return examples
 
     def _scores(
@@ -378,8 +378,8 @@ class PairWriter:
         args, pad = self.setup.args, self.setup.processing_class.pad_token_id
         longest = max(map(len, written))
         padded = [[*tokens.tolist(), *[pad] * (longest - len(tokens))] for tokens in written]
-        given = [{"prompt": row["prompt"]} for row in rows] if args.remove_unused_columns else rows
-        rewards = self.scores(given * 2, prompts * 2, texts, padded)
+        reward_rows = [{"prompt": row["prompt"]} for row in rows] if args.remove_unused_columns else rows
+        rewards = self.scores(reward_rows * 2, prompts * 2, texts, padded)
         weights = self.scores.current_weights
         scores = np.nansum(rewards * weights, axis=1, dtype=np.float32)
         if args.missing_eos_penalty is not None:

@@ -280,18 +280,18 @@ def _package_of(function: FunctionType) -> str:
 
 def loss_functions(cls: type, passed: Callable | None) -> list[Callable]:
     """The passed `compute_loss_func`, the user-defined loss methods, and the user-defined methods that they call."""
-    own: dict[str, list[FunctionType]] = {}
+    defined: dict[str, list[FunctionType]] = {}
     for kind in cls.__mro__:
         for name, value in vars(kind).items():
             function = inspect.unwrap(value) if isinstance(value, FunctionType | staticmethod) else None
             if function is not None and _package_of(function) != "trl_jax":
-                own.setdefault(name, []).append(function)
+                defined.setdefault(name, []).append(function)
     functions = [] if passed is None else [passed]
     names = ["compute_loss", "_compute_loss"]
     while names:
-        called = own.pop(names.pop(0), [])
+        called = defined.pop(names.pop(0), [])
         functions += called
-        names += [name for function in called for name in function.__code__.co_names if name in own]
+        names += [name for function in called for name in function.__code__.co_names if name in defined]
     return functions
 
 

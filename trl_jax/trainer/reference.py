@@ -90,8 +90,8 @@ class ReferenceFreeTrainer(BaseTrainer):
     def _balance_experts(self, model: PreTrainedModel, args: BaseConfig) -> float:
         """As in TRL, only the model's config matters: its coefficient if `output_router_logits` is set, else 0."""
         del args
-        asked = model.config.get_text_config().to_dict().get("output_router_logits", False)
-        return balance_experts(model, None if asked else 0.0)
+        requested = model.config.get_text_config().to_dict().get("output_router_logits", False)
+        return balance_experts(model, None if requested else 0.0)
 
 
 # With a reference model: one that the script passes, or the policy before training.
@@ -290,13 +290,13 @@ class ReferenceTrainer(BaseTrainer):
 
     def _refuse_reference(self, args: BaseConfig, task: Task) -> None:
         """Raise ValueError if a reference was requested, because the task does not use one."""
-        asked = [name for name in ("precompute_ref_log_probs", "sync_ref_model") if vars(args)[name]]
+        names = [name for name in ("precompute_ref_log_probs", "sync_ref_model") if vars(args)[name]]
         if self._ref_model is not None:
-            asked.append("ref_model")
-        if asked:
+            names.append("ref_model")
+        if names:
             raise ValueError(
-                f"{' and '.join(asked)} was set, but {type(task).__name__} has compared = (), so it trains without "
-                f"a reference. Leave {' and '.join(asked)} out."
+                f"{' and '.join(names)} was set, but {type(task).__name__} has compared = (), so it trains without "
+                f"a reference. Leave {' and '.join(names)} out."
             )
 
     def prepare_dataset(self, dataset: Any, name: str, *, bounded: bool = True) -> Dataset | IterableDataset:
@@ -330,6 +330,6 @@ class ReferenceTrainer(BaseTrainer):
         reference, plan = setup.divide_reference(reference, run.sharding_plan)
         # A copy of the setup whose passes evaluate the reference.
         comparing = dataclasses.replace(run, reference=reference, sharding_plan=plan)
-        facts = {name: getattr(self, name) for name in self._changes_logps}
-        options = {"batch_size": batch_size, "name": name, "facts": facts}
+        metadata = {name: getattr(self, name) for name in self._changes_logps}
+        options = {"batch_size": batch_size, "name": name, "facts": metadata}
         return precomputed(comparing, dataset, columns, **options)

@@ -94,8 +94,8 @@ class RewardTrainer(BaseTrainer):
         return RewardTask(self.args.center_rewards_coefficient)
 
     def _metric_hooks(self) -> MetricHooks:
-        wanted = self._report if self.args.eval_report else None
-        return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics, wanted)
+        report = self._report if self.args.eval_report else None
+        return MetricHooks(self.compute_metrics, self.preprocess_logits_for_metrics, report)
 
     def _report(self, evaluated: Evaluated, dataset: Any, prefix: str) -> dict[str, float]:
         """The additional metrics of `eval_report`, which TRL does not have."""

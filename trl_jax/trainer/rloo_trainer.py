@@ -89,7 +89,7 @@ class RLOOTrainer(OnlineTrainer):
 
         judge = MissingEos(penalty, lambda: self.processing_class.eos_token_id)
         functions, tokenizers = (
-            list(given) if isinstance(given, list | tuple) else [given] for given in (functions, tokenizers)
+            list(value) if isinstance(value, list | tuple) else [value] for value in (functions, tokenizers)
         )
         return [*functions, judge], None if tokenizers == [None] else [*tokenizers, None]
 

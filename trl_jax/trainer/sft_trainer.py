@@ -200,8 +200,8 @@ class SFTTrainer(BaseTrainer):
         Raises:
             ValueError: `packing` or `formatting_func` differs from the trainer's.
         """
-        wanted = self.args.packing if dataset_name == "train" else packing
-        if formatting_func is not self._formatting_func or packing != wanted:
+        expected = self.args.packing if dataset_name == "train" else packing
+        if formatting_func is not self._formatting_func or packing != expected:
             raise ValueError(
                 "super()._prepare_dataset got another packing or formatting_func than the trainer. Set packing and "
                 "eval_packing in SFTConfig, and pass formatting_func to the constructor."

@@ -92,9 +92,9 @@ def compute_accuracy(eval_pred: Any) -> dict[str, float]:
     predictions, labels = eval_pred
     if len(labels) == 0:
         raise ValueError("There are no labels: RewardTrainer reports eval_accuracy itself. Leave compute_metrics out.")
-    labels, found = np.asarray(labels), np.argmax(np.asarray(predictions), axis=-1)
+    labels, predicted = np.asarray(labels), np.argmax(np.asarray(predictions), axis=-1)
     labeled = labels != -100
-    return {"accuracy": float(np.mean(found[labeled] == labels[labeled]))}
+    return {"accuracy": float(np.mean(predicted[labeled] == labels[labeled]))}
 
 
 # Arrays
@@ -121,7 +121,7 @@ def pad(
     if any_tensor(*tensors):
         arrays = as_arrays(list(tensors))
         return batch_tensor(pad(arrays, padding_value, padding_side, pad_to_multiple_of))
-    shape = np.max([np.shape(one) for one in tensors], axis=0)
+    shape = np.max([np.shape(tensor) for tensor in tensors], axis=0)
     if pad_to_multiple_of is not None:
         shape[0] = -(-shape[0] // pad_to_multiple_of) * pad_to_multiple_of
     xp = np if isinstance(tensors[0], np.ndarray) else jnp
@@ -132,7 +132,7 @@ def pad(
             missing[0] = missing[0][::-1]
         return xp.pad(one, missing, constant_values=padding_value)
 
-    return xp.stack([padded(one) for one in tensors]).astype(tensors[0].dtype)
+    return xp.stack([padded(tensor) for tensor in tensors]).astype(tensors[0].dtype)
 
 
 def selective_log_softmax(
@@ -154,16 +154,16 @@ def selective_log_softmax(
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}.")
-    one = index.ndim == logits.ndim - 1
+    single = index.ndim == logits.ndim - 1
     if any_tensor(logits):
-        logps = (logits / temperature).log_softmax(-1).gather(-1, index[..., None] if one else index)
-        logps = logps[..., 0] if one else logps
+        logps = (logits / temperature).log_softmax(-1).gather(-1, index[..., None] if single else index)
+        logps = logps[..., 0] if single else logps
         if row_mask is None:
             return logps
         return logps.masked_fill(~(row_mask if row_mask.ndim == logps.ndim else row_mask[..., None]).bool(), 0)
     logps = jax.nn.log_softmax(logits / temperature, axis=-1)
-    chosen = jnp.take_along_axis(logps, index[..., None] if one else index, axis=-1)
-    chosen = chosen[..., 0] if one else chosen
+    chosen = jnp.take_along_axis(logps, index[..., None] if single else index, axis=-1)
+    chosen = chosen[..., 0] if single else chosen
     if row_mask is None:
         return chosen
     return jnp.where(row_mask if row_mask.ndim == chosen.ndim else row_mask[..., None], chosen, 0)
@@ -187,17 +187,17 @@ def nanstd(tensor: jax.Array, dim: int | tuple[int, ...] | None = None, keepdim:
     """Sample standard deviation (ddof=1) of the non-NaN values; NaN for fewer than two."""
     if any_tensor(tensor):
         count, mean = (~tensor.isnan()).sum(dim, keepdim=True), tensor.nanmean(dim, keepdim=True)
-        found = ((tensor - mean).square().nansum(dim, keepdim=True) / (count - 1)).sqrt()
-        found = found.masked_fill(count < 2, float("nan"))
-        return found if keepdim else found.reshape(tensor.nansum(dim).shape)
+        std = ((tensor - mean).square().nansum(dim, keepdim=True) / (count - 1)).sqrt()
+        std = std.masked_fill(count < 2, float("nan"))
+        return std if keepdim else std.reshape(tensor.nansum(dim).shape)
     return jnp.nanstd(tensor, axis=dim, ddof=1, keepdims=keepdim)
 
 
 def nanmin(tensor: jax.Array) -> jax.Array:
     """The minimum of the non-NaN values; NaN if all are NaN."""
     if any_tensor(tensor):
-        found = tensor[~tensor.isnan()]
-        return found.min() if len(found) else tensor.new_tensor(float("nan"))
+        numbers = tensor[~tensor.isnan()]
+        return numbers.min() if len(numbers) else tensor.new_tensor(float("nan"))
     return jnp.nanmin(tensor)
 
 
@@ -221,10 +221,10 @@ def flush_left(mask: np.ndarray, *tensors: np.ndarray) -> Any:
     mask = np.asarray(mask)
     width = mask.shape[1]
     places = (np.arange(width) + (mask != 0).argmax(axis=1)[:, None]) % width
-    moved = [np.take_along_axis(np.asarray(one), places, axis=1) for one in (mask, *tensors)]
+    moved = [np.take_along_axis(np.asarray(array), places, axis=1) for array in (mask, *tensors)]
     empty = ~moved[0].any(axis=0)
     end = int(empty.argmax()) if empty.any() else width
-    moved = [one[:, :end] for one in moved]
+    moved = [array[:, :end] for array in moved]
     return tuple(moved) if tensors else moved[0]
 
 
@@ -316,7 +316,7 @@ def generate_model_card(
     """
     if (template_file or _LM_CARD) not in _TASKS_OF_CARDS:
         raise ValueError(f"template_file={template_file!r} is not one of {', '.join(_TASKS_OF_CARDS)}.")
-    task, given = _TASKS_OF_CARDS[template_file or _LM_CARD]
+    task, inputs = _TASKS_OF_CARDS[template_file or _LM_CARD]
     data = ModelCardData(
         base_model=base_model, datasets=dataset_name, library_name="transformers", licence="license",
         model_name=model_name, tags=["generated_from_trainer", *tags],
@@ -331,7 +331,7 @@ def generate_model_card(
         f"# {model_name}",
         f"A model{origin}{f' on {on}' if on else ''}, trained by {trainer_name}{paper}.",
         f'```python\nfrom transformers import pipeline\n\nmodel = pipeline("{task}", model="{hub_model_id}")\n'
-        f"print(model({given}))\n```",
+        f"print(model({inputs}))\n```",
         f"The run: {runs}." if runs else "",
         "\n".join(f"- {name} {version(name)}" for name in ("transformers", "datasets", "tokenizers", "jax")),
         f"Cite {trainer_name} as\n\n```bibtex\n{trainer_citation}\n```" if trainer_citation else "",
