@@ -247,7 +247,7 @@ def _candidates(
         at = jax.lax.top_k(drawn, count)[1]
         best = jnp.take_along_axis(total, at, axis=1)
         order = jnp.argsort(-best, axis=1)
-        best, at = (jnp.take_along_axis(each, order, axis=1) for each in (best, at))
+        best, at = (jnp.take_along_axis(array, order, axis=1) for array in (best, at))
     beam, ids = at // vocabulary, (at % vocabulary).astype(jnp.int32)
     ids = jnp.where(jnp.isnan(total).any(axis=1, keepdims=True), -1, ids)
     if state.logps is None:
@@ -286,7 +286,7 @@ def _with_candidates(search: Search, chosen: Candidates, stops: Stops, beams: Be
         scores = scores + excluded * jnp.float32(_NEVER)
     lengths = jnp.full(ended.shape, length)
     old = search.tokens, search.logps, search.lengths, search.finished_scores, search.finished
-    both = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), old, (tokens, logps, lengths, scores, just))
+    both = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), old, (tokens, logps, lengths, scores, just))
     best = jax.lax.top_k(both[3], count)[1]
     finished = jax.tree.map(lambda values: _taken(values, best), both)
 

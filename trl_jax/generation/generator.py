@@ -340,15 +340,15 @@ class Slots:
         self._request, self._done, self._shards = request, done, shards
         first = range(min(count, len(request.prompts)))
         count = request.slots if len(first) == len(request.prompts) else len(first)
-        each = -(-count // shards)
-        runs = [first[shard * each : (shard + 1) * each] for shard in range(shards)]
+        chunk = -(-count // shards)
+        runs = [first[shard * chunk : (shard + 1) * chunk] for shard in range(shards)]
         if shard_of is not None:
             runs = [[prompt for prompt in first if shard_of[prompt] == shard] for shard in range(shards)]
             most = max(map(len, runs))
-            each = max(each, rounded_up(most, 1) if request.varies else most)
-        self.request_rows, self.begun = np.full((shards * each, request.group), -1), np.zeros(shards * each, np.int32)
+            chunk = max(chunk, rounded_up(most, 1) if request.varies else most)
+        self.request_rows, self.begun = np.full((shards * chunk, request.group), -1), np.zeros(shards * chunk, np.int32)
         for shard, run in enumerate(runs):
-            self.request_rows[shard * each : shard * each + len(run)] = self._rows_of(run)
+            self.request_rows[shard * chunk : shard * chunk + len(run)] = self._rows_of(run)
         self.waiting = deque(range(len(first), len(request.prompts)))
         self._lengths = np.zeros(request.rows, np.int32)
         self._checked, self._ends = np.zeros(request.rows, np.int32), np.full(request.rows, request.max_new_tokens)
@@ -426,7 +426,7 @@ class Slots:
                 members = np.flatnonzero(alive[first[shard, 0] + prompt])
                 completions[shard, place, : len(members)], living[shard, place, : len(members)] = members, True
         at, numbers = at.reshape(-1), (first + at).reshape(-1)
-        completions, living = (each.reshape(-1, shape[1]) for each in (completions, living))
+        completions, living = (array.reshape(-1, shape[1]) for array in (completions, living))
         self.request_rows = np.where(living, self.request_rows[numbers[:, None], completions], -1)
         self.begun = self.begun[numbers]
         return at, completions, living

@@ -224,17 +224,17 @@ class RowWords:
 
     def _chunk(self, rows: np.ndarray, drawn: np.ndarray, steps: int) -> TorchNoise:
         words = np.zeros((steps, len(rows), self._vocabulary, 2), np.uint32)
-        wanted: dict[int, dict[int, list[tuple[int, int, int]]]] = {}  # step -> block -> (row in block, chunk indices)
+        needed: dict[int, dict[int, list[tuple[int, int, int]]]] = {}  # step -> block -> (row in block, chunk indices)
         for place, (row, first) in enumerate(zip(rows.tolist(), drawn.tolist(), strict=True)):
             if row >= 0:
                 block, within = divmod(row, self._block)
                 for step in range(int(first), min(int(first) + steps, self._max_steps)):
-                    wanted.setdefault(step, {}).setdefault(block, []).append((within, step - int(first), place))
-        for step, of_step in sorted(wanted.items()):
+                    needed.setdefault(step, {}).setdefault(block, []).append((within, step - int(first), place))
+        for step, of_step in sorted(needed.items()):
             self._read_until(step)
-            for block, own in self._words(step, of_step.keys()):
+            for block, block_words in self._words(step, of_step.keys()):
                 for within, at, place in of_step[block]:
-                    words[at, place] = own[within]
+                    words[at, place] = block_words[within]
         return TorchNoise(words)
 
     def _read_until(self, step: int) -> None:
@@ -252,9 +252,9 @@ class RowWords:
         states = []
         for block in range(-(-self._rows // self._block)):
             states.append(self._generator.state())
-            own = self._of_block(self._generator, block)
+            words = self._of_block(self._generator, block)
             if block in wanted:
-                yield block, own
+                yield block, words
         self._states.append(states)
 
     def _of_block(self, generator: TorchGenerator, block: int) -> np.ndarray:

@@ -35,9 +35,9 @@ def can_keep(weights: Weights, *, stopped: bool) -> bool:
             keep these tokens apart from earlier ones: no windows, and no recurrent layers.
     """
     arch = weights.arch
-    apart = all(part.window is None for part in cache_parts(arch))
-    apart = apart and all(run.kind.mixer in ("attention", None) for run in arch.runs)
-    return weights.longrope_switch_length is None and (apart or not stopped)
+    separable = all(part.window is None for part in cache_parts(arch))
+    separable = separable and all(run.kind.mixer in ("attention", None) for run in arch.runs)
+    return weights.longrope_switch_length is None and (separable or not stopped)
 
 
 @dataclass
@@ -88,13 +88,13 @@ class TurnCache:
         last, self._last = self._last, None
         if last is None or group > 1:
             return None
-        places, known = zip(*(last.find(ids, _of(images, row)) for row, ids in enumerate(texts)), strict=True)
+        places, cached = zip(*(last.find(ids, _of(images, row)) for row, ids in enumerate(texts)), strict=True)
         if None in places:
             return None
-        known, lengths = np.asarray(known, np.int32), np.asarray(list(map(len, texts)), np.int32)
-        continued = ContinuedTexts(last.pieces, texts, images, places, known, shards)
+        cached, lengths = np.asarray(cached, np.int32), np.asarray(list(map(len, texts)), np.int32)
+        continued = ContinuedTexts(last.pieces, texts, images, places, cached, shards)
         busiest = Counter(continued.shard_of).most_common(1)[0][1]
-        if (lengths - known).max() > _MOST_NEW * lengths.max() or busiest > UNEVEN * -(-len(texts) // shards):
+        if (lengths - cached).max() > _MOST_NEW * lengths.max() or busiest > UNEVEN * -(-len(texts) // shards):
             return None
         return continued
 
@@ -191,14 +191,14 @@ class ContinuedTexts:
             size, prompt_capacity, max_tokens: of the new cache, for `prefill`.
         """
         texts = [self.texts[prompt] if prompt >= 0 else np.zeros(1, np.int32) for prompt in prompts]
-        known = np.where(prompts >= 0, self.known[prompts], 0).astype(np.int32)
-        parts = self._joined(weights.shards, prompts, known, prompt_capacity, size)
+        cached = np.where(prompts >= 0, self.known[prompts], 0).astype(np.int32)
+        parts = self._joined(weights.shards, prompts, cached, prompt_capacity, size)
         offsets = None
         if self.images is not None:
             after = [image.next_position - len(image.features) for image in self.images]
             offsets = np.where(prompts >= 0, np.asarray(after)[prompts], 0).astype(np.int32)
-        fill = CacheFill(known, np.zeros_like(known), np.int32(0), offsets)
-        return _run_new_tokens(weights, Cache(parts, fill), texts, known, max_tokens)
+        fill = CacheFill(cached, np.zeros_like(cached), np.int32(0), offsets)
+        return _run_new_tokens(weights, Cache(parts, fill), texts, cached, max_tokens)
 
     def _joined(
         self, shards: Shards | None, prompts: np.ndarray, known: np.ndarray, prompt_capacity: int, size: CacheSize

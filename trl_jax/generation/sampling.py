@@ -82,7 +82,7 @@ def sampling_processors(options: Options, least: int = 1) -> dict[str, Processor
     built = {name: processor for name, processor in built.items() if processor is not None}
     if least == 1:
         return built
-    return {name: one if name == "temperature" else KeepsLargest(one, least) for name, one in built.items()}
+    return {name: warper if name == "temperature" else KeepsLargest(warper, least) for name, warper in built.items()}
 
 
 def _ids(ids: int | Sequence[int]) -> jax.Array:
@@ -794,8 +794,8 @@ def _of_blocks(search: Callable[..., Any], wanted_RB: jax.Array, *arrays: tuple[
         )
 
         def gathered(x_RV, fill):
-            found = jnp.take_along_axis(_blocks(x_RV, fill), blocks_RM[:, None], axis=2, mode="fill", fill_value=fill)
-            return found.reshape(rows, -1)
+            taken = jnp.take_along_axis(_blocks(x_RV, fill), blocks_RM[:, None], axis=2, mode="fill", fill_value=fill)
+            return taken.reshape(rows, -1)
 
         return search(*(gathered(x_RV, fill) for x_RV, fill in arrays))
 
