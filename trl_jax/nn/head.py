@@ -161,7 +161,7 @@ def _token_outputs(head, arrays: HeadArrays, targets, with_d_hidden=False):
         if d_hidden is not None:
             d_z = head.d_products(at_target - weights / total[:, None], z).astype(arrays.hidden.dtype)
             d_hidden = head.put(chunk, d_hidden, einsum_f32("nv,vd->nd", d_z, arrays.weight))
-        return tuple(head.put(chunk, array, own) for array, own in zip(outputs, rows, strict=True)), d_hidden
+        return tuple(head.put(chunk, array, values) for array, values in zip(outputs, rows, strict=True)), d_hidden
 
     zeros, d_hidden = jnp.zeros(len(targets), jnp.float32), jnp.zeros_like(arrays.hidden) if with_d_hidden else None
     (*outputs, log_sum), d_hidden = jax.lax.fori_loop(0, chunks, compute, ((zeros,) * 7, d_hidden))
@@ -197,7 +197,7 @@ def _d_logits(head, chunk, z, saved, cotangents):
     """Gradient `[rows, V]` of the chunk's logits; zero in rows without a target."""
     target = head.take(chunk, saved.targets)
     columns = [column(saved.targets, cotangent) for cotangent in cotangents[:3]]
-    of_logps, of_entropy, of_mean = (head.take(chunk, each) for each in columns)
+    of_logps, of_entropy, of_mean = (head.take(chunk, values) for values in columns)
     log_p = z - head.take(chunk, saved.log_sum)[:, None]
     of_p = of_logps + of_mean
     if not isinstance(cotangents.entropy, SymbolicZero):

@@ -243,12 +243,12 @@ class LayerEmbeddings(nnx.Module):
     """
 
     def __init__(self, arch):
-        facts = arch.layer_embedding
-        width = arch.num_layers * facts.channels
-        self.table = Embedding(facts.rows, width, padding_idx=arch.padding_idx, axes=("vocab", "embed"))
+        spec = arch.layer_embedding
+        width = arch.num_layers * spec.channels
+        self.table = Embedding(spec.rows, width, padding_idx=arch.padding_idx, axes=("vocab", "embed"))
         self.projection = Linear(arch.hidden_size, width, axes=("", "embed"))
-        self.norm = Norm(facts.channels, kind=arch.norm, eps=arch.norm_eps)
-        self.layers, self.channels = arch.num_layers, facts.channels
+        self.norm = Norm(spec.channels, kind=arch.norm, eps=arch.norm_eps)
+        self.layers, self.channels = arch.num_layers, spec.channels
 
     def __call__(self, tokens: jax.Array, h: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """From tokens `[R, T]` and their embeddings `h` `[R, T, D]`: `[L, R, T, P]`, in `dtype`."""

@@ -242,8 +242,8 @@ class Dropout(NamedTuple):
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.rate == 1:
             return jnp.zeros_like(x)
-        kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
-        return jnp.where(kept, x / (1 - self.rate), 0)
+        mask = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
+        return jnp.where(mask, x / (1 - self.rate), 0)
 
     def fold(self, number: int) -> Dropout:
         """The same rate with a derived key."""

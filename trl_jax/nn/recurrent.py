@@ -292,7 +292,7 @@ def state_space(
         state_RKGCV: the state before each row, which then continues a text; only without `order`.
     """
     decays = chunk_decays(g_RTKG, order, continued=state_RKGCV is not None)
-    C, B, x = (in_chunks(each, decays.size) for each in (C_RTKC, B_RTKC, x_RTKGV))
+    C, B, x = (in_chunks(array, decays.size) for array in (C_RTKC, B_RTKC, x_RTKGV))
     out, states = scanned(C, B, jnp.moveaxis(x, 2, 4), decays, state=state_RKGCV)
     return out[:, : C_RTKC.shape[1]], states
 
@@ -519,10 +519,10 @@ class GatedDeltaNet(Recurrent):
     def _scan_inputs(
         self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        facts, (q, k, v) = self.facts, parts
-        q, k = (_normalized(y.reshape(*y.shape[:2], facts.key_heads, facts.key_dim)) for y in (q, k))
-        v = v.reshape(*v.shape[:2], facts.key_heads, -1, facts.value_dim)
-        return q * facts.key_dim**-0.5, k, v, *(inside(y, lengths) for y in self._gates(x_RTD))
+        spec, (q, k, v) = self.facts, parts
+        q, k = (_normalized(y.reshape(*y.shape[:2], spec.key_heads, spec.key_dim)) for y in (q, k))
+        v = v.reshape(*v.shape[:2], spec.key_heads, -1, spec.value_dim)
+        return q * spec.key_dim**-0.5, k, v, *(inside(y, lengths) for y in self._gates(x_RTD))
 
     def _output(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
         gate = self.gate(x_RTD).astype(jnp.float32)
@@ -578,10 +578,10 @@ class Mamba2(Recurrent):
     def _scan_inputs(
         self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        facts, (x, B, C) = self.facts, parts
-        B, C = (y.reshape(*y.shape[:2], facts.groups, facts.state_dim) for y in (B, C))
+        spec, (x, B, C) = self.facts, parts
+        B, C = (y.reshape(*y.shape[:2], spec.groups, spec.state_dim) for y in (B, C))
         dt = inside(self._steps(x_RTD), lengths)
-        x = x.reshape(*dt.shape, facts.head_dim)
+        x = x.reshape(*dt.shape, spec.head_dim)
         return C, B, x * dt[..., None], -jnp.exp(self.A_log[...]).reshape(dt.shape[2:]) * dt
 
     def _output(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:

@@ -351,7 +351,7 @@ def attend_padded(
         places_T = jnp.arange(start, end) if striped is None else striped.places(start, end)
         last = end * (1 if striped is None else striped.devices) if causal else k_RSKC.shape[1]
         last = last if inputs.ahead is None else k_RSKC.shape[1]
-        window, ahead = (_of_queries(each, start, end) for each in (inputs.window, inputs.ahead))
+        window, ahead = (_of_queries(array, start, end) for array in (inputs.window, inputs.ahead))
         mask = padded_mask(inputs._replace(window=window, ahead=ahead), places_T, last, causal=causal)
         block_dropout, block_bias = dropout and dropout.fold(start), bias and bias(start, end)
         qkv = q_RTKGC[:, start:end], k_RSKC[:, :last], v_RSKC[:, :last]

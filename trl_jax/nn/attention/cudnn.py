@@ -35,9 +35,9 @@ def supports(q_RTHC: jax.Array) -> bool:
 
 def supports_packed(q_RTHC: jax.Array, packed: Packed) -> bool:
     """Whether the GPU supports these queries on packed rows: several texts per row, each contiguous and in order."""
-    apart = packed.prompt is None and packed.context is None and packed.texts.places.shape[1] > 1
+    separate = packed.prompt is None and packed.context is None and packed.texts.places.shape[1] > 1
     here = supports_head_dim(q_RTHC.shape[-1], q_RTHC.dtype) and platform() == "gpu" and _capability() >= _HOPPER
-    return apart and here and _packing() is not None
+    return separate and here and _packing() is not None
 
 
 def supports_head_dim(channels: int, dtype: jnp.dtype | str) -> bool:
@@ -51,8 +51,8 @@ def compile_for(capability: float) -> None:
     global _absent
     _absent, call = capability, _packing()
     if call is not None:
-        call.check_compute_capability = lambda wanted: capability >= float(wanted)
-        call.is_cuda_compute_capability_equal = lambda wanted: capability == float(wanted)
+        call.check_compute_capability = lambda required: capability >= float(required)
+        call.is_cuda_compute_capability_equal = lambda required: capability == float(required)
 
 
 def _capability() -> float:

@@ -51,7 +51,7 @@ class DisentangledAttention(nnx.Module):
 
     def __init__(self, features: int, heads: int, distances: Distances):
         queries, keys = {"bias": True, "axes": ("heads", "embed")}, {"axes": ("kv", "embed")}
-        to_keys, to_queries = (one and not distances.shared for one in (distances.key_to_query, distances.query_to_key))
+        to_keys, to_queries = (use and not distances.shared for use in (distances.key_to_query, distances.query_to_key))
         self.q, self.v = Linear(features, features, **queries), Linear(features, features, bias=True, **keys)
         self.o = Linear(features, features, bias=True, axes=("embed", "heads"))
         self.k = Linear(features, features, bias=distances.key_bias, **keys)
@@ -62,20 +62,20 @@ class DisentangledAttention(nnx.Module):
     def __call__(self, x: jax.Array, inputs: AttentionInputs, dropout: Dropout | None = None) -> jax.Array:
         """`[R, T, D]` to `[R, T, D]`, on padded rows; `inputs.scale` is not used."""
         q, k, v = (self._heads(linear(x)) for linear in (self.q, self.k, self.v))
-        facts, table = self.distances, inputs.distances
-        of_keys = self._heads((self.distance_k or self.k)(table)) if facts.key_to_query else None
-        of_queries = self._heads((self.distance_q or self.q)(table)) if facts.query_to_key else None
+        distances, table = self.distances, inputs.distances
+        of_keys = self._heads((self.distance_k or self.k)(table)) if distances.key_to_query else None
+        of_queries = self._heads((self.distance_q or self.q)(table)) if distances.query_to_key else None
 
         def bias(start: int, end: int) -> jax.Array:
             block = q[:, start:end]
             added = jnp.zeros((), jnp.float32)
             if of_keys is not None:
-                added += _to_keys(block, of_keys, facts, start, k.shape[1])
+                added += _to_keys(block, of_keys, distances, start, k.shape[1])
             if of_queries is not None:
-                added += _to_queries(k, of_queries, facts, start, end)
+                added += _to_queries(k, of_queries, distances, start, end)
             return added[:, :, None]
 
-        products = 1 + facts.key_to_query + facts.query_to_key
+        products = 1 + distances.key_to_query + distances.query_to_key
         inputs, bias = inputs._replace(scale=(self.head_dim * products) ** -0.5), bias if products > 1 else None
         out = attend_padded(q, k, v, inputs, causal=False, bias=bias, dropout=dropout)
         return self.o(out.reshape(x.shape))
