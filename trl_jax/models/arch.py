@@ -39,13 +39,13 @@ def layer_pattern_of(arch: Arch, run: Run) -> LayerPattern:
     layers = range(run.first, run.first + run.count)
     windows = [_window(arch, layer) for layer in layers]
     lengths = range(1, _LONGEST + 1)
-    length = next((each for each in lengths if windows == (windows[:each] * run.count)[: run.count]), None)
+    length = next((size for size in lengths if windows == (windows[:size] * run.count)[: run.count]), None)
     if length is None:
         windows, length = [None] * run.count, 1
     kinds = list(dict.fromkeys(windows))
-    own = [tuple(layer for layer, each in zip(layers, windows, strict=True) if each == kind) for kind in kinds]
-    parts = tuple(CachePart(*each) for each in zip(own, kinds, strict=True))
-    return LayerPattern(parts, tuple(kinds.index(each) for each in windows[:length]))
+    members = [tuple(layer for layer, window in zip(layers, windows, strict=True) if window == kind) for kind in kinds]
+    parts = tuple(CachePart(*part) for part in zip(members, kinds, strict=True))
+    return LayerPattern(parts, tuple(kinds.index(window) for window in windows[:length]))
 
 
 def cache_parts(arch: Arch) -> list[CachePart]:

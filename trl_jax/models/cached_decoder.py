@@ -126,14 +126,14 @@ def _scan_periods(
             slot = number * part_of.count(part) + len(new[part])
             h, entries = layer(h, (*_index(inputs, number * len(part_of) + place), _index(parts[part], slot)))
             new[part].append(entries)
-        return h, [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) if each else None for each in new]
+        return h, [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) if group else None for group in new]
 
     whole, rest = divmod(run.count, len(part_of))
     h, new = jax.lax.scan(period, h, jnp.arange(whole))
     new = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), new)
     if rest:
         h, rest_new = period(h, whole, rest)
-        new = [each if last is None else _concatenate(each, last) for each, last in zip(new, rest_new, strict=True)]
+        new = [part if last is None else _concatenate(part, last) for part, last in zip(new, rest_new, strict=True)]
     of_last = part_of[rest - 1]
     return h, new, (last_layer(new[of_last]), last_layer(parts[of_last]))
 

@@ -158,7 +158,7 @@ class Decoder(nnx.Module):
         hidden = self.finish(read(h, reads, length, stripes), dtype)
         if not sums:
             return hidden
-        sums = sums[0] if len(sums) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *sums)
+        sums = sums[0] if len(sums) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sums)
         return hidden, sums if stripes is None else stripes.summed(sums)
 
     def _layer(

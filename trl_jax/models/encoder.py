@@ -146,10 +146,10 @@ class Encoder(nnx.Module):
         return jnp.where(has_norm, nnx.merge(graph, norm)(h), h)
 
     def _add_convolution(self, embedded, h, valid, dropout_key) -> jax.Array:
-        facts = self.arch.convolution
+        spec = self.arch.convolution
         near = self.convolution(jnp.where(valid[..., None], embedded, 0))
-        near = apply(dropout_or_none(facts.dropout, dropout_key, Stream.CONVOLUTION), near)
-        return self.convolution_norm(h + ACTIVATIONS[facts.activation](near))
+        near = apply(dropout_or_none(spec.dropout, dropout_key, Stream.CONVOLUTION), near)
+        return self.convolution_norm(h + ACTIVATIONS[spec.activation](near))
 
 
 # Blocks

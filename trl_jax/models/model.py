@@ -155,10 +155,10 @@ class EncoderHead(nnx.Module):
         self.out = Linear(arch.hidden_size, 1, bias=True, axes=("", "embed"))
 
     def __call__(self, pooled: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        facts = self.facts
-        pooled = apply(dropout_or_none(facts.dropout_before, dropout_key, Stream.BEFORE_HEAD), pooled)
-        pooled = apply(self.norm, ACTIVATIONS[facts.activation](self.dense(pooled)))
-        return self.out(apply(dropout_or_none(facts.dropout_after, dropout_key, Stream.AFTER_HEAD), pooled))[:, 0]
+        spec = self.facts
+        pooled = apply(dropout_or_none(spec.dropout_before, dropout_key, Stream.BEFORE_HEAD), pooled)
+        pooled = apply(self.norm, ACTIVATIONS[spec.activation](self.dense(pooled)))
+        return self.out(apply(dropout_or_none(spec.dropout_after, dropout_key, Stream.AFTER_HEAD), pooled))[:, 0]
 
 
 class Scorer(Model):
@@ -273,7 +273,7 @@ class CausalLm(Model):
         """The features of images; options as in `Model.__call__`."""
         del options
         if isinstance(images, PrecomputedFeatures):
-            values, deep = (None if each is None else each.astype(jnp.float32) for each in images[:2])
+            values, deep = (None if array is None else array.astype(jnp.float32) for array in images[:2])
             return Features(values, images.at, None if deep is None else deep.swapaxes(0, 1))
         return images if isinstance(images, Features) else self.vision(images, dtype=dtype, remat=remat)
 

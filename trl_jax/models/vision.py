@@ -47,7 +47,7 @@ class VisionTower(nnx.Module):
         if arch.full_layers is not None:
             ranges.append(Packed(images.window_first, images.window_end, None))
             numbers = jnp.asarray([not full for full in arch.full_layers], jnp.int32)
-        first, end = (jnp.stack(each) for each in zip(*(one[:2] for one in ranges), strict=True))
+        first, end = (jnp.stack(bounds) for bounds in zip(*(packed[:2] for packed in ranges), strict=True))
         graph, state = nnx.split(self.layers)
 
         def layer(h: jax.Array, slices: tuple) -> tuple[jax.Array, None]:
