@@ -155,9 +155,9 @@ class Program:
         groups = [(layer, tuple(nodes)) for layer, nodes in groupby(self.nodes, lambda node: node.layer)]
         pieces, needed = [], {self.output}
         for layer, nodes in reversed(groups):
-            made = {node.name for node in nodes}
+            defined = {node.name for node in nodes}
             read = {name for node in nodes for name in node.reads()}
-            pieces.append(Piece(nodes, layer, tuple(sorted(read - made)), tuple(sorted(made & needed))))
+            pieces.append(Piece(nodes, layer, tuple(sorted(read - defined)), tuple(sorted(defined & needed))))
             needed |= read
         return pieces[::-1]
 
@@ -182,8 +182,8 @@ def _names(value: Any) -> Iterator[str]:
 def _expand(x, shape, *, implicit=False):
     del implicit
     new = len(shape) - x.ndim
-    wanted = [x.shape[i - new] if size == -1 else size for i, size in enumerate(shape)]
-    return jnp.broadcast_to(x, wanted)
+    target = [x.shape[i - new] if size == -1 else size for i, size in enumerate(shape)]
+    return jnp.broadcast_to(x, target)
 
 
 def _at(x, axis, index):
@@ -233,8 +233,8 @@ def _squeeze(x, axes=None):
 
 
 def _cat(arrays, axis=0):
-    kept = [x for x in arrays if x.shape != (0,)]  # torch allows an empty vector among arrays of any rank
-    return jnp.concatenate(kept, axis)
+    nonempty = [x for x in arrays if x.shape != (0,)]  # torch allows an empty vector among arrays of any rank
+    return jnp.concatenate(nonempty, axis)
 
 
 def _pad(x, pads, value=0.0):
@@ -829,8 +829,8 @@ def _dropout(x, rate, train=True, *, key):
     """The values, dropped ones set to zero and the others scaled up, and the mask of kept values."""
     if not train or rate == 0.0:
         return x, jnp.ones(x.shape, bool)
-    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(kept, x / (1.0 - rate), 0) if rate < 1.0 else jnp.zeros_like(x), kept
+    mask = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(mask, x / (1.0 - rate), 0) if rate < 1.0 else jnp.zeros_like(x), mask
 
 
 def _bernoulli(x, probability=None, *, key):

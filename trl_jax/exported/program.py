@@ -404,9 +404,9 @@ class TorchModel:
         program = self._fitting((dtype, training, pad), rows, length)
         if program is not None:
             return program
-        other = self._fitting((dtype, not training, pad), rows, length)
-        if other is not None and self._has_no_train_mode(rows, length):
-            return other
+        other_mode = self._fitting((dtype, not training, pad), rows, length)
+        if other_mode is not None and self._has_no_train_mode(rows, length):
+            return other_mode
         return self._exported((dtype, training, pad), rows, length)
 
     def _fitting(self, kind: tuple, rows: int, length: int) -> Program | None:
