@@ -176,19 +176,19 @@ def _not_written_error(error: Exception, folder: Path, needed: int) -> OSError:
     )
 
 
-def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, kept: list[Path]) -> None:
-    """Delete this run's checkpoints down to `limit`, lowest step first, except those in `kept`.
+def _forget_oldest(run_dir: Path, limit: int | None, newest: Path, protected: list[Path]) -> None:
+    """Delete this run's checkpoints down to `limit`, lowest step first, except those in `protected`.
 
     Raises:
         BrokenCheckpoint: `newest` fails verification; nothing is deleted.
     """
     if limit is None or limit <= 0:
         return
-    saved, kept = checkpoints_of(run_of(newest), run_dir), [path.absolute() for path in kept]
+    saved, protected = checkpoints_of(run_of(newest), run_dir), [path.absolute() for path in protected]
     excess = len(saved) - limit
     if excess > 0:
         verify(newest)
-        for checkpoint in [path for path in saved if path.absolute() not in kept][:excess]:
+        for checkpoint in [path for path in saved if path.absolute() not in protected][:excess]:
             remove(checkpoint)
 
 

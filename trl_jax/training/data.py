@@ -76,18 +76,18 @@ def prepare(
     return check_labels(prepared, columns, tokenization.vocab_size, name) if columns.labels else prepared
 
 
-def _forked_processes(asked: int | None, dataset: Any, name: str, printed: set[str]) -> int | None:
+def _forked_processes(num_proc: int | None, dataset: Any, name: str, printed: set[str]) -> int | None:
     """`dataset_num_proc`, or None if JAX has started: a fork can deadlock once JAX has threads, so rows are then
     tokenized in this process, with the same result."""
-    if not asked or not devices_have_started():
-        return asked
+    if not num_proc or not devices_have_started():
+        return num_proc
     if isinstance(dataset, Dataset) and len(dataset) > _FEW_ROWS and "num_proc" not in printed:
         printed.add("num_proc")
         logger.warning(
             "dataset_num_proc=%d: %s is tokenized in this process only, because JAX is already running and forking a "
             "multithreaded process can deadlock. The first trainer of a process tokenizes before JAX starts if it is "
             "given the model's name instead of a loaded model.",
-            asked,
+            num_proc,
             argument(name),
         )
     return None

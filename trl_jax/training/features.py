@@ -149,17 +149,17 @@ def _graph(base: NativeBackend) -> Any:
     return abstract(lambda: base.make().vision)[0]
 
 
-def _same(one: Tower, other: Tower) -> bool:
-    if one.graph != other.graph or one.dtype != other.dtype or one.arrays.keys() != other.arrays.keys():
+def _same(a: Tower, b: Tower) -> bool:
+    if a.graph != b.graph or a.dtype != b.dtype or a.arrays.keys() != b.arrays.keys():
         return False
-    changed = [path for path, array in one.arrays.items() if array is not other.arrays[path]]
-    return all(_equal(one.arrays[path], other.arrays[path]) for path in changed)
+    changed = [path for path, array in a.arrays.items() if array is not b.arrays[path]]
+    return all(_equal(a.arrays[path], b.arrays[path]) for path in changed)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, jax.ShapeDtypeStruct) or isinstance(other, jax.ShapeDtypeStruct):
-        return one == other
-    return bool(jnp.array_equal(one, other))
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, jax.ShapeDtypeStruct) or isinstance(b, jax.ShapeDtypeStruct):
+        return a == b
+    return bool(jnp.array_equal(a, b))
 
 
 def _copied(arrays: Arrays, trained: Arrays) -> Arrays:

@@ -235,9 +235,9 @@ def _kind(array: Any) -> tuple:
 
 
 @jax.jit
-def _same(own: dict[str, Any], policy: dict[str, Any], added: list[dict[str, Any]]) -> jax.Array:
+def _same(reference: dict[str, Any], policy: dict[str, Any], added: list[dict[str, Any]]) -> jax.Array:
     """Whether the arrays are equal, and the adapters (dicts of arrays by kind) add nothing."""
-    equal = [jnp.all(array == policy[path]) for path, array in own.items()]
+    equal = [jnp.all(array == policy[path]) for path, array in reference.items()]
     for adapter in added:
         equal.append(~(jnp.any(adapter["a"] != 0) & jnp.any(adapter["b"] != 0)))
         equal.extend(jnp.all(adapter[kind] == 0) for kind in ("bias",) if kind in adapter)

@@ -220,8 +220,8 @@ def with_same_names(sums: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Give all dicts the same names, with NaN for metrics that were not logged."""
     names = dict.fromkeys(name for step in sums for name in step if name.startswith(USER_METRIC))
 
-    def missing(one: dict[str, Any], name: str) -> np.ndarray:
-        return np.full(np.shape(one.get(USER_METRIC, 0)), 0 if name == USER_METRIC else np.nan, np.float32)
+    def missing(step: dict[str, Any], name: str) -> np.ndarray:
+        return np.full(np.shape(step.get(USER_METRIC, 0)), 0 if name == USER_METRIC else np.nan, np.float32)
 
     return [{name: missing(step, name) for name in names if name not in step} | step for step in sums]
 

@@ -155,11 +155,11 @@ def _mixed(reference: dict[str, jax.Array], policy: dict[str, jax.Array], mixup_
 
 @partial(jax.jit, donate_argnums=0)
 def _weighted(
-    reference: dict[str, jax.Array], policy: dict[str, jax.Array], kept: jax.Array, taken: jax.Array
+    reference: dict[str, jax.Array], policy: dict[str, jax.Array], ref_weight: jax.Array, policy_weight: jax.Array
 ) -> dict[str, jax.Array]:
-    def mixed(own: jax.Array, other: jax.Array) -> jax.Array:
-        total = kept * own.astype(jnp.float32) + taken * other.astype(jnp.float32)
-        return jnp.where(own == other, own, total.astype(own.dtype))
+    def mixed(ref: jax.Array, new: jax.Array) -> jax.Array:
+        total = ref_weight * ref.astype(jnp.float32) + policy_weight * new.astype(jnp.float32)
+        return jnp.where(ref == new, ref, total.astype(ref.dtype))
 
     return jax.tree.map(mixed, reference, policy)
 

@@ -120,8 +120,8 @@ def _by_batch(
         yield rows, of_examples(logps, columns, batch.num_examples).reshape(columns, -1)
 
 
-def _with_columns(dataset: Dataset, columns: tuple[str, ...], found: np.ndarray) -> Dataset:
-    for column, values in zip(columns, found, strict=True):
+def _with_columns(dataset: Dataset, columns: tuple[str, ...], logps: np.ndarray) -> Dataset:
+    for column, values in zip(columns, logps, strict=True):
         dataset = dataset.add_column(column, values)
     return dataset
 
@@ -272,8 +272,8 @@ def _facts(
     }
 
 
-def _key(facts: dict[str, Any], arrays: dict[str, Any]) -> str:
-    digest = xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=str).encode())
+def _key(metadata: dict[str, Any], arrays: dict[str, Any]) -> str:
+    digest = xxhash.xxh3_128(json.dumps(metadata, sort_keys=True, default=str).encode())
     for path in sorted(arrays):
         digest.update(f"{path} {arrays[path].dtype} {arrays[path].shape}".encode())
         for piece in pieces(arrays[path], _PIECE):

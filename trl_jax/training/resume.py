@@ -333,9 +333,9 @@ def _check_order(saved: SavedProgress, now: dict[str, Any]) -> None:
     )
 
 
-def _log_libraries(folder: Path, then: dict[str, str]) -> None:
+def _log_libraries(folder: Path, old: dict[str, str]) -> None:
     now = libraries()
-    changes = [f"{name}: {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]
+    changes = [f"{name}: {old.get(name)} -> {now[name]}" for name in now if old.get(name) != now[name]]
     if changes:
         logger.warning(
             "Resuming with other library versions than %s was saved with: %s. The last digits may differ from an "

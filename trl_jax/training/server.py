@@ -327,9 +327,9 @@ class WeightProof:
         return _Scores(policy_logps, by_first(lambda: engine.score(ids)))
 
 
-def _distance(one: np.ndarray, other: np.ndarray) -> float:
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
     """Nats per token."""
-    return float(np.mean(np.abs(one - other)))
+    return float(np.mean(np.abs(a - b)))
 
 
 def by_first(do: Callable[[], Any]) -> Any:

@@ -464,7 +464,7 @@ class TowerState(NamedTuple):
     scalars: list[jax.Array]
 
 
-def _idle_without_images(made: Optimizer, vision: frozenset[str]) -> Optimizer:
+def _idle_without_images(inner: Optimizer, vision: frozenset[str]) -> Optimizer:
     """Wrap an optimizer so that it skips the vision parameters, their moments and their step counts in steps without
     images, as torch skips parameters that took no part in a step. A tower that took part moves even if its gradients
     are all 0, for example because all rewards are equal.
@@ -473,16 +473,16 @@ def _idle_without_images(made: Optimizer, vision: frozenset[str]) -> Optimizer:
     """
 
     def init(params: Any) -> TowerState:
-        whole = made.init(params)
-        return TowerState(whole, [] if made.counts_for_all else [jnp.copy(leaf) for leaf in _scalars(whole)])
+        whole = inner.init(params)
+        return TowerState(whole, [] if inner.counts_for_all else [jnp.copy(leaf) for leaf in _scalars(whole)])
 
     def update(
         gradients: dict[str, jax.Array], state: TowerState, params: Any, *, idle: Any = None, **options: Any
     ) -> tuple[Any, Any]:
-        updates, new = made.update(gradients, state.whole, params, **options)
+        updates, new = inner.update(gradients, state.whole, params, **options)
         of_tower, new_tower = updates, new
         if state.scalars:
-            of_tower, new_tower = made.update(gradients, _with_scalars(state.whole, state.scalars), params, **options)
+            of_tower, new_tower = inner.update(gradients, _with_scalars(state.whole, state.scalars), params, **options)
         if idle is None:
             idle = jnp.all(jnp.stack([jnp.all(gradients[path] == 0) for path in sorted(vision)]))
         updates = {path: jnp.where(idle, 0, of_tower[path]) if path in vision else updates[path] for path in updates}
@@ -495,10 +495,10 @@ def _idle_without_images(made: Optimizer, vision: frozenset[str]) -> Optimizer:
         scalars = [jnp.where(idle, *both) for both in zip(state.scalars, after, strict=True)]
         return updates, TowerState(whole, scalars)
 
-    return made._replace(
+    return inner._replace(
         init=init,
         update=update,
-        point=lambda params, state: made.point(params, state.whole),
+        point=lambda params, state: inner.point(params, state.whole),
         options_for=lambda batch: {"idle": batch.images is None},
     )
 

@@ -227,8 +227,8 @@ class UserLoss:
         `(params, arrays, dtype) -> (sums with "loss", (logits, labels))`, with `()` for None."""
         in_torch = TorchLoss(self)
 
-        def predicted(model: Any, shown: dict) -> tuple:
-            return prediction_step(model, shown, self.setup.args.prediction_loss_only, None)
+        def predicted(model: Any, script_inputs: dict) -> tuple:
+            return prediction_step(model, script_inputs, self.setup.args.prediction_loss_only, None)
 
         def predicted_in_jax(params: dict, inputs: dict, dtype: str) -> tuple:
             bound = self.bound(params, inputs, dtype=dtype)

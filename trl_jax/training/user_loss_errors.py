@@ -226,10 +226,10 @@ def other_values(inputs: dict[str, Any], given: dict[str, np.ndarray]) -> list[s
     return sorted(name for name, values in arrays.items() if not _equal(values, given.get(name)))
 
 
-def _equal(values: np.ndarray, given: np.ndarray | None) -> bool:
-    if given is None or values.shape != given.shape:
+def _equal(values: np.ndarray, expected: np.ndarray | None) -> bool:
+    if expected is None or values.shape != expected.shape:
         return False
-    return bool(np.all((values == given) | (values != values) & (given != given)))
+    return bool(np.all((values == expected) | (values != values) & (expected != expected)))
 
 
 def check_same(inputs: dict[str, Any], given: dict[str, Any], *, in_torch: bool = False) -> None:
