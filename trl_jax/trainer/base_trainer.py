@@ -329,7 +329,7 @@ class BaseTrainer(abc.ABC):
         finally:
             self._super_calls = before
 
-    def _user_loss(self, model: Any, *given: Any, **options: Any) -> Any:
+    def _user_loss(self, model: Any, *args: Any, **options: Any) -> Any:
         """Call the user-defined `compute_loss`, whose `self._metrics` are those of its batch.
 
         Its inputs are the micro-batches of all devices, as for a single process, and the step takes no mean over
@@ -338,7 +338,7 @@ class BaseTrainer(abc.ABC):
         world, self.accelerator.num_processes = self.accelerator.num_processes, 1
         try:
             with self._overriding(metrics=model.metrics):
-                return self.compute_loss(model, *given, **options)
+                return self.compute_loss(model, *args, **options)
         finally:
             self.accelerator.num_processes = world
 
@@ -771,17 +771,17 @@ class BaseTrainer(abc.ABC):
         events = self._setup.events
         run_callbacks.log(self.args, events, logs, start_time, tokens_before=tokens_before, online=online)
 
-    def _log(self, logs: dict[str, float], measured: dict[str, float], *given: Any, before: str = "") -> None:
+    def _log(self, logs: dict[str, float], measured: dict[str, float], *args: Any, before: str = "") -> None:
         """Call `log` with `logs` and the task's metrics, prefixed with `before`. As in TRL, a user-defined `log` finds
         the latter in `self._metrics`, and `super().log` adds them."""
         if self._setup.online or not ("log" in names_of_script(type(self)) or "log" in vars(self)):
             logs |= {f"{before}{name}": value for name, value in measured.items()}
-            self.log(logs, *given)
+            self.log(logs, *args)
             return
         script_metrics = self._metrics["train" if self.model.training else "eval"]
         script_metrics.hold(measured, before)
         try:
-            self.log(logs, *given)
+            self.log(logs, *args)
         finally:
             script_metrics.release()
 

@@ -15,11 +15,11 @@ from trl_jax.config.rules import must_be, show
 from trl_jax.core.trainers import GRPO_LOSSES, SAMPLER_CORRECTIONS
 
 
-def _named(known: tuple[str, ...], text: str) -> rules.Rule:
-    """A rule that accepts only the `known` values; `text` is TRL's error message."""
+def _named(choices: tuple[str, ...], text: str) -> rules.Rule:
+    """A rule that accepts only the `choices`; `text` is TRL's error message."""
 
     def rule(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-        return None if value in known else text.format(value)
+        return None if value in choices else text.format(value)
 
     return rule
 

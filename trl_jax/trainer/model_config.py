@@ -14,11 +14,11 @@ def _taking_torch_dtype(kind: type) -> type:
     plain = kind.__init__
 
     @functools.wraps(plain)
-    def init(self, *args: Any, **given: Any) -> None:
-        if "torch_dtype" in given:
-            given, _, notes = translate_old_names(given, kind.__dataclass_fields__)
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        if "torch_dtype" in kwargs:
+            kwargs, _, notes = translate_old_names(kwargs, kind.__dataclass_fields__)
             warnings.warn(notes[0], FutureWarning, stacklevel=2)
-        plain(self, *args, **given)
+        plain(self, *args, **kwargs)
 
     kind.__init__ = init
     return kind

@@ -20,13 +20,13 @@ from trl_jax.trainer.online import OnlineTrainer, clip_range
 from trl_jax.trainer.rloo_config import RLOOConfig
 
 
-def _modern_arguments(trainer: Any, args: tuple, given: dict[str, Any]) -> dict[str, Any]:
+def _modern_arguments(trainer: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Translate arguments of the constructor up to TRL 0.21 to current keyword arguments."""
-    if given.keys() & OLD_RLOO_ARGUMENTS.keys() or (args and isinstance(args[0], TrainingArguments)):
+    if kwargs.keys() & OLD_RLOO_ARGUMENTS.keys() or (args and isinstance(args[0], TrainingArguments)):
         from trl_jax.legacy.policy import modern_policy
 
-        return modern_policy(trainer, args, given)
-    return given
+        return modern_policy(trainer, args, kwargs)
+    return kwargs
 
 
 class RLOOTrainer(OnlineTrainer):

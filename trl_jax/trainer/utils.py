@@ -126,11 +126,11 @@ def pad(
         shape[0] = -(-shape[0] // pad_to_multiple_of) * pad_to_multiple_of
     xp = np if isinstance(tensors[0], np.ndarray) else jnp
 
-    def padded(one: Any) -> Any:
-        missing = [(0, int(more)) for more in shape - np.shape(one)]
+    def padded(tensor: Any) -> Any:
+        missing = [(0, int(more)) for more in shape - np.shape(tensor)]
         if padding_side == "left":
             missing[0] = missing[0][::-1]
-        return xp.pad(one, missing, constant_values=padding_value)
+        return xp.pad(tensor, missing, constant_values=padding_value)
 
     return xp.stack([padded(tensor) for tensor in tensors]).astype(tensors[0].dtype)
 
