@@ -397,7 +397,7 @@ def _with_prefix(name: str, old: str, new: str) -> str:
     return new + name.removeprefix(old) if name.startswith(old) else name
 
 
-def _full_names(config: NativeConfig, files: Files, wanted: set[str]) -> dict[str, str]:
+def _full_names(config: NativeConfig, files: Files, expected: set[str]) -> dict[str, str]:
     """Full name -> name on disk, without tensors that are ignored or carried. Base models omit the prefix on disk."""
     family = config.family
     bare = not any(name.startswith((family.base_prefix, *family.other_prefixes)) for name in files.shapes)
@@ -406,7 +406,7 @@ def _full_names(config: NativeConfig, files: Files, wanted: set[str]) -> dict[st
     for name in files.shapes:
         of_head = name.startswith(config.head.prefixes) or of_other_head(config, name)
         full = name if of_head or not bare else family.base_prefix + name
-        if full in wanted or not any(re.search(pattern, name) for pattern in dropped):
+        if full in expected or not any(re.search(pattern, name) for pattern in dropped):
             names[full] = name
         elif name.startswith(config.head.prefixes):
             logger.warning(
@@ -416,10 +416,10 @@ def _full_names(config: NativeConfig, files: Files, wanted: set[str]) -> dict[st
     return names
 
 
-def _leave_layers_out(config: NativeConfig, on_disk: dict[str, str], wanted: set[str]) -> None:
+def _leave_layers_out(config: NativeConfig, on_disk: dict[str, str], expected: set[str]) -> None:
     """Remove the last layers from `on_disk` if from_pretrained was asked for fewer layers than config.json has."""
     count, folder = config.arch.num_layers, config.path.parent
-    numbers = {name: re.search(r"\.(\d+)\.", name) for name in on_disk.keys() - wanted}
+    numbers = {name: re.search(r"\.(\d+)\.", name) for name in on_disk.keys() - expected}
     beyond = [name for name, number in numbers.items() if number and int(number[1]) >= count]
     if not beyond or read_native_config(folder, config.head.kind).arch.num_layers <= count:
         return
@@ -428,10 +428,10 @@ def _leave_layers_out(config: NativeConfig, on_disk: dict[str, str], wanted: set
         del on_disk[name]
 
 
-def _check(config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: dict[str, tuple[int, ...]]) -> None:
+def _check(config: NativeConfig, files: Files, on_disk: dict[str, str], expected: dict[str, tuple[int, ...]]) -> None:
     folder, family = config.path.parent, config.family
-    missing = sorted(set(wanted) - set(on_disk) - {draw.tensor for draw in config.draws()})
-    unexpected = sorted(name for name in set(on_disk) - set(wanted) if not of_other_head(config, name))
+    missing = sorted(set(expected) - set(on_disk) - {draw.tensor for draw in config.draws()})
+    unexpected = sorted(name for name in set(on_disk) - set(expected) if not of_other_head(config, name))
     if missing or unexpected:
         raise ValueError(
             f"{folder}: the weights do not fit config.json (model_type {family.model_type!r}). "
@@ -439,7 +439,7 @@ def _check(config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: 
         )
     wrong = [
         f"{name} is {brief(list(files.shapes[on_disk[name]]))}, but config.json requires {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in on_disk and files.shapes[on_disk[name]] != tuple(shape)
     ]
     if wrong:

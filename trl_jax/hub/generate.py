@@ -267,8 +267,8 @@ def _inputs(inputs: Any, others: Mapping[str, Any], *, seeing: bool) -> tuple[An
     return inputs if ids is None else ids, others.get("attention_mask")
 
 
-def _check_unused(others: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    unused = [name for name, value in others.items() if value is not None and name not in known]
+def _check_unused(others: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    unused = [name for name, value in others.items() if value is not None and name not in allowed]
     if unused:
         raise ValueError(
             f"The following `model_kwargs` are not used by the model: {unused} (note: typos in the generate arguments "

@@ -149,10 +149,10 @@ def _deduced_mask(ids: np.ndarray, settings: Settings) -> np.ndarray:
     return ids != settings.pad
 
 
-def _padded_right(ids: np.ndarray, mask: np.ndarray, given: bool, pad: int | None) -> bool:
+def _padded_right(ids: np.ndarray, mask: np.ndarray, has_mask: bool, pad: int | None) -> bool:
     if pad is None:
         return False
-    return bool((~mask[:, -1]).any() if given else (ids[:, -1] == pad).any())
+    return bool((~mask[:, -1]).any() if has_mask else (ids[:, -1] == pad).any())
 
 
 # Settings: a GenerationConfig, the model's own, transformers' defaults, and keyword arguments
@@ -385,8 +385,8 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     _refuse({name: why for name, why in _ARGUMENTS.items() if arguments.get(name) is not None}, arguments)
 
 
-def _refuse(asked: dict[str, str], values: Mapping[str, Any]) -> None:
-    for name, why in asked.items():
+def _refuse(refused: dict[str, str], values: Mapping[str, Any]) -> None:
+    for name, why in refused.items():
         raise ValueError(f"generate: {shown(name, values[name])} is not in this release of trl_jax: {why}")
 
 
@@ -432,13 +432,13 @@ class StopStrings:
         """Whether the token at index `last` completes a string."""
         return any(self._completes(row, last, stop) for stop in self._wanted)
 
-    def _completes(self, row: list[int], last: int, wanted: bytes) -> bool:
-        text, missing = self._text(row[last]), len(wanted) - 1
+    def _completes(self, row: list[int], last: int, stop: bytes) -> bool:
+        text, missing = self._text(row[last]), len(stop) - 1
         while missing > 0 and last > 0:
             last -= 1
             before = self._text(row[last])[-missing:]
             text, missing = before + text, missing - len(before)
-        return wanted in text
+        return stop in text
 
 
 class _TokenTexts:

@@ -749,11 +749,11 @@ def _weights_in(folder: Path) -> Path:
     return folder / WEIGHTS
 
 
-def _check_names(path: Path, plan: AdapterPlan, names: set[str], wanted: set[str]) -> None:
-    missing, optional = sorted(wanted - names), {*plan.saved_tables, *plan.copies, *plan.carried}
+def _check_names(path: Path, plan: AdapterPlan, names: set[str], expected: set[str]) -> None:
+    missing, optional = sorted(expected - names), {*plan.saved_tables, *plan.copies, *plan.carried}
     if unread := sorted(names & plan.carried.keys()):
         logger.warning("%s: %s adapt layers whose outputs are not read; saved unchanged.", path, _some(unread))
-    strange = sorted(name for name in names - wanted - optional if not _OF_THE_BASE.search(name))
+    strange = sorted(name for name in names - expected - optional if not _OF_THE_BASE.search(name))
     if any(_SINGLE_EXPERT.search(name) for name in strange):
         raise ValueError(
             f"{path} has separate adapters for each expert, as in transformers 4; now all experts share one parameter. "

@@ -198,8 +198,8 @@ def _patterns(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_inner_pattern, value))
 
 
-def _list(value: Any, each: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list | set | tuple) and all(map(each, value))
+def _list(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | set | tuple) and all(map(is_valid, value))
 
 
 def _check(config: LoraConfig) -> None:

@@ -339,15 +339,15 @@ def _every_name(places: Targets) -> set[str]:
     return {".".join(name.split(".")[:count]) for name, _, _ in places for count in range(1, name.count(".") + 2)}
 
 
-def _shortest(wanted: set[str], names: set[str]) -> set[str]:
+def _shortest(targets: set[str], names: set[str]) -> set[str]:
     """Suffixes that match exactly these modules; PEFT shortens long lists this way."""
-    others = {name for name in names if name not in wanted and not name.endswith(tuple(f".{w}" for w in wanted))}
+    others = {name for name in names if name not in targets and not name.endswith(tuple(f".{w}" for w in targets))}
     ends = {end for name in others for end in _ends(name)}
     suffixes: set[str] = set()
-    for name in sorted(wanted, key=_ends):
+    for name in sorted(targets, key=_ends):
         if not any(name.endswith(f".{suffix}") for suffix in suffixes):
             suffixes.update([end for end in _ends(name) if end not in suffixes and end not in ends][:1])
-    return suffixes if suffixes and len(suffixes) < len(wanted) else wanted
+    return suffixes if suffixes and len(suffixes) < len(targets) else targets
 
 
 def _ends(name: str) -> list[str]:
@@ -417,10 +417,10 @@ def is_selected(config: LoraConfig, name: str) -> bool:
     return _matches(targets, name) and _in_layers(config, name)
 
 
-def _matches(wanted: Any, name: str) -> bool:
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
-    return name in wanted or any(name.endswith(f".{end}") for end in wanted)
+def _matches(targets: Any, name: str) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return name in targets or any(name.endswith(f".{end}") for end in targets)
 
 
 def _in_layers(config: LoraConfig, name: str) -> bool:

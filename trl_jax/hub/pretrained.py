@@ -318,9 +318,9 @@ class TransformersModelApi(ModuleApi):
     _module = ""
     _base: Any = None  # the model without its adapter, in `disable_adapter`
 
-    def _named(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Parameter]]:
-        """Yield parameters and buffers: all, or the `wanted` ones. There is one object for each."""
-        for name, _ in self.weights.read_values(wanted, keep=True) if wanted is None or wanted else ():
+    def _named(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Parameter]]:
+        """Yield parameters and buffers: all, or those in `names`. There is one object for each."""
+        for name, _ in self.weights.read_values(names, keep=True) if names is None or names else ():
             yield name, self._parameters_by_name.setdefault(name, Parameter(self.weights, name))
 
     def _set_weights(self, weights: Weights) -> None:

@@ -345,9 +345,9 @@ def _own(values: Any) -> Any:
     return _plain(values).clone()
 
 
-def _share_memory(tensor: Any, other: Any) -> bool:
+def _share_memory(tensor: Any, twin: Any) -> bool:
     strided = str(tensor.layout) == "torch.strided" and tensor.device.type == "cpu"
-    return strided and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return strided and tensor.untyped_storage().data_ptr() == twin.untyped_storage().data_ptr()
 
 
 def _members(values: Any) -> Iterator[Any]:
@@ -457,9 +457,9 @@ class Size(int):
 
 
 def _in_place(name: str) -> Callable:
-    def method(values: ParameterArray, other: Any) -> ParameterArray:
+    def method(values: ParameterArray, operand: Any) -> ParameterArray:
         values._check_writable()
-        return vars(np.ndarray)[name](values, other)
+        return vars(np.ndarray)[name](values, operand)
 
     return method
 

@@ -106,18 +106,18 @@ def _with_prefix(prefix: str, names: Names) -> Names:
 
 
 def _family(
-    model_type: str, class_prefix: str, texts: Texts, names: Callable[[Arch], Names], layout: _Layout, **facts: Any
+    model_type: str, class_prefix: str, texts: Texts, names: Callable[[Arch], Names], layout: _Layout, **options: Any
 ) -> Family:
     """A row of the table. texts: the possible text models, which all have these `names`."""
-    facts = {
+    options = {
         "in_transformers": False, "lm_head": lm_head(layout.head),
         "mean_of_micro_batches": model_type in _MEAN_OF_MICRO_BATCHES,
         "has_text_class": model_type in {"qwen3_5", "qwen3_5_moe"},
-    } | facts  # fmt: skip
+    } | options  # fmt: skip
     return Family(
         model_type, class_prefix, lambda config: _arch(config, texts),
         lambda arch: _with_prefix(layout.base_prefix, names(arch)), base_prefix=layout.base_prefix,
-        other_prefixes=layout.other_prefixes, other_head=layout.other_head, carried=layout.carried, **facts,
+        other_prefixes=layout.other_prefixes, other_head=layout.other_head, carried=layout.carried, **options,
     )  # fmt: skip
 
 
