@@ -311,7 +311,7 @@ def _reordered(state: Decoding, beam: jax.Array) -> Decoding:
     first = jnp.arange(len(beam))[:, None] * beam.shape[1]
     members = (first + beam).reshape(prompts, -1) % (len(state.tokens) // prompts)
 
-    def select(array: jax.Array, axis: int, each: bool) -> jax.Array:
-        return array[(slice(None),) * axis + (jnp.arange(prompts)[:, None], members)] if each else array
+    def select(array: jax.Array, axis: int, per_completion: bool) -> jax.Array:
+        return array[(slice(None),) * axis + (jnp.arange(prompts)[:, None], members)] if per_completion else array
 
     return state._replace(cache=state.cache.selected(select))

@@ -280,8 +280,8 @@ def selected(
         alive: bool `[P', G']`, False for padding.
     """
 
-    def select(array: jax.Array, axis: int, each: bool) -> jax.Array:
-        new = _selected_array(array, prompts, completions if each else None, axis=axis, shards=shards)
+    def select(array: jax.Array, axis: int, per_completion: bool) -> jax.Array:
+        new = _selected_array(array, prompts, completions if per_completion else None, axis=axis, shards=shards)
         if not keep:
             array.delete()
         return new

@@ -242,10 +242,10 @@ class RowWords:
             for _ in self._words(len(self._states), ()):
                 pass
 
-    def _words(self, step: int, wanted: Collection[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The words `[rows, V, 2]` of the wanted blocks of a step that was read before or is the next to be read."""
+    def _words(self, step: int, needed: Collection[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """The words `[rows, V, 2]` of the needed blocks of a step that was read before or is the next to be read."""
         if step < len(self._states):
-            for block in wanted:
+            for block in needed:
                 self._again.restore(self._states[step][block])
                 yield block, self._of_block(self._again, block)
             return
@@ -253,7 +253,7 @@ class RowWords:
         for block in range(-(-self._rows // self._block)):
             states.append(self._generator.state())
             words = self._of_block(self._generator, block)
-            if block in wanted:
+            if block in needed:
                 yield block, words
         self._states.append(states)
 

@@ -201,10 +201,10 @@ class ContinuedTexts:
         return _run_new_tokens(weights, Cache(parts, fill), texts, cached, max_tokens)
 
     def _joined(
-        self, shards: Shards | None, prompts: np.ndarray, known: np.ndarray, prompt_capacity: int, size: CacheSize
+        self, shards: Shards | None, prompts: np.ndarray, cached: np.ndarray, prompt_capacity: int, size: CacheSize
     ) -> list[LayerCache]:
         """A cache of the known tokens of these prompts. Consumes the pieces, part by part."""
-        texts, parts = [self._texts_of(number, prompts, known) for number in range(len(self.pieces))], []
+        texts, parts = [self._texts_of(number, prompts, cached) for number in range(len(self.pieces))], []
         sizes = {"rows": len(prompts) // self.shards, "length": prompt_capacity, "size": size}
         for number, example in enumerate(self.pieces[0].parts):
             part = _empty(example, **sizes, shards=shards)
@@ -216,14 +216,14 @@ class ContinuedTexts:
             parts.append(part)
         return parts
 
-    def _texts_of(self, number: int, prompts: np.ndarray, known: np.ndarray) -> CachedTexts:
+    def _texts_of(self, number: int, prompts: np.ndarray, cached: np.ndarray) -> CachedTexts:
         """The texts of these prompts that are in this piece, with prompts numbered within each shard."""
         piece = self.pieces[number]
         places = np.asarray(self.places, np.int32)[prompts]
         here = (prompts >= 0) & (places[:, 0] == number)
         at, completions = np.where(here, places[:, 1:].T, 0)
         lengths = piece.prompt_lengths[at].astype(np.int32)
-        return CachedTexts(at % self._each(piece), completions, lengths, known, here)
+        return CachedTexts(at % self._each(piece), completions, lengths, cached, here)
 
     def _each(self, piece: Piece) -> int:
         """Prompts of a piece on each shard."""
@@ -255,14 +255,14 @@ def _with_texts(
 
 
 def _run_new_tokens(
-    weights: Weights, cache: Cache, texts: Sequence[np.ndarray], known: np.ndarray, max_tokens: int
+    weights: Weights, cache: Cache, texts: Sequence[np.ndarray], cached: np.ndarray, max_tokens: int
 ) -> tuple[jax.Array, Cache]:
     """Run the tokens of each text that are not in the cache through the model."""
-    more, longest = np.asarray(list(map(len, texts))) - known, max(map(len, texts))
+    more, longest = np.asarray(list(map(len, texts))) - cached, max(map(len, texts))
     logits = None
     for first in range(0, int(more.max()), _STEP):
         tokens = np.zeros((len(texts), _STEP), np.int32)
-        for row, text, start in zip(tokens, texts, known + first, strict=True):
+        for row, text, start in zip(tokens, texts, cached + first, strict=True):
             new = text[start : start + _STEP]
             row[: len(new)] = new
         count = np.clip(more - first, 0, _STEP).astype(np.int32)
