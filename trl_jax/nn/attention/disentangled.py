@@ -84,18 +84,18 @@ class DisentangledAttention(nnx.Module):
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
 
-def _to_keys(q: jax.Array, of_keys: jax.Array, facts: Distances, start: int, length: int) -> jax.Array:
+def _to_keys(q: jax.Array, of_keys: jax.Array, spec: Distances, start: int, length: int) -> jax.Array:
     """Products of queries from `start` on with the distance of each of `length` keys: `[R, H, T, S]`."""
     distances = start + q.shape[1] - 1 - np.arange(q.shape[1] + length - 1)
-    near = of_keys[facts.rows(distances)]
+    near = of_keys[spec.rows(distances)]
     return _sheared(jnp.einsum("rthc,jhc->rhtj", q, near, preferred_element_type=jnp.float32), length)
 
 
-def _to_queries(k: jax.Array, of_queries: jax.Array, facts: Distances, start: int, end: int) -> jax.Array:
+def _to_queries(k: jax.Array, of_queries: jax.Array, spec: Distances, start: int, end: int) -> jax.Array:
     """Products of keys with the distance of each query in `[start, end)`: `[R, H, T, S]`."""
     length = k.shape[1]
     distances = start - (length - 1) + np.arange(length + end - start - 1)
-    near = of_queries[facts.rows(distances)]
+    near = of_queries[spec.rows(distances)]
     products = jnp.einsum("rshc,jhc->rhsj", k, near, preferred_element_type=jnp.float32)
     return _sheared(products, end - start).swapaxes(-1, -2)
 
