@@ -143,8 +143,8 @@ def _index(arrays: Any, place: jax.Array | int) -> Any:
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, place, keepdims=False), arrays)
 
 
-def _concatenate(first: Any, then: Any) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), first, then)
+def _concatenate(first: Any, second: Any) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), first, second)
 
 
 def _select_layers(new: Any, run: Run, layers: tuple[int, ...]) -> Any:
