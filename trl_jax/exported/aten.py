@@ -699,8 +699,8 @@ def _scan(decay: jax.Array, drive: jax.Array, axis: int, reverse: bool) -> jax.A
 
 
 def _in_turn(decay: jax.Array, drive: jax.Array, *, axis: int, reverse: bool) -> jax.Array:
-    def step(state: jax.Array, given: tuple) -> tuple[jax.Array, jax.Array]:
-        state = given[0] * state + given[1]
+    def step(state: jax.Array, row: tuple) -> tuple[jax.Array, jax.Array]:
+        state = row[0] * state + row[1]
         return state, state
 
     rows = jnp.moveaxis(decay, axis, 0), jnp.moveaxis(drive, axis, 0)
@@ -719,8 +719,8 @@ def _forward(decay: jax.Array, drive: jax.Array, axis: int) -> tuple[jax.Array, 
     return states, (decay, states)
 
 
-def _backward(axis: int, kept: tuple, pull: jax.Array) -> tuple[jax.Array, jax.Array]:
-    decay, states = kept
+def _backward(axis: int, residuals: tuple, pull: jax.Array) -> tuple[jax.Array, jax.Array]:
+    decay, states = residuals
     drive = _scan(_moved(decay, axis, -1), pull, axis, reverse=True)
     return drive * _moved(states, axis, 1), drive
 
