@@ -6,7 +6,7 @@
     a script's rollout_func        there is one                             _by_script, which may call `complete_once`
 
 With tools, a completion has several turns: a tool answers the first one, and the same policy or servers continue the
-text (`Tools.completed`).
+text (`Tools.run_turns`).
 
 Several processes either complete all prompts together, or each completes its own part (`alone`). In the latter case
 each needs a different number of turns, so those that servers generate come in rounds, in which all processes take part
