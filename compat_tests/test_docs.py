@@ -222,6 +222,59 @@ def test_every_screen_has_something_to_look_at(page):
         assert plain <= 30 or page.name == "api.md", f"{page.name} is nothing but text up to line {number}"
 
 
+FILES = {
+    str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if not path.relative_to(ROOT).parts[0].startswith(".")
+}
+PACKAGE = {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in FILES if path.startswith("trl_jax/")}
+
+
+@EVERY
+def test_files_are_where_a_page_says(page):
+    for file in re.findall(r"`((?:\w+/)*\w+\.py)`", pages.prose(page)):
+        ours = any(path == file or path.endswith(f"/{file}") for path in FILES)
+        of_transformers = file.startswith("modeling_")
+        of_trl = file.startswith("test_") and page.name == "differences.md"
+        assert ours or of_transformers or of_trl, f"{page.name} names {file}"
+
+
+@functools.cache
+def class_names() -> dict[str, set[str]]:
+    """Class of the package -> every name in its body, its own ones and those of its bases."""
+    own, bases = {}, {}
+    for node in itertools.chain.from_iterable(map(ast.walk, PACKAGE.values())):
+        if isinstance(node, ast.ClassDef):
+            parts = list(ast.walk(node))
+            found = {getattr(part, "name", getattr(part, "attr", getattr(part, "id", None))) for part in parts}
+            own.setdefault(node.name, set()).update(found)
+            bases.setdefault(node.name, set()).update(
+                ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases
+            )
+
+    def inherited(name: str) -> set[str]:
+        return own.get(name, {name}).union(*map(inherited, bases.get(name, ())))
+
+    return {name: inherited(name) for name in own}
+
+
+def members(text: str) -> list[tuple[str, str]]:
+    """`Class.name` in backticks, for classes of the package that inherit from no other package."""
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", text))
+    return [pair for pair in re.findall(r"\b([A-Z]\w+)\.([a-z_]\w*)", quoted) if pair[0] in class_names()]
+
+
+@EVERY
+def test_members_are_where_a_page_says(page):
+    for owner, name in members(pages.prose(page)):
+        assert name in class_names()[owner], f"{page.name} names {owner}.{name}"
+
+
+def test_members_are_where_a_docstring_says():
+    for path, tree in PACKAGE.items():
+        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module))
+        for owner, name in members(" ".join(ast.get_docstring(node) or "" for node in nodes)):
+            assert name in class_names()[owner], f"{path} names {owner}.{name}"
+
+
 WIDEST = 88  # columns of code that fit next to the navigation without scrolling
 
 

@@ -175,7 +175,7 @@ class UserLoss:
         )
 
     def sums(self, calls: Any, inputs: dict[str, Any]) -> dict[str, jax.Array]:
-        """The sums of the task's loss; see `BoundModel.task_sums`."""
+        """The sums of the task's loss; see `BoundModel`."""
         return self.kind.task_sums(self.setup.task, calls, inputs)
 
     def inputs(self, arrays: Batch) -> list[dict[str, np.ndarray]]:
