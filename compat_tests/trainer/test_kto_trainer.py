@@ -166,7 +166,7 @@ def test_an_evaluation_is_of_the_set_and_not_of_its_batches(model, tmp_path):
     small, large = (
         trained(trl_jax, model, tmp_path, {"per_device_eval_batch_size": size}).evaluate(held_out) for size in (2, 16)
     )
-    for key in ("entropy", "logits/chosen", "rewards/rejected", "logps/chosen", "rewards/margins", "kl"):
+    for key in ("entropy", "logits/chosen", "rewards/rejected", "logps/chosen", "rewards/margins"):
         assert small[f"eval_{key}"] == pytest.approx(large[f"eval_{key}"], rel=1e-4)
     assert small["eval_rewards/margins"] == pytest.approx(small["eval_rewards/chosen"] - small["eval_rewards/rejected"])
 
@@ -303,3 +303,15 @@ def test_max_prompt_length_keeps_the_end_of_prompts_of_long_texts(model, tmp_pat
         again = make(trl_jax, model, tmp_path, limits, train_dataset=texts).train_dataset
     for name in ("completion_input_ids", "completion_labels"):
         assert again[name][:] == rows[name][:]
+
+
+def test_the_kl_of_an_evaluation_is_the_mean_of_its_batches_estimates(model, tmp_path):
+    """Each batch's estimate is at least 0, as in the loss; the divergence of the whole set may be negative."""
+    trl = pytest.importorskip("trl")
+    config = {"per_device_eval_batch_size": 2, "max_steps": 1}
+    rows = {"eval_dataset": table(12, seed=2)}
+    ours, theirs = (trained(package, model, tmp_path, config, **rows) for package in (trl_jax, trl))
+    found, wanted = ours.evaluate(), theirs.evaluate()
+    for name in ("eval_loss", "eval_kl"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-3)
+    assert wanted["eval_kl"] > 0.1

@@ -143,7 +143,7 @@ class KtoTask(TokenTask):
         kl = kl_estimate(divergence, batch.weight > 0)
         real = real_examples(batch.weight, batch.micro_batch)
         values = matched | {"rewards": self.objective.beta * ratio, "count": 1.0}
-        sums = {"examples": summed(1.0, real), "kl": summed(divergence, real)}
+        sums = {"examples": summed(1.0, real), "kl": summed(kl, real)}
         for side, in_side in zip(_SIDES, (desirable, ~desirable), strict=True):
             sums |= {f"{name}_{side}": summed(values[name], real & in_side) for name in _SIDE_SUMS}
         return self.objective(ratio, desirable, kl, batch.weight), sums
@@ -172,7 +172,7 @@ def _micro_batch_metrics(sums: dict[str, float]) -> Iterator[tuple[str, float]]:
     """The metrics of a micro-batch, by name. Desirable and undesirable ones only if it has completions of that kind."""
     sides = [side for side in _SIDES if sums[f"count_{side}"]]
     entropy, tokens = (sum(sums[f"{name}_{side}"] for side in _SIDES) for name in ("entropy", "targets"))
-    yield "kl", max(0.0, sums["kl"] / sums["examples"])
+    yield "kl", sums["kl"] / sums["examples"]
     yield "entropy", entropy / max(tokens, 1)
     for side in sides:
         if sums[f"targets_{side}"]:
