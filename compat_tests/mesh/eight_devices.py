@@ -333,6 +333,8 @@ def test_words(said, sizes, checkpoint, tmp_path):
     ({"mesh_shape": "fsdp:2,tensor:4"}, "mesh: tensor=4 does not divide the 2 key heads of .* Choose a divisor"),
     ({"deepspeed": {"train_batch_size": 8}},
      "deepspeed sets train_batch_size to 8, but 8 devices x per_device_train_batch_size x gradient_acc.* = 16"),
+    ({"accelerator_config": {"split_batches": True}}, "split_batches=True, .* by the 8 devices that share the batch"),
+    ({"accelerator_config": {"even_batches": False}}, "even_batches=False, .* Leave it out, or set dataloader_"),
 ], ids=str)  # fmt: skip
 def test_refused(said, text, checkpoint, tmp_path):
     with pytest.raises(ValueError, match=text):

@@ -283,7 +283,7 @@ INHERITED: dict[str, Handling] = {
     # Devices and launchers
     **handled("accelerator_config", "mapped", rule=devices.accelerator,
               help="accelerate's options, as a dict or the path of a JSON file. Options that would change the run are "
-                   "refused; the others have no effect."),
+                   "refused, split_batches and even_batches on several devices only; the others have no effect."),
     **handled("parallelism_config", "mapped", rule=devices.parallelism_config,
               help="accelerate's ParallelismConfig, or a dict of its sizes. On the command line, use mesh_shape."),
     **handled("fsdp", "mapped", rule=devices.fsdp, is_off=operator.not_,

@@ -227,7 +227,8 @@ def mesh_sizes(args: Any) -> dict[str, int]:
     """The size of each mesh axis that a config names or implies.
 
     Raises:
-        ValueError: the sizes do not fit the number of devices, or the batch size of a DeepSpeed file.
+        ValueError: the sizes do not fit the number of devices, or the batch size of a DeepSpeed file; or
+            `accelerator_config` divides batches over the devices in another way.
     """
     parallel = requested_mesh({f.name: getattr(args, f.name) for f in fields(args)})
     devices = args.jax_devices()
@@ -239,7 +240,25 @@ def mesh_sizes(args: Any) -> dict[str, int]:
             f"deepspeed sets train_batch_size to {parallel.batch}, but {shards} devices x per_device_train_batch_size "
             f'x gradient_accumulation_steps = {examples}. Write "auto" in the file.'
         )
+    if shards > 1:
+        _check_division(args, shards)
     return sizes
+
+
+def _check_division(args: Any, shards: int) -> None:
+    """Refuse accelerate's options that change which rows a step on several devices has."""
+    config, batch_size = args.accelerator_config, args.per_device_train_batch_size
+    if config.split_batches:
+        raise ValueError(
+            f"accelerator_config sets split_batches=True, which would divide per_device_train_batch_size={batch_size} "
+            f"by the {shards} devices that share the batch. It is not {HERE}: leave it out, and divide "
+            "per_device_train_batch_size and per_device_eval_batch_size by the number of devices."
+        )
+    if not config.even_batches and not args.dataloader_drop_last:
+        raise ValueError(
+            f"accelerator_config sets even_batches=False, which is not {HERE} on {shards} devices: they fill an "
+            "epoch's last batch with the epoch's first rows. Leave it out, or set dataloader_drop_last=True."
+        )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -293,7 +312,8 @@ def deterministic(name: str, value: Any, values: Mapping[str, Any]) -> str | Non
 
 
 def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
-    """Rejects keys that would change the run; keys about distributing batches to processes have no effect."""
+    """Rejects keys that would change the run. Whether `split_batches` and `even_batches` do depends on the number of
+    devices: see `mesh_sizes`."""
     try:
         config = as_dict_or_file(name, value)
     except ValueError as error:

@@ -43,6 +43,8 @@ class DeviceArguments(Protocol):
     use_cpu: bool
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
+    dataloader_drop_last: bool
+    accelerator_config: Any
     activation_offloading: bool
     tf32: bool
     device: Any
