@@ -150,15 +150,15 @@ class Backend(abc.ABC):
         """Yield each tensor with its name on disk, in float32."""
 
     def named(
-        self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
+        self, arrays: dict[str, jax.Array], names: Collection[str] | None = None
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yield each parameter with its name in PyTorch, in float32; by default the same as `on_disk`.
 
         Args:
             arrays: all arrays of the model, trained and frozen.
-            wanted: the only names to yield; None means all.
+            names: the only names to yield; None means all.
         """
-        return (tensor for tensor in self.on_disk(arrays) if wanted is None or tensor[0] in wanted)
+        return (tensor for tensor in self.on_disk(arrays) if names is None or tensor[0] in names)
 
     @property
     def file_names(self) -> Mapping[str, str]:

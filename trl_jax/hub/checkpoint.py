@@ -469,17 +469,17 @@ def of_other_head(config: NativeConfig, name: str) -> bool:
 
 
 def adopt_head(
-    config: NativeConfig, files: Files, on_disk: dict[str, str], wanted: Mapping[str, tuple[int, ...]]
+    config: NativeConfig, files: Files, on_disk: dict[str, str], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Use a differently named head as `score.weight`: the only unmatched tensor, if it has the shape of the head.
 
-    Changes `on_disk` (full name -> name on disk); `wanted` has the shapes of the model's tensors.
+    Changes `on_disk` (full name -> name on disk); `expected` has the shapes of the model's tensors.
     """
-    unknown = sorted(name for name in set(on_disk) - set(wanted) if not of_other_head(config, name))
-    if "score.weight" not in set(wanted) - set(on_disk) or len(unknown) != 1:
+    unknown = sorted(name for name in set(on_disk) - set(expected) if not of_other_head(config, name))
+    if "score.weight" not in set(expected) - set(on_disk) or len(unknown) != 1:
         return
     name = on_disk[unknown[0]]
-    if files.shapes[name] == tuple(wanted["score.weight"]):
+    if files.shapes[name] == tuple(expected["score.weight"]):
         folder = config.path.parent
         logger.warning("%s: %s has the shape of the score head and is loaded and saved as score.weight.", folder, name)
         on_disk["score.weight"] = on_disk.pop(unknown[0])

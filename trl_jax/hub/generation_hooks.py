@@ -225,17 +225,17 @@ class PrefixConstraint:
         return np.where(impossible.repeat(self._completions)[:, None], mask, constrained)
 
 
-def merged(built: dict[str, Processor], own: list[tuple[Any, Processor]]) -> list[Processor]:
+def merged(built: dict[str, Processor], user_processors: list[tuple[Any, Processor]]) -> list[Processor]:
     """Merge our processors by field with the user's. A user's processor of transformers' class for a field replaces
     ours; others are appended.
 
     Args:
-        own: pairs of the processor as passed and as called.
+        user_processors: pairs of the processor as passed and as called.
     """
-    in_place = {type(passed).__name__: processor for passed, processor in own}
+    in_place = {type(passed).__name__: processor for passed, processor in user_processors}
     names = {name: _CLASSES[name] for name in built}
     chain = [in_place.get(names[name], processor) for name, processor in built.items()]
-    return chain + [processor for passed, processor in own if type(passed).__name__ not in names.values()]
+    return chain + [processor for passed, processor in user_processors if type(passed).__name__ not in names.values()]
 
 
 def in_order(built: dict[str, Processor]) -> dict[str, Processor]:

@@ -243,10 +243,10 @@ class NativeBackend(Backend):
         return parameter_names(self.source.config)
 
     def named(
-        self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
+        self, arrays: dict[str, jax.Array], names: Collection[str] | None = None
     ) -> Iterator[tuple[str, np.ndarray]]:
         entries = entries_of(self.source.config.abstract[1], self._in_torch)
-        names = [name for name in self._names if wanted is None or name in wanted]
+        names = [name for name in self._names if names is None or name in names]
         if self.formats:
             paths = {entry.path for name in names for entry, _ in entries[name]}
             arrays = {path: self.weight(arrays, path) for path in paths}

@@ -121,9 +121,9 @@ class Weights:
         return arrays if self.read is None else {path: self.read(array) for path, array in arrays.items()}
 
     def read_values(
-        self, wanted: Collection[str] | None = None, *, keep: bool = False
+        self, names: Collection[str] | None = None, *, keep: bool = False
     ) -> Iterator[tuple[str, ParameterArray]]:
-        """Yield the name and the values of each parameter and buffer, or of the `wanted` ones.
+        """Yield the name and the values of each parameter and buffer, or of those in `names`.
 
         Args:
             keep: whether to keep values that no process can read without the others, so that a single one can use them.
@@ -133,7 +133,7 @@ class Weights:
         arrays = self.arrays
         references = [weakref.ref(array) for array in arrays.values()]
         keep = keep and self.read is not None and any(map(spans_hosts, arrays.values()))
-        for name, read in self.backend.named(self.readable(arrays), wanted):
+        for name, read in self.backend.named(self.readable(arrays), names):
             values = _read_only(read, name)
             self._shapes[name] = np.broadcast_to(np.zeros((), values.dtype), values.shape).view(ParameterArray)
             self._last_read = _Reading(references, values)
@@ -324,8 +324,8 @@ class Parameter(metaclass=_RelatedToTensors):
         return self._weights.is_trained(self._name)
 
     @requires_grad.setter
-    def requires_grad(self, wanted: bool) -> None:
-        self._weights.set_trainable(self._name, trainable=wanted)
+    def requires_grad(self, value: bool) -> None:
+        self._weights.set_trainable(self._name, trainable=value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Parameter:
         self.requires_grad = requires_grad

@@ -78,7 +78,7 @@ class AdaptedBackend(Backend):
         return {name: [] for name in self._names} | self.trained_locations()
 
     def named(
-        self, arrays: dict[str, jax.Array], wanted: Collection[str] | None = None
+        self, arrays: dict[str, jax.Array], names: Collection[str] | None = None
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all parameters under PEFT's names and in its order. The original weights of fully trained modules are
         not kept, so they are left out."""
@@ -89,10 +89,10 @@ class AdaptedBackend(Backend):
             part = () if layer is None else slice(layer, layer + 1)
             return self.base.weight({name: array[part] for name, array in self._stored(arrays, path)}, path)
 
-        wants_trained = wanted is None or not self.trained_names.keys().isdisjoint(wanted)
+        wants_trained = names is None or not self.trained_names.keys().isdisjoint(names)
         trained = dict(self.trained(arrays)) if wants_trained else {}
         for name in self._names:
-            if wanted is not None and name not in wanted:
+            if names is not None and name not in names:
                 continue
             if name in self.trained_names:
                 yield name, trained[name]

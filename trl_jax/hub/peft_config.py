@@ -72,10 +72,10 @@ class PeftConfig:
     def is_prompt_learning(self) -> bool:
         return isinstance(self, PromptLearningConfig)
 
-    def must(self, good: bool, name: str, wanted: str) -> None:
-        """Raise ValueError unless `good`; `wanted` describes a valid value of the field."""
+    def must(self, good: bool, name: str, requirement: str) -> None:
+        """Raise ValueError unless `good`; `requirement` describes a valid value of the field."""
         if not good:
-            raise ValueError(f"{type(self).__name__}: {name} must be {wanted}, got {brief(getattr(self, name))}.")
+            raise ValueError(f"{type(self).__name__}: {name} must be {requirement}, got {brief(getattr(self, name))}.")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON types."""

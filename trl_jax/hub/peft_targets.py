@@ -319,8 +319,8 @@ def resolve_targets(config: LoraConfig, modules: list[Module], model_type: str) 
     return replace(config, target_modules=targets, fan_in_fan_out=transposed)
 
 
-def is_all(wanted: Any) -> bool:
-    return isinstance(wanted, str) and wanted.lower() == _ALL
+def is_all(target_modules: Any) -> bool:
+    return isinstance(target_modules, str) and target_modules.lower() == _ALL
 
 
 def linear_maps(config: LoraConfig, modules: list[Module]) -> set[str]:

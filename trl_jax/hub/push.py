@@ -83,7 +83,7 @@ def write_card(
     adapter: str | None = None,
     head: HeadName = "score",
     paper: tuple[str, str] | None = None,
-    **facts: object,
+    **metadata: object,
 ) -> None:
     """Write README.md unless a card exists that this function did not write.
 
@@ -93,7 +93,7 @@ def write_card(
         head: head of the model.
         paper: title and arXiv number of the method's paper.
         run: the training run to describe; None for a model that has not been trained.
-        facts: further metadata of the card, under the Hub's names (language, license, ...); None values are omitted.
+        metadata: further metadata of the card, under the Hub's names (language, license, ...); None values are omitted.
     """
     path = folder / CARD
     replaceable = not path.is_symlink() and path.is_file() and _is_ours(path.read_bytes())
@@ -106,7 +106,7 @@ def write_card(
         "datasets": datasets or None,
         "tags": list(dict.fromkeys([*_TAGS, *tags, *(_adapter_tags(base_model, adapter) if adapter else ())])),
         "pipeline_tag": _KINDS[head].pipeline,
-        **facts,
+        **metadata,
     }
     present = {key: masked(value, key) for key, value in metadata.items() if value is not None}
     front = yaml.safe_dump(present, sort_keys=False, allow_unicode=True)

@@ -310,16 +310,16 @@ class GatedShortConvolution(nnx.Module):
     """`o(out_gate(x) * conv(in_gate(x) * value(x)))`, with a causal depthwise convolution (LFM2: Liquid AI 2025,
     arXiv:2511.23404).
 
-    `facts` is a models.arch.ShortConvolution. The kernel is stored as on disk, (D, 1, width), the current token last.
+    `arch` is a models.arch.ShortConvolution. The kernel is stored as on disk, (D, 1, width), the current token last.
     """
 
-    def __init__(self, features: int, facts):
+    def __init__(self, features: int, arch):
         for name in ("in_gate", "out_gate", "value"):
-            setattr(self, name, Linear(features, features, bias=facts.bias, axes=("heads", "embed")))
-        self.o = Linear(features, features, bias=facts.bias, axes=("embed", "heads"))
-        self.weight = nnx.Param(jnp.zeros((features, 1, facts.width), jnp.float32), axes=("heads", "", ""))
-        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32), axes=("heads",)) if facts.bias else None
-        self.width = facts.width
+            setattr(self, name, Linear(features, features, bias=arch.bias, axes=("heads", "embed")))
+        self.o = Linear(features, features, bias=arch.bias, axes=("embed", "heads"))
+        self.weight = nnx.Param(jnp.zeros((features, 1, arch.width), jnp.float32), axes=("heads", "", ""))
+        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32), axes=("heads",)) if arch.bias else None
+        self.width = arch.width
 
     def __call__(
         self, x_RTD: jax.Array, inputs: AttentionInputs, dropout: None = None
@@ -494,24 +494,24 @@ class GatedDeltaNet(Recurrent):
     """Gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464): convolved queries, keys and values, the
     gated delta rule, a norm and a gate.
 
-    `facts` is a models.arch.GatedDelta. The log decay of a token is `-exp(A_log) * softplus(decay(x) + dt_bias)`, its
+    `arch` is a models.arch.GatedDelta. The log decay of a token is `-exp(A_log) * softplus(decay(x) + dt_bias)`, its
     strength `sigmoid(beta(x))`.
     """
 
     _hides_convolved = False
     _scan, _step = staticmethod(delta_rule), staticmethod(delta_step)
 
-    def __init__(self, features: int, facts, *, eps: float):
-        keys, values = facts.key_heads * facts.key_dim, facts.value_heads * facts.value_dim
-        super().__init__(features, {"q": keys, "k": keys, "v": values}, values="v", width=facts.width)
+    def __init__(self, features: int, arch, *, eps: float):
+        keys, values = arch.key_heads * arch.key_dim, arch.value_heads * arch.value_dim
+        super().__init__(features, {"q": keys, "k": keys, "v": values}, values="v", width=arch.width)
         self.gate = Linear(features, values, axes=("heads", "embed"))
-        self.beta = Linear(features, facts.value_heads, axes=("heads", "embed"))
-        self.decay = Linear(features, facts.value_heads, axes=("heads", "embed"))
-        self.dt_bias = nnx.Param(jnp.zeros(facts.value_heads, jnp.float32), axes=("heads",))
-        self.A_log = nnx.Param(jnp.zeros(facts.value_heads, jnp.float32), axes=("heads",))
-        self.out_norm = Norm(facts.value_dim, kind="rms", eps=eps)
+        self.beta = Linear(features, arch.value_heads, axes=("heads", "embed"))
+        self.decay = Linear(features, arch.value_heads, axes=("heads", "embed"))
+        self.dt_bias = nnx.Param(jnp.zeros(arch.value_heads, jnp.float32), axes=("heads",))
+        self.A_log = nnx.Param(jnp.zeros(arch.value_heads, jnp.float32), axes=("heads",))
+        self.out_norm = Norm(arch.value_dim, kind="rms", eps=eps)
         self.o = Linear(values, features, axes=("embed", "heads"))
-        self.facts = facts
+        self.arch = arch
 
     def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
         return vars(self)[name](x_RTD)
@@ -519,19 +519,19 @@ class GatedDeltaNet(Recurrent):
     def _scan_inputs(
         self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        spec, (q, k, v) = self.facts, parts
+        spec, (q, k, v) = self.arch, parts
         q, k = (_normalized(y.reshape(*y.shape[:2], spec.key_heads, spec.key_dim)) for y in (q, k))
         v = v.reshape(*v.shape[:2], spec.key_heads, -1, spec.value_dim)
         return q * spec.key_dim**-0.5, k, v, *(inside(y, lengths) for y in self._gates(x_RTD))
 
     def _output(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
         gate = self.gate(x_RTD).astype(jnp.float32)
-        out = self.out_norm(out.astype(x_RTD.dtype).reshape(*out.shape[:2], -1, self.facts.value_dim))
+        out = self.out_norm(out.astype(x_RTD.dtype).reshape(*out.shape[:2], -1, self.arch.value_dim))
         return self.o((out.reshape(gate.shape) * jax.nn.silu(gate)).astype(x_RTD.dtype))
 
     def _gates(self, x_RTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Log decays and strengths, float32 `[R, T, K, G]`."""
-        shape = (*x_RTD.shape[:2], self.facts.key_heads, -1)
+        shape = (*x_RTD.shape[:2], self.arch.key_heads, -1)
         decay = jax.nn.softplus(self.decay(x_RTD).astype(jnp.float32) + self.dt_bias[...])
         g = (-jnp.exp(self.A_log[...]) * decay).reshape(shape)
         return g, jax.nn.sigmoid(self.beta(x_RTD)).astype(jnp.float32).reshape(shape)
@@ -550,52 +550,52 @@ class Mamba2(Recurrent):
     """Mamba-2 mixer (Dao and Gu 2024, arXiv:2405.21060): convolved x, B and C, the state space model, a gate and a
     norm.
 
-    `facts` is a models.arch.StateSpace. The time step of a token is `softplus(dt(x) + dt_bias)`, clipped to
-    `facts.dt_limits`; its log decay is `-exp(A_log)` times that.
+    `arch` is a models.arch.StateSpace. The time step of a token is `softplus(dt(x) + dt_bias)`, clipped to
+    `arch.dt_limits`; its log decay is `-exp(A_log)` times that.
     """
 
     _hides_convolved = True
     _scan, _step = staticmethod(state_space), staticmethod(state_space_step)
 
-    def __init__(self, features: int, facts, *, eps: float):
-        inner, states = facts.heads * facts.head_dim, facts.groups * facts.state_dim
+    def __init__(self, features: int, arch, *, eps: float):
+        inner, states = arch.heads * arch.head_dim, arch.groups * arch.state_dim
         parts = {"x": inner, "B": states, "C": states}
-        biases = {"bias": facts.bias, "convolution_bias": facts.convolution_bias}
-        super().__init__(features, parts, values="x", width=facts.width, **biases)
-        self.gate = Linear(features, inner, bias=facts.bias, axes=("heads", "embed"))
-        self.dt = Linear(features, facts.heads, bias=facts.bias, axes=("heads", "embed"))
+        biases = {"bias": arch.bias, "convolution_bias": arch.convolution_bias}
+        super().__init__(features, parts, values="x", width=arch.width, **biases)
+        self.gate = Linear(features, inner, bias=arch.bias, axes=("heads", "embed"))
+        self.dt = Linear(features, arch.heads, bias=arch.bias, axes=("heads", "embed"))
         for name in ("dt_bias", "A_log", "D"):
-            setattr(self, name, nnx.Param(jnp.zeros(facts.heads, jnp.float32), axes=("heads",)))
-        self.out_norm = None if facts.norm is None else Norm(inner, kind="rms", eps=eps, groups=facts.groups)
-        self.o = Linear(inner, features, bias=facts.out_bias, axes=("embed", "heads"))
-        self.facts = facts
+            setattr(self, name, nnx.Param(jnp.zeros(arch.heads, jnp.float32), axes=("heads",)))
+        self.out_norm = None if arch.norm is None else Norm(inner, kind="rms", eps=eps, groups=arch.groups)
+        self.o = Linear(inner, features, bias=arch.out_bias, axes=("embed", "heads"))
+        self.arch = arch
 
     def _projected(self, name: str, x_RTD: jax.Array) -> jax.Array:
-        scale = self.facts.scales[_PROJECTED.index(name)]
+        scale = self.arch.scales[_PROJECTED.index(name)]
         projected = vars(self)[name](x_RTD)
         return projected if scale == 1.0 else projected * scale
 
     def _scan_inputs(
         self, x_RTD: jax.Array, parts: list[jax.Array], lengths: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        spec, (x, B, C) = self.facts, parts
+        spec, (x, B, C) = self.arch, parts
         B, C = (y.reshape(*y.shape[:2], spec.groups, spec.state_dim) for y in (B, C))
         dt = inside(self._steps(x_RTD), lengths)
         x = x.reshape(*dt.shape, spec.head_dim)
         return C, B, x * dt[..., None], -jnp.exp(self.A_log[...]).reshape(dt.shape[2:]) * dt
 
     def _output(self, out: jax.Array, x_RTD: jax.Array, parts: list[jax.Array]) -> jax.Array:
-        out = out + jnp.repeat(self.D[...], self.facts.head_dim) * parts[0]
+        out = out + jnp.repeat(self.D[...], self.arch.head_dim) * parts[0]
         gate = jax.nn.silu(self._projected("gate", x_RTD).astype(jnp.float32))
         return self.o(self._gated(out, gate).astype(x_RTD.dtype))
 
     def _steps(self, x_RTD: jax.Array) -> jax.Array:
         """Time steps, float32 `[R, T, K, G]`."""
         dt = jax.nn.softplus(self._projected("dt", x_RTD).astype(jnp.float32) + self.dt_bias[...])
-        return jnp.clip(dt, *self.facts.dt_limits).reshape(*x_RTD.shape[:2], self.facts.groups, -1)
+        return jnp.clip(dt, *self.arch.dt_limits).reshape(*x_RTD.shape[:2], self.arch.groups, -1)
 
     def _gated(self, out: jax.Array, gate: jax.Array) -> jax.Array:
-        if self.facts.norm == "before_gate":
+        if self.arch.norm == "before_gate":
             return self.out_norm(out) * gate
         return out * gate if self.out_norm is None else self.out_norm(out * gate)
 

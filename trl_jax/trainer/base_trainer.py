@@ -972,8 +972,8 @@ class BaseTrainer(abc.ABC):
         model_name: str | None = None,
         dataset_name: str | list[str] | None = None,
         tags: str | list[str] | None = None,
-        **facts: Any,
+        **metadata: Any,
     ) -> None:
         """Write README.md to `args.output_dir`, unless it has one that trl_jax did not write."""
-        named = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "facts": facts}
+        named = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags, "metadata": metadata}
         self._publisher.write_card(self.args, self.model, self._setup.task.head, self.state.log_history, **named)

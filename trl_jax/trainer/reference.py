@@ -330,6 +330,6 @@ class ReferenceTrainer(BaseTrainer):
         reference, plan = setup.divide_reference(reference, run.sharding_plan)
         # A copy of the setup whose passes evaluate the reference.
         comparing = dataclasses.replace(run, reference=reference, sharding_plan=plan)
-        metadata = {name: getattr(self, name) for name in self._changes_logps}
-        options = {"batch_size": batch_size, "name": name, "facts": metadata}
+        cache_key = {name: getattr(self, name) for name in self._changes_logps}
+        options = {"batch_size": batch_size, "name": name, "cache_key": cache_key}
         return precomputed(comparing, dataset, columns, **options)

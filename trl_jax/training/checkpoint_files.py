@@ -54,7 +54,7 @@ def save_checkpoint(
     output_dir: str,
     write: Callable[[Path], None],
     events: Events,
-    facts: dict[str, Any],
+    manifest: dict[str, Any],
     needed: int = 0,
     saver: AsyncSaver | None = None,
 ) -> Path:
@@ -62,7 +62,7 @@ def save_checkpoint(
 
     Args:
         write: fills a folder, which is renamed to its final name once everything in it is flushed to disk.
-        facts: for the manifest, in addition to the step; "run" is the run's id.
+        manifest: entries of the manifest in addition to the step; "run" is the run's id.
         needed: number of bytes about to be written; 0 if unknown.
         saver: does all this in the background; `write` must then not read anything that later steps change. None: do it
             before returning.
@@ -73,10 +73,10 @@ def save_checkpoint(
     state, run_dir = events.state, Path(output_dir)
     folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-    if best == folder or run_of(best) == facts.get("run", ""):  # it may have become the best after it was written
+    if best == folder or run_of(best) == manifest.get("run", ""):  # it may have become the best after it was written
         state.best_model_checkpoint = str(best)
     _remember_callbacks(events)
-    text, facts = state_text(state), {"step": state.global_step} | facts
+    text, entries = state_text(state), {"step": state.global_step} | manifest
     limit, keep = events.args.save_total_limit, [folder]
     if state.best_model_checkpoint is not None:
         keep.append(Path(state.best_model_checkpoint))
@@ -84,7 +84,7 @@ def save_checkpoint(
     def fill(unfinished: Path) -> None:
         write(unfinished)
         (unfinished / STATE_FILE).write_text(text, encoding="utf-8")
-        write_manifest(unfinished, facts)
+        write_manifest(unfinished, entries)
 
     def write_and_clean_up() -> None:
         _write_whole(folder, fill, needed, replaces=limit is not None)
@@ -476,23 +476,23 @@ def named_leaves(tree: Any, prefix: str) -> dict[str, Any]:
     return {f"{prefix}/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
 
 
-def progress_json(progress: LoopProgress, facts: dict[str, Any]) -> str:
-    """JSON of the progress without its arrays, the state of the global random generators, and `facts`."""
+def progress_json(progress: LoopProgress, extra: dict[str, Any]) -> str:
+    """JSON of the progress without its arrays, the state of the global random generators, and `extra` entries."""
     values = {name: value for name, value in asdict(progress).items() if name != "unreported"}
-    return json.dumps({"progress": values, "random": _random_state(), **facts}, indent=2) + "\n"
+    return json.dumps({"progress": values, "random": _random_state(), **extra}, indent=2) + "\n"
 
 
 def write_progress(
-    folder: Path, steps: list[dict[str, Any]], trees: dict[str, Any], facts: str, *, writes: bool = True
+    folder: Path, steps: list[dict[str, Any]], trees: dict[str, Any], json_text: str, *, writes: bool = True
 ) -> None:
-    """Write two files without pickle: one with arrays, and one with `facts`.
+    """Write two files without pickle: one with arrays, and one with `json_text`.
 
     At most PIECE bytes of device arrays, or one row of a larger array, are on the host at a time.
 
     Args:
         steps: the metrics of the steps that have not been logged.
         trees: name -> pytree of arrays (optimizer state, weights that the model files store rounded).
-        facts: from `progress_json`.
+        json_text: from `progress_json`.
         writes: False in processes that only take part in gathering the arrays.
     """
     arrays = {name: leaf for prefix, tree in trees.items() for name, leaf in named_leaves(tree, prefix).items()}
@@ -504,7 +504,7 @@ def write_progress(
         return
     (folder / TENSORS).parent.mkdir()
     write_tensors(folder / TENSORS, read)
-    (folder / FACTS).write_text(facts, encoding="utf-8")
+    (folder / FACTS).write_text(json_text, encoding="utf-8")
 
 
 def _metrics_of(steps: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -753,13 +753,13 @@ def libraries() -> dict[str, str]:
     return {name: version(name) for name in LIBRARIES}
 
 
-def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the manifest: `facts` and every file below `folder`. Flush everything to disk, the manifest last."""
+def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
+    """Write the manifest: `entries` and every file below `folder`. Flush everything to disk, the manifest last."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "xxh3_128": digest(path)}
-    body = {"format": FORMAT, **facts, "libraries": libraries(), "files": files}
+    body = {"format": FORMAT, **entries, "libraries": libraries(), "files": files}
     (folder / MANIFEST).write_text(_rendered(body), encoding="utf-8")
     sync(folder / MANIFEST)
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
@@ -850,10 +850,10 @@ def sync(path: Path) -> None:
 # Only plain files and folders in a run's folder are read, pushed and removed; links are never followed.
 
 
-def entries(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Path]:
-    """The plain files and folders in `folder` with `wanted` names; links and the like are skipped with a warning."""
+def entries(folder: Path, accepts: Callable[[str], bool] = lambda name: True) -> Iterator[Path]:
+    """The plain files and folders in `folder` with names that `accepts`; links and the like give a warning."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if not wanted(path.name) or not os.path.lexists(path):  # removed meanwhile
+        if not accepts(path.name) or not os.path.lexists(path):  # removed meanwhile
             continue
         if is_folder(path) or is_file(path):
             yield path
@@ -861,14 +861,14 @@ def entries(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> 
             _tell(path.absolute(), "a link" if path.is_symlink() else "neither a file nor a folder")
 
 
-def files_below(folder: Path, wanted: Callable[[str], bool] = lambda name: True, above: str = "") -> Iterator[str]:
+def files_below(folder: Path, accepts: Callable[[str], bool] = lambda name: True, above: str = "") -> Iterator[str]:
     """The paths of all plain files below `folder`, prefixed with `above`.
 
-    `wanted` is called with each prefixed path; folders that are not wanted are skipped.
+    `accepts` is called with each prefixed path; a folder that it rejects is skipped.
     """
-    for path in entries(folder, lambda name: wanted(above + name)):
+    for path in entries(folder, lambda name: accepts(above + name)):
         if is_folder(path):
-            yield from files_below(path, wanted, f"{above}{path.name}/")
+            yield from files_below(path, accepts, f"{above}{path.name}/")
         else:
             yield above + path.name
 

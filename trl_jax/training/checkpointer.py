@@ -101,7 +101,7 @@ class Checkpointer:
             setup.args.output_dir,
             write,
             setup.events,
-            facts={"run": self.run_id, "dataset": self.dataset_fingerprint()},
+            manifest={"run": self.run_id, "dataset": self.dataset_fingerprint()},
             needed=needed,
             saver=self.saver if background else None,
         )

@@ -64,18 +64,18 @@ class ParamGroup(MutableMapping):
         ValueError: any other key is set.
     """
 
-    def __init__(self, rates: LearningRate, number: int, facts: dict[str, Any], factor: float):
-        self._rates, self._number, self._facts, self._factor = rates, number, facts, factor
+    def __init__(self, rates: LearningRate, number: int, options: dict[str, Any], factor: float):
+        self._rates, self._number, self._options, self._factor = rates, number, options, factor
 
     def __getitem__(self, name: str) -> Any:
-        return self._rates.of_group(self._number) * self._factor if name == "lr" else self._facts[name]
+        return self._rates.of_group(self._number) * self._factor if name == "lr" else self._options[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "lr" and not self._factor:
             raise ValueError(f"param_groups[{self._number}]['lr'] was set, but the group was made with lr=0.")
         if name == "lr":
             self._rates.set_for_group(self._number, float(value) / self._factor)
-        elif name not in self._facts or self._facts[name] != value:
+        elif name not in self._options or self._options[name] != value:
             raise ValueError(
                 f"param_groups[{self._number}][{name!r}] cannot be set: once the step is compiled, only 'lr' is "
                 "read again. Set it in the arguments."
@@ -85,10 +85,10 @@ class ParamGroup(MutableMapping):
         raise ValueError(f"param_groups[{self._number}][{name!r}] cannot be deleted.")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("lr", *self._facts))
+        return iter(("lr", *self._options))
 
     def __len__(self) -> int:
-        return 1 + len(self._facts)
+        return 1 + len(self._options)
 
 
 # Choose the optimizer: one named by the arguments, an optax transformation, or the equivalent of a torch class.
@@ -386,15 +386,15 @@ class LearningRate:
             )
         return rates[0]
 
-    def after_evaluation(self, metrics: dict[str, float], wanted: str | None) -> None:
-        """Pass the metric named `wanted` to a schedule that follows one.
+    def after_evaluation(self, metrics: dict[str, float], metric_for_best_model: str | None) -> None:
+        """Pass the metric of this name to a schedule that follows one.
 
         Raises:
             KeyError: the evaluation did not report this metric.
         """
         if not isinstance(self._rate, Plateau):
             return
-        name = f"eval_{str(wanted).removeprefix('eval_')}"
+        name = f"eval_{str(metric_for_best_model).removeprefix('eval_')}"
         if name not in metrics:
             raise KeyError(f"metric_for_best_model: {name!r} is not one of {', '.join(metrics)}.")
         self._rate.observe(float("nan") if metrics[name] is None else metrics[name])

@@ -103,7 +103,7 @@ class HubPublisher:
         model_name: str | None,
         dataset_name: Any,
         tags: Any,
-        facts: dict[str, Any],
+        metadata: dict[str, Any],
     ) -> None:
         """Write README.md into `args.output_dir`, unless one exists that trl_jax did not write.
 
@@ -122,7 +122,7 @@ class HubPublisher:
             adapter=model.peft_config["default"].peft_type if model.frozen else None,
             head=head,
             paper=self._paper,
-            **facts,
+            **metadata,
         )
 
     def push_saved(self, args: BaseConfig, events: Events, folder: Path) -> None:

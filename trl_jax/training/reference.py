@@ -135,8 +135,8 @@ class _ReferenceView(PreTrainedModel):
 
     _reference: ReferenceModel | None = None  # None for copies
 
-    def load_values(self, *given: Any) -> Any:
-        loaded = super().load_values(*given)
+    def load_values(self, *args: Any) -> Any:
+        loaded = super().load_values(*args)
         if self._reference is not None:
             self._reference.take(self.params)
         return loaded

@@ -47,7 +47,7 @@ def precomputed(
     *,
     batch_size: int,
     name: str,
-    facts: dict[str, Any],
+    cache_key: dict[str, Any],
 ) -> Dataset:
     """The dataset with a float32 column for each text: its log-probability under the run's reference.
 
@@ -58,7 +58,7 @@ def precomputed(
         columns: names of the columns, in the order of the texts.
         batch_size: examples in a batch on each device; another size changes the results only by rounding.
         name: the dataset's name, for the progress bar.
-        facts: by name, what the results depend on besides the reference, the rows and what is common to all runs.
+        cache_key: by name, what the results depend on besides the reference, the rows and what is common to all runs.
 
     Raises:
         ValueError: the dataset is a stream.
@@ -74,8 +74,8 @@ def precomputed(
     batch_size *= setup.shards
     folder = None
     if datasets.is_caching_enabled():
-        facts = facts | _facts(setup.args, setup.task, setup.reference, dataset, batch_size)
-        folder = folder_of(dataset, facts, setup.reference.split(setup.arrays)[1])
+        cache_key = cache_key | _facts(setup.args, setup.task, setup.reference, dataset, batch_size)
+        folder = folder_of(dataset, cache_key, setup.reference.split(setup.arrays)[1])
     cache = LogpsCache(folder, len(columns), len(dataset))
     if not cache.known.all():
         hidden = setup.args.disable_tqdm or bool(os.environ.get("TQDM_DISABLE"))
@@ -243,17 +243,17 @@ def _part(path: Path) -> tuple[int, np.ndarray]:
     return int(start), np.load(io.BytesIO(content), allow_pickle=False)
 
 
-def folder_of(dataset: Dataset, facts: dict[str, Any], arrays: dict[str, Any]) -> Path:
+def folder_of(dataset: Dataset, cache_key: dict[str, Any], arrays: dict[str, Any]) -> Path:
     """The cache folder of a reference's log-probabilities: next to the dataset's cache files, or in the cache of all
     datasets if the dataset is in memory.
 
     Args:
-        facts: by name, what the results depend on besides the weights.
+        cache_key: by name, what the results depend on besides the weights.
         arrays: the reference's weights.
     """
     files = dataset.cache_files
     parent = Path(files[0]["filename"]).parent if files else Path(datasets.config.HF_DATASETS_CACHE)
-    return parent / f"reference-logps-{_key(facts, arrays)}"
+    return parent / f"reference-logps-{_key(cache_key, arrays)}"
 
 
 def _facts(

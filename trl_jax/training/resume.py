@@ -377,7 +377,7 @@ class ResumePoint:
         return not any(name in self.manifest["files"] for name in (FACTS, TENSORS))
 
 
-def find(wanted: str | Path | bool, output_dir: str) -> ResumePoint:
+def find(resume_from_checkpoint: str | Path | bool, output_dir: str) -> ResumePoint:
     """Find the checkpoint at a path or, for True, the newest complete one of the run that used `output_dir` last.
 
     If this package wrote none there, True also accepts a checkpoint of transformers' Trainer.
@@ -386,20 +386,20 @@ def find(wanted: str | Path | bool, output_dir: str) -> ResumePoint:
         ValueError: there is none, it is unknown which of several runs is meant, or the one at the path is incomplete;
             the message names the damaged file, and another checkpoint that is complete.
     """
-    if wanted is True:
+    if resume_from_checkpoint is True:
         return _newest(Path(output_dir))
-    folder = Path(wanted)
+    folder = Path(resume_from_checkpoint)
     if not folder.is_dir():
         raise ValueError(
-            f"resume_from_checkpoint={str(wanted)!r} is not a folder. Pass a checkpoint's, or True for the newest in "
-            "output_dir."
+            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is not a folder. Pass a checkpoint's, or True for "
+            "the newest in output_dir."
         )
     is_named = folder.absolute() in checkpoints(folder.absolute().parent)
     if not is_named and not any((folder / name).exists() for name in (MANIFEST, STATE_FILE)):
         raise ValueError(
-            f"Can't find a valid checkpoint at {wanted}: resume_from_checkpoint is a folder with neither {MANIFEST} "
-            f"nor {STATE_FILE}. Pass a folder checkpoint-<step>, or True for the newest in output_dir. To start from "
-            "the weights of a saved model, pass its folder as model."
+            f"Can't find a valid checkpoint at {resume_from_checkpoint}: resume_from_checkpoint is a folder with "
+            f"neither {MANIFEST} nor {STATE_FILE}. Pass a folder checkpoint-<step>, or True for the newest in "
+            "output_dir. To start from the weights of a saved model, pass its folder as model."
         )
     try:
         return check(folder)

@@ -278,15 +278,17 @@ class CompletionLogps:
         stats = {"policy": forward.policy_stats, "reference": forward.reference_stats}
         self._logps = {model: _compiled_logps(function, sharded_step) for model, function in stats.items()}
 
-    def __call__(self, model: str, made: GeneratedCompletions, completion_mask: Sequence[np.ndarray]) -> Logps:
+    def __call__(self, model: str, generated: GeneratedCompletions, completion_mask: Sequence[np.ndarray]) -> Logps:
         setup = self._setup
         layout = replace(data.training_layout(setup), accumulation=1)
         virtual = setup.virtual if model == "policy" else setup.reference.backend.virtual
-        rows = zip(made.prompt_ids, made.completion_ids, completion_mask, made.images_by_row, strict=True)
+        rows = zip(
+            generated.prompt_ids, generated.completion_ids, completion_mask, generated.images_by_row, strict=True
+        )
         examples = [
             make_example(*row, images=images).with_virtual_tokens(virtual, predicted=False) for *row, images in rows
         ]
-        results = [np.zeros(len(ids), np.float32) for ids in made.completion_ids]
+        results = [np.zeros(len(ids), np.float32) for ids in generated.completion_ids]
         with setup.on_device():
             for start in range(0, len(examples), layout.batch_size):
                 part = list(enumerate(examples))[start : start + layout.batch_size]

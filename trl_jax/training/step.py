@@ -425,31 +425,31 @@ def _names(backend: Backend, params: dict[str, jax.Array]) -> dict[str, list[str
 
 
 def optimizer_of(
-    made: Any, choice: OptimizerChoice, max_grad_norm: float | None, masks: dict, vision: frozenset[str]
+    created: Any, choice: OptimizerChoice, max_grad_norm: float | None, masks: dict, vision: frozenset[str]
 ) -> Optimizer:
     """The step's optimizer. It skips parameters frozen by a script, and the vision tower in steps without images.
 
     Args:
-        made: the result of the trainer's create_optimizer.
+        created: the result of the trainer's create_optimizer.
         masks: the model's `trainable_masks`.
         vision: paths of the trained parameters of a vision tower.
 
     Raises:
-        TypeError: `made` is not an optax transformation.
+        TypeError: `created` is not an optax transformation.
     """
-    if not isinstance(made, Optimizer):
-        check_optax(made)
-        made = from_optax(made, peak=choice.peak, max_grad_norm=max_grad_norm)
+    if not isinstance(created, Optimizer):
+        check_optax(created)
+        created = from_optax(created, peak=choice.peak, max_grad_norm=max_grad_norm)
     if vision:
-        made = _idle_without_images(made, vision)
+        created = _idle_without_images(created, vision)
     if not masks:
-        return made
+        return created
 
     def update(*args, **options):
-        updates, state = made.update(*args, **options)
+        updates, state = created.update(*args, **options)
         return zero_frozen_updates(updates, masks), state
 
-    return made._replace(update=update)
+    return created._replace(update=update)
 
 
 class TowerState(NamedTuple):

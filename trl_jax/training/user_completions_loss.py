@@ -459,11 +459,11 @@ def other_ids_error(input_ids: Any, ids: Any) -> TypeError:
     )
 
 
-def attends_otherwise(mask: Any, wanted: Any, prompt: int) -> Any:
+def attends_otherwise(mask: Any, expected: Any, prompt: int) -> Any:
     """Whether an attention mask hides a token from a later one, or shows the padding of prompts, other than the mask
-    `wanted` by the pass; both `[B, prompt + C]`. Tool answers may be in either mask, and padding at the end, too."""
-    later = wanted[:, ::-1].cumsum(1)[:, ::-1] - wanted
-    return ((mask < wanted) & (later > 0)).any() | (mask[:, :prompt] > wanted[:, :prompt]).any()
+    `expected` by the pass; both `[B, prompt + C]`. Tool answers may be in either mask, and padding at the end, too."""
+    later = expected[:, ::-1].cumsum(1)[:, ::-1] - expected
+    return ((mask < expected) & (later > 0)).any() | (mask[:, :prompt] > expected[:, :prompt]).any()
 
 
 def logits_kept(prompt: int, completion: int, logits_to_keep: int) -> tuple[int, int]:

@@ -220,10 +220,10 @@ def torch_scalar(name: str, result: Any) -> Any:
     return loss.reshape(())
 
 
-def other_values(inputs: dict[str, Any], given: dict[str, np.ndarray]) -> list[str]:
+def other_values(inputs: dict[str, Any], originals: dict[str, np.ndarray]) -> list[str]:
     """The names of torch inputs that differ from the arrays that the script got, even by a change in place."""
-    arrays = {name: np.asarray(torch_bridge.as_arrays(inputs.get(name))) for name in given.keys() & inputs.keys()}
-    return sorted(name for name, values in arrays.items() if not _equal(values, given.get(name)))
+    arrays = {name: np.asarray(torch_bridge.as_arrays(inputs.get(name))) for name in originals.keys() & inputs.keys()}
+    return sorted(name for name, values in arrays.items() if not _equal(values, originals.get(name)))
 
 
 def _equal(values: np.ndarray, expected: np.ndarray | None) -> bool:
@@ -232,10 +232,11 @@ def _equal(values: np.ndarray, expected: np.ndarray | None) -> bool:
     return bool(np.all((values == expected) | (values != values) & (expected != expected)))
 
 
-def check_same(inputs: dict[str, Any], given: dict[str, Any], *, in_torch: bool = False) -> None:
+def check_same(inputs: dict[str, Any], originals: dict[str, Any], *, in_torch: bool = False) -> None:
     """Raise TypeError if a script passes other inputs to `super()` than it got."""
-    changed = other_values({name: inputs.get(name) for name in given}, given) if in_torch else ()
-    if altered := sorted(changed if in_torch else (name for name in given if inputs.get(name) is not given[name])):
+    changed = other_values({name: inputs.get(name) for name in originals}, originals) if in_torch else ()
+    replaced = (name for name in originals if inputs.get(name) is not originals[name])
+    if altered := sorted(changed if in_torch else replaced):
         raise TypeError(
             f"super()._compute_loss got another {', '.join(altered)} than the inputs have. Scale what it returns, or "
             "write the loss in the method itself."

@@ -70,7 +70,7 @@ class VisionFamily:
             object -> the images.
         pixels: the names of the arrays that the processor returns for images.
         optional: names in `pixels` that `patches` does not need, because transformers' processors drop them.
-        facts: the names of other values that the processor returns, which only `expansion` reads.
+        other_outputs: the names of other values that the processor returns, which only `expansion` reads.
         options: transformers' config object -> the arguments that transformers' processor passes to the image
             processor.
         nested: whether the image processor takes a list of lists, here with one picture each.
@@ -91,7 +91,7 @@ class VisionFamily:
     patches: Callable[[Mapping[str, np.ndarray], Any], list[ImagePatches]]
     pixels: tuple[str, ...] = ("pixel_values",)
     optional: tuple[str, ...] = ()
-    facts: tuple[str, ...] = ()
+    other_outputs: tuple[str, ...] = ()
     options: Callable[[Any], dict[str, Any]] = lambda config: {}
     nested: bool = False
     text: Callable[[Arch, Any], Arch] | None = None

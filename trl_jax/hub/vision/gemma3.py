@@ -94,7 +94,7 @@ def _expansion(pictures: Pictures) -> list[str]:
 
 FAMILIES = (
     VisionFamily(
-        "gemma3", _arch, _names, _patches, facts=("num_crops",), options=lambda config: _OPTIONS, text=_text,
+        "gemma3", _arch, _names, _patches, other_outputs=("num_crops",), options=lambda config: _OPTIONS, text=_text,
         prefixes=clip.PREFIXES, modules=clip.MODULES, placeholder="boi_token", expansion=_expansion,
         image_token="image_token_index",
     ),

@@ -115,7 +115,7 @@ def _expansion(pictures: Pictures, fake: str, whole: str) -> list[str]:
 
 FAMILIES = tuple(
     VisionFamily(
-        name, _arch, _names, _patches, pixels=("pixel_values", "pixel_attention_mask"), facts=("rows", "cols"),
+        name, _arch, _names, _patches, pixels=("pixel_values", "pixel_attention_mask"), other_outputs=("rows", "cols"),
         options=lambda config: {"return_row_col_info": True}, nested=True, expansion=expansion,
     )
     for name, expansion in (("idefics3", _idefics3), ("smolvlm", _smolvlm))

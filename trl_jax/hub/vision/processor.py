@@ -85,7 +85,7 @@ class VisionProcessor:
             if family.nested:
                 opened = [[picture] for picture in opened]
             features = self.image_processor(images=opened, **self.options)
-            processed = {name: features[name] for name in (*family.pixels, *family.facts)}
+            processed = {name: features[name] for name in (*family.pixels, *family.other_outputs)}
             images = family.patches(processed, self.config)
         return Pictures(processed, images, self.tokenizer, self.config, self.image_token)
 
@@ -279,15 +279,15 @@ def native_of(model: Any) -> NativeConfig | None:
     return backend.source.config if isinstance(backend, NativeBackend) else None
 
 
-def split_images(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, np.ndarray] | None, dict[str, Any]]:
+def split_images(model: Any, arguments: Mapping[str, Any]) -> tuple[dict[str, np.ndarray] | None, dict[str, Any]]:
     """Split the arguments of `generate` into the arrays of images (None without any), and the rest.
 
     Raises:
         TypeError: there are images, but the model was loaded without its vision tower.
         ValueError: an array is missing.
     """
-    if given.get("pixel_values") is None:
-        return None, dict(given)
+    if arguments.get("pixel_values") is None:
+        return None, dict(arguments)
     native = native_of(model)
     if native is None or native.vision_arch is None:
         raise TypeError(
@@ -295,14 +295,14 @@ def split_images(model: Any, given: Mapping[str, Any]) -> tuple[dict[str, np.nda
             "AutoModelForImageTextToText."
         )
     names = native.vision.pixels
-    missing = [name for name in names if given.get(name) is None and name not in native.vision.optional]
+    missing = [name for name in names if arguments.get(name) is None and name not in native.vision.optional]
     if missing:
         raise ValueError(
             f"generate must get {', '.join(names)} with images of a {native.vision.model_type}, got no {missing[0]}. "
             "Pass all that the processor returns."
         )
-    arrays = {name: np.asarray(given[name]) for name in names if given.get(name) is not None}
-    return arrays, {name: value for name, value in given.items() if name not in names}
+    arrays = {name: np.asarray(arguments[name]) for name in names if arguments.get(name) is not None}
+    return arrays, {name: value for name, value in arguments.items() if name not in names}
 
 
 def images_of_rows(model: Any, rows: Sequence[np.ndarray], arrays: Mapping[str, np.ndarray]) -> list[TextImages]:

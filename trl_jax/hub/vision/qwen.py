@@ -23,12 +23,12 @@ PIXELS = ("pixel_values", "image_grid_thw")
 # Towers
 
 
-def blocks(config: ConfigReader, size: int, mlp_size: int, activation: str, **facts: Any) -> Arch:
+def blocks(config: ConfigReader, size: int, mlp_size: int, activation: str, **fields: Any) -> Arch:
     """The blocks of a tower of this width, whose queries and keys are rotated by row and column.
 
     Args:
         activation: the default of `hidden_act`.
-        facts: more fields of the Arch.
+        fields: more fields of the Arch.
     """
     heads, layers = config.size("num_heads"), config.size("depth")
     if size % (4 * heads):
@@ -38,7 +38,7 @@ def blocks(config: ConfigReader, size: int, mlp_size: int, activation: str, **fa
         vocab_size=1, hidden_size=size, mlp_size=mlp_size, num_layers=layers, num_heads=heads, num_key_heads=heads,
         head_dim=channels, norm_eps=EPS, ropes=(_rope(config, channels),) * layers, windows=(None,) * layers,
         rotary_dim=channels, activation=config.one_of("hidden_act", ACTIVATIONS, activation), qkv_bias=True,
-        o_bias=True, mlp_bias=True, **facts,
+        o_bias=True, mlp_bias=True, **fields,
     )  # fmt: skip
 
 
