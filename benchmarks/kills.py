@@ -105,7 +105,7 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
 
     from trl_jax.rollout.rewards import RewardFunctions
     from trl_jax.training import checkpoint_files
-    from trl_jax.training.policy_writer import PolicyWriter
+    from trl_jax.training.policy_generator import PolicyGenerator
     from trl_jax.training.server import ServerPolicy
 
     def tell(what: str) -> None:
@@ -117,10 +117,10 @@ def train(trainer: str, folder: Path, out: Path, began: int) -> None:
 
     run = {"reward": reward_run, "grpo": grpo_run, "server": server_run}[trainer](folder, out)
     if trainer == "server":
-        PolicyWriter.write = told(PolicyWriter.write, "g", tell)
+        PolicyGenerator.generate = told(PolicyGenerator.generate, "g", tell)
         ServerPolicy.refresh = told(ServerPolicy.refresh, "p", tell)
     else:
-        PolicyWriter.complete = told(PolicyWriter.complete, "g", tell)
+        PolicyGenerator.complete = told(PolicyGenerator.complete, "g", tell)
     RewardFunctions.__call__ = told(RewardFunctions.__call__, "r", tell)
     checkpoint_files._write_whole = told(checkpoint_files._write_whole, "s", tell)
     run.add_callback(Tell())

@@ -15,11 +15,11 @@ from compat_tests.parity.sketch import gap
 from compat_tests.parity.test_grpo_curve import WEIGHTS, assert_same_runs
 from trl_jax.nn import head
 from trl_jax.rollout.steps import RolloutSteps
-from trl_jax.training.policy_writer import PolicyWriter
+from trl_jax.training.policy_generator import PolicyGenerator
 
 SELDOM = {"capped", "conversations", "epochs"}
 NAMES = usually(lambda name: name not in SELDOM, list(CASES))
-COMPLETE = PolicyWriter.complete
+COMPLETE = PolicyGenerator.complete
 # Means over several steps: TRL's keys are in the order in which its lists were created.
 OTHER_ORDER = ("epochs",)
 
@@ -121,7 +121,7 @@ BROKEN = {
     "order of the micro-batches": ("mixed", RolloutSteps, "_generate", no_permutation),
     "direction of the divergence": ("mixed", "trl_jax.tasks.distillation", "divergences", the_other_way_round),
     "temperature of the loss": ("forward", "trl_jax.tasks.distillation", "divergences", at_temperature_one),
-    "what is learned from": ("default", PolicyWriter, "complete", the_first_word_left_out),
+    "what is learned from": ("default", PolicyGenerator, "complete", the_first_word_left_out),
 }
 
 

@@ -14,7 +14,7 @@ from compat_tests.parity.grpo_cases import GRPO, RLOO, prompt_rows
 from compat_tests.parity.marks import assert_same_weights, timeless
 from compat_tests.parity.sketch import gap
 from trl_jax.tasks import policy
-from trl_jax.training.policy_writer import PolicyWriter
+from trl_jax.training.policy_generator import PolicyGenerator
 
 # Each loss is compared with TRL's by losses/test_policy_gradient.py, each kind of layer by the generation tests of its
 # family, conversations and the entropy bonus by trainer/test_policies_of_scripts.py.
@@ -29,7 +29,7 @@ NAMES = usually(
 # Tolerances, relative to TRL's number and absolute.
 RELATIVE, ABSOLUTE, WEIGHTS = 1e-5, 1e-5, 1e-4
 GRAD_NORM = 2e-4  # absolute; the norm sums many small numbers, which processors round differently
-COMPLETE, ADVANTAGES, TOKEN_WEIGHTS = PolicyWriter.complete, policy.group_advantages, policy.token_weights
+COMPLETE, ADVANTAGES, TOKEN_WEIGHTS = PolicyGenerator.complete, policy.group_advantages, policy.token_weights
 # For means over several steps, and if the entropy coefficient is logged, TRL's keys are in the order in which its lists
 # were created.
 OTHER_ORDER = ("epochs", "entropy_bonus")
@@ -174,7 +174,12 @@ def without_the_last_token(self, prompt_ids, group, *more):
 MUTANTS = [
     ("default", "trl_jax.rollout.steps.RolloutSteps._generate", no_permutation, "tokens were drawn"),
     ("default", "trl_jax.rollout.steps.BASE_SEED_WORDS", 0, "tokens were drawn"),
-    ("default", "trl_jax.training.policy_writer.PolicyWriter.complete", without_the_last_token, "tokens were drawn"),
+    (
+        "default",
+        "trl_jax.training.policy_generator.PolicyGenerator.complete",
+        without_the_last_token,
+        "tokens were drawn",
+    ),
     ("epochs", "trl_jax.rollout.steps.RepeatSampler.next_epoch", the_same_order_each_epoch, "tokens were drawn"),
     ("default", "trl_jax.tasks.policy.group_advantages", a_little_smaller, "ours|drawn"),
     ("reference", "trl_jax.tasks.policy.token_weights", one_token_more, "ours|drawn"),

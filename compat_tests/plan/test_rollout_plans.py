@@ -318,7 +318,7 @@ def test_the_largest_step_has_the_images_of_its_rows(kind, tmp_path):
     assert largest.images.patches.shape[-2] >= 2 * tokens
     assert (largest.images.at >= 0).sum() % tokens == 0 and (largest.images.at >= 0).sum() >= 2 * tokens
     if kind == "GRPO":
-        assert trainer.parts.rollout_steps.rollout.writer.longest > tokens
+        assert trainer.parts.rollout_steps.rollout.generator.longest > tokens
     found = plan(
         Run(find_checkpoint(str(folder), head="lm", dtype="float32"), trace.Rows(rows)),
         args,

@@ -877,7 +877,7 @@ def test_sglang_servers_that_take_adapters_get_the_adapter_alone(serve, make):
     for merged in ({"target_modules": ["k_proj"]}, {"target_modules": ["up_proj"]}, {"use_rslora": True},
                    {"rank_pattern": {"q_proj": 2}}, {"alpha_pattern": {"q_proj": 2}}):  # fmt: skip
         trainer = make([stubs[1]], arguments={"peft_config": trl_jax.LoraConfig(r=4, **merged)})
-        assert not trainer.parts.rollout_steps.rollout.writer._server._servers.engine.takes_adapters
+        assert not trainer.parts.rollout_steps.rollout.generator._server._servers.engine.takes_adapters
 
 
 def test_prompts_with_images_of_sglang(serve, folder):

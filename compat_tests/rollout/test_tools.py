@@ -16,7 +16,7 @@ from trl_jax.data.chat import PartsTokenizer
 from trl_jax.data.chat_templates import response_template
 from trl_jax.rollout.rollout import EncodedTexts
 from trl_jax.rollout.tools import Environments, ToolCaller, Tools, tools_of
-from trl_jax.training.policy_writer import PolicyWriter, Sampling
+from trl_jax.training.policy_generator import PolicyGenerator, Sampling
 
 # Turns are delimited by <|im_start|> and <|im_end|>; tool calls are JSON, or tags with parameters.
 TURN = (
@@ -245,5 +245,5 @@ def test_a_run_tokenizes_answers_as_its_prompts():
     made, options = tools()
     reader = PartsTokenizer(made.tokenizer)
     sampling = Sampling(options, None, {}, (), parses_messages=True, tools=made)
-    writer = PolicyWriter(SimpleNamespace(chat_tokenizer=reader), sampling, [None], None, alone=False)
+    writer = PolicyGenerator(SimpleNamespace(chat_tokenizer=reader), sampling, [None], None, alone=False)
     assert writer._sampling.tools.chat_tokenizer is reader and writer._sampling.tools.calls is made.calls

@@ -19,7 +19,7 @@ from trl_jax.data.prompts import prompt_ids
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.training.evaluate import CompletionEvaluator
 from trl_jax.training.optimizers import point
-from trl_jax.training.policy_writer import PolicyWriter
+from trl_jax.training.policy_generator import PolicyGenerator
 from trl_jax.training.reference import _mixed
 
 GREEDY = {"generation_kwargs": {"do_sample": False}}
@@ -108,7 +108,7 @@ def test_an_evaluation_drops_what_dataloader_drop_last_says(make, checkpoint):
 @only_thorough
 def test_a_schedule_free_optimizer_generates_where_gradients_are_taken(make, checkpoint, monkeypatch):
     """As in TRL. Evaluations and saved files use the averages, which differ from the second step on."""
-    averages, wanted, written, complete = [], [], [], PolicyWriter.complete
+    averages, wanted, written, complete = [], [], [], PolicyGenerator.complete
 
     def recorded(writer, *given, **more):
         written.append(jax.tree.map(np.asarray, dict(trainer.model.params)))
@@ -120,7 +120,7 @@ def test_a_schedule_free_optimizer_generates_where_gradients_are_taken(make, che
             averages.append(jax.tree.map(np.asarray, dict(params)))
             wanted.append(jax.tree.map(np.asarray, point(0.9, params, optimizer_state[1])))
 
-    monkeypatch.setattr(PolicyWriter, "complete", recorded)
+    monkeypatch.setattr(PolicyGenerator, "complete", recorded)
     config = {"optim": "schedule_free_adamw", "learning_rate": 0.02, "num_iterations": 1, "max_steps": 3}
     trainer = make(str(checkpoint(**SMALL)), options={"callbacks": [Watch()]}, **config)
     trainer.train()

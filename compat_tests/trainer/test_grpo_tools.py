@@ -20,7 +20,7 @@ from trl_jax.data.chat_templates import response_template
 from trl_jax.generation.reuse import TurnCache
 from trl_jax.rollout import tools
 from trl_jax.rollout.tools import Environments
-from trl_jax.training.policy_writer import PolicyWriter
+from trl_jax.training.policy_generator import PolicyGenerator
 
 FIRST = [  # turns that a two-layer model would not generate
     CALLS["json"] + END,
@@ -98,12 +98,12 @@ class Runs:
 
     def ours(self):
         trainer, first = self.made(trl_jax, **self.options), self.first()
-        complete = PolicyWriter.complete
+        complete = PolicyGenerator.complete
 
         def given(writer, ids, group, *more):
             return [np.asarray(own, np.int32) for own in first] if group == 4 else complete(writer, ids, group, *more)
 
-        self.monkeypatch.setattr(PolicyWriter, "complete", given)
+        self.monkeypatch.setattr(PolicyGenerator, "complete", given)
         return self.trained(trainer)
 
     def theirs(self):
@@ -256,7 +256,7 @@ def test_without_a_dataset_the_length_of_the_run_is_needed(runs):
 
 def test_turns_by_a_server_are_those_of_this_process(runs, monkeypatch):
     """Each turn is a request with the conversation so far; tools and environments run in this process."""
-    kinds, turns, complete = {"shop": Shop, "library": Library}, {}, PolicyWriter.complete
+    kinds, turns, complete = {"shop": Shop, "library": Library}, {}, PolicyGenerator.complete
     runs.rows = [row | {"environment": list(kinds)[number % 2]} for number, row in enumerate(ROWS)]
     runs.texts, runs.options = VISITS, {"tools": [add], "environment_factory": kinds}
 
@@ -265,7 +265,7 @@ def test_turns_by_a_server_are_those_of_this_process(runs, monkeypatch):
         turns.update({tuple(text): tokens for text, tokens in zip(ids, found, strict=True)})
         return found
 
-    monkeypatch.setattr(PolicyWriter, "complete", recorded)
+    monkeypatch.setattr(PolicyGenerator, "complete", recorded)
     seen, logs = runs.ours()
     stub = StubServer(runs.folder, max_model_len=2048)
     stub.replay = lambda ids, n: runs.first() if n == 4 else [turns[tuple(ids)]]

@@ -66,7 +66,7 @@ def test_a_step_and_its_completions_have_that_head(make):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "run", spied)
         for one in (exact, coarse):
-            one.parts.rollout_steps.rollout.writer.complete([PROMPT.tolist()] * 4, 4)
+            one.parts.rollout_steps.rollout.generator.complete([PROMPT.tolist()] * 4, 4)
     assert kinds == ["float32", None]
 
 

@@ -40,7 +40,7 @@ from compat_tests.trainer.vision_models import (
     user,
 )
 from trl_jax.rollout.server import data_url
-from trl_jax.training import policy_writer
+from trl_jax.training import policy_generator
 
 SAME = {
     "max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "learning_rate": 1e-3,
@@ -222,7 +222,7 @@ def test_a_picture_is_sent_to_a_server_once_for_its_completions(llava, tmp_path,
     """Also if a transform opens it for each of them."""
     stub, encoded = StubServer(llava), []
     stub.replay, stub.image_tokens = (lambda ids, n: [[9, 11]] * n), (SIZE // PATCH) ** 2
-    monkeypatch.setattr(policy_writer, "data_url", lambda picture: (encoded.append(1), data_url(picture))[1])
+    monkeypatch.setattr(policy_generator, "data_url", lambda picture: (encoded.append(1), data_url(picture))[1])
     rows = prompts().with_transform(lambda batch: batch)
     more = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url, "max_steps": 1,
             "vllm_importance_sampling_correction": False, "shuffle_dataset": False}  # fmt: skip
@@ -442,7 +442,7 @@ def test_a_rollout_func_sees_images(llava, tmp_path):
 
 def test_image_tokens_are_never_sampled(llava, tmp_path):
     made = trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY)
-    assert made.parts.rollout_steps.rollout.writer._sampling.options["suppress_tokens"] == [
+    assert made.parts.rollout_steps.rollout.generator._sampling.options["suppress_tokens"] == [
         made._setup.encoder.image_token_id
     ]
 
@@ -460,7 +460,7 @@ def test_image_tokens_are_suppressed_without_images_as_in_trl(passed, llava, tmp
         return package.GRPOTrainer(llava, lambda prompts, **_: [0.0] * len(prompts), args, rows, processing_class=given)
 
     wanted, own = made(trl).generation_kwargs.get("suppress_tokens"), made(trl_jax)
-    assert own.parts.rollout_steps.rollout.writer._sampling.options.get("suppress_tokens") == wanted
+    assert own.parts.rollout_steps.rollout.generator._sampling.options.get("suppress_tokens") == wanted
     assert (wanted is None) == (passed == "tokenizer")
 
 

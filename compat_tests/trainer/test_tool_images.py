@@ -21,7 +21,7 @@ from trl_jax.data.chat_templates import response_template
 from trl_jax.data.prompts import encoded_prompts
 from trl_jax.hub.vision import vision_families
 from trl_jax.hub.vision.processor import VisionProcessor
-from trl_jax.training.policy_writer import PolicyWriter
+from trl_jax.training.policy_generator import PolicyGenerator
 
 END = "<|im_end|></s>"
 TEMPLATE = (
@@ -103,7 +103,7 @@ def run(package, qwen, out, monkeypatch, alone=False, config=None, turns=None, s
         **options,
     )
     if package is trl_jax and served is None:
-        complete = PolicyWriter.complete
+        complete = PolicyGenerator.complete
 
         def given(writer, ids, group, *more):
             asked.append(len(ids))
@@ -114,7 +114,7 @@ def run(package, qwen, out, monkeypatch, alone=False, config=None, turns=None, s
                 turns.update({tuple(text): tokens for text, tokens in zip(ids, found, strict=True)})
             return found
 
-        monkeypatch.setattr(PolicyWriter, "complete", given)
+        monkeypatch.setattr(PolicyGenerator, "complete", given)
     elif package is not trl_jax:
         generate = made._generate_single_turn
 
@@ -212,7 +212,7 @@ def test_an_adapter_is_merged_because_tools_may_return_images(as_tokenizer, qwen
         rows, processing_class=processor.tokenizer if as_tokenizer else processor, tools=[draw],
         peft_config=trl_jax.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     )  # fmt: skip
-    assert made.parts.rollout_steps.rollout.writer._server._servers.engine.takes_adapters == as_tokenizer
+    assert made.parts.rollout_steps.rollout.generator._server._servers.engine.takes_adapters == as_tokenizer
     assert ("get the adapter merged into the model, because tools may return images" in caplog.text) == (
         not as_tokenizer
     )

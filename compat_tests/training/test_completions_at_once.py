@@ -13,7 +13,7 @@ from compat_tests.parity.grpo_cases import length_reward, prompt_rows
 from compat_tests.parity.reference import BASE
 from trl_jax.generation import generator
 from trl_jax.plan.generation import start_first_epoch
-from trl_jax.training import policy_writer
+from trl_jax.training import policy_generator
 
 ENDS = {"eos_token_id": list(range(0, 500, 7))}
 CONFIG = {"max_completion_length": 8, "per_device_train_batch_size": 8, "generation_kwargs": ENDS}
@@ -63,14 +63,14 @@ def test_an_argument_bounds_them(kind, sizes, make, queues):
 
 def test_memory_bounds_them(make, queues, monkeypatch):
     """The limit depends on what the run keeps, including the optimizer state, not on what happens to be free."""
-    complete, free = policy_writer.complete, []
+    complete, free = policy_generator.complete, []
 
     def completed(*given, **options):
         free.append(options["limit"].memory)
         return complete(*given, **options)
 
-    monkeypatch.setattr(policy_writer, "complete", completed)
-    monkeypatch.setattr(policy_writer, "device_memory_limit", lambda device: 10**9)
+    monkeypatch.setattr(policy_generator, "complete", completed)
+    monkeypatch.setattr(policy_generator, "device_memory_limit", lambda device: 10**9)
     trainer = make(num_generations=4, beta=0.1)
     params, of_run = trainer.model.params, trainer.parts.setup.arrays
     held = sum(array.nbytes for array in of_run.values())
@@ -79,7 +79,7 @@ def test_memory_bounds_them(make, queues, monkeypatch):
     trainer.parts.setup.progress.optimizer_state = [params, np.zeros(10)]
     completions(trainer)
     assert free == [10**9 - held, 10**9 - 3 * held // 2] and queues == []
-    monkeypatch.setattr(policy_writer, "device_memory_limit", lambda device: held + 1)
+    monkeypatch.setattr(policy_generator, "device_memory_limit", lambda device: held + 1)
     assert completions(make(num_generations=4, beta=0.1)) == wanted and queues == [1]
-    monkeypatch.setattr(policy_writer, "device_memory_limit", lambda device: 0)  # unknown
+    monkeypatch.setattr(policy_generator, "device_memory_limit", lambda device: 0)  # unknown
     assert completions(make(num_generations=4, beta=0.1)) == wanted and len(queues) == 1 and free[-1] is None

@@ -39,7 +39,7 @@ from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.nn.cache import Cache
 from trl_jax.plan.chips import Topology
 from trl_jax.plan.compile import Compiled, compile_program, device_bytes
-from trl_jax.rollout.rollout import EncodedTexts, GeneratedCompletions, Ids, Logps, Writer, all_by_model
+from trl_jax.rollout.rollout import CompletionGenerator, EncodedTexts, GeneratedCompletions, Ids, Logps, all_by_model
 from trl_jax.rollout.steps import RolloutSteps
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -53,27 +53,27 @@ TOKEN = 0  # the token id of synthetic completions
 # Rollouts with completions of the maximum length
 
 
-class LongestWriter:
+class LongestCompletions:
     """Replaces the policy in a rollout: every completion has `tokens` tokens.
 
     Attributes:
         longest: length of the longest prompt so far, in tokens.
     """
 
-    def __init__(self, writer: Writer, encode: Callable[[list], EncodedTexts], tokens: int):
+    def __init__(self, policy: CompletionGenerator, encode: Callable[[list], EncodedTexts], tokens: int):
         """
         Args:
-            writer: the policy, whose prompts these are.
+            policy: generates for the real rollout, whose prompts these are.
             encode: returns the token ids of prompts, and their images if the run has any.
         """
-        self._writer, self._encoded, self._tokens, self.longest = writer, encode, tokens, 0
+        self._policy, self._encode, self._tokens, self.longest = policy, encode, tokens, 0
 
-    def prompts(self, rows: Sequence[dict[str, Any]]) -> list:
-        return self._writer.prompts(rows)
+    def prompts_of(self, rows: Sequence[dict[str, Any]]) -> list:
+        return self._policy.prompts_of(rows)
 
-    def write(self, prompts: list, group: int) -> GeneratedCompletions:
+    def generate(self, prompts: list, group: int) -> GeneratedCompletions:
         del group
-        texts = self._encoded(prompts)
+        texts = self._encode(prompts)
         self.longest = max(self.longest, *map(len, texts.ids))
         completions = [np.full(self._tokens, TOKEN, np.int32) for _ in texts.ids]
         logps = [np.zeros(self._tokens, np.float32) for _ in texts.ids]  # of servers
@@ -81,7 +81,7 @@ class LongestWriter:
             texts.ids, completions, all_by_model(completions), images=texts.images, sampling_logps=logps
         )
 
-    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
+    def completion_texts(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         del prompt_ids, completion_ids
         return prompts
 
@@ -114,23 +114,23 @@ def longest_prompts(args: BaseConfig, count: int) -> Dataset:
     return Dataset.from_dict({"prompt": list(map(str, range(count)))})
 
 
-def use_longest_completions(trainer: BaseTrainer, *, synthetic: bool) -> LongestWriter:
+def use_longest_completions(trainer: BaseTrainer, *, synthetic: bool) -> LongestCompletions:
     """Make a trainer's rollout use synthetic completions instead of the policy's.
 
     Args:
         synthetic: whether the prompts are from `longest_prompts`.
 
     Returns:
-        The rollout's new writer.
+        The rollout's new generator.
     """
     run = trainer.parts.setup
     source, args = trainer.parts.rollout_steps, run.args
-    policy = source.rollout.writer
-    encode = partial(_longest_ids, args.max_prompt_length) if synthetic else policy.encoded
-    writer = LongestWriter(policy, encode, most_new_tokens(args))
+    policy = source.rollout.generator
+    encode = partial(_longest_ids, args.max_prompt_length) if synthetic else policy.encode
+    generator = LongestCompletions(policy, encode, most_new_tokens(args))
     scorer = None if source.rollout.scorer is None else replace(source.rollout.scorer, logps=_no_logps)
-    source.rollout = replace(source.rollout, writer=writer, scorer=scorer, table=None)
-    return writer
+    source.rollout = replace(source.rollout, generator=generator, scorer=scorer, table=None)
+    return generator
 
 
 def most_new_tokens(args: BaseConfig) -> int | None:
@@ -224,7 +224,7 @@ def longest_steps(trainer: BaseTrainer) -> LongestSteps | None:
 def sizes(parts: RunParts, *, evaluates: bool) -> list[Size]:
     """The sizes of a training generation and, if the run evaluates, of an evaluation batch's generation."""
     run, task = parts.setup, parts.setup.task
-    prompt_length = run.virtual.count + parts.rollout_steps.rollout.writer.longest
+    prompt_length = run.virtual.count + parts.rollout_steps.rollout.generator.longest
     groups = [(task.cycle.prompts, task.num_generations)]
     if evaluates:
         group = task.num_generations_eval

@@ -32,32 +32,32 @@ from trl_jax.tasks.policy import PolicyTask, RolloutTask
 Row = dict[str, Any]
 
 
-class Writer(Protocol):
+class CompletionGenerator(Protocol):
     """The policy with its tokenizer: generates completions, and converts ids to text."""
 
-    def prompts(self, rows: Sequence[Row]) -> list:
+    def prompts_of(self, rows: Sequence[Row]) -> list:
         """The prompts of rows, with the images of their image columns inserted into the messages."""
 
-    def write(self, prompts: list, group: int) -> GeneratedCompletions:
+    def generate(self, prompts: list, group: int) -> GeneratedCompletions:
         """Generate one completion per prompt; each prompt occurs `group` times in a row."""
 
-    def begin(self, prompts: list, group: int) -> Callable[[], GeneratedCompletions]:
-        """Start a `write` on the servers and return immediately; the returned function waits for the completions."""
+    def start(self, prompts: list, group: int) -> Callable[[], GeneratedCompletions]:
+        """Start a `generate` on the servers and return immediately; the returned function waits for the completions."""
 
-    def checked(self, completions: GeneratedCompletions) -> GeneratedCompletions:
-        """Add the image features to completions from `begin` or from a checkpoint.
+    def with_image_features(self, completions: GeneratedCompletions) -> GeneratedCompletions:
+        """Add the image features to completions from `start` or from a checkpoint.
 
         Raises:
             ValueError: a completion has an image token without an image.
         """
 
-    def completions(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
+    def completion_texts(self, prompts: list, prompt_ids: Ids, completion_ids: Ids) -> list:
         """Completions as reward functions see them: messages if the prompts are messages, else texts."""
 
-    def encoded(self, prompts: list) -> EncodedTexts:
+    def encode(self, prompts: list) -> EncodedTexts:
         """The token ids of prompts, with their images."""
 
-    def decoded(self, ids: Ids) -> list[str]:
+    def decode(self, ids: Ids) -> list[str]:
         """Texts without special tokens."""
 
 
@@ -84,7 +84,7 @@ class Rollout:
     stop: also ends completions, at stop strings; None without any.
     """
 
-    writer: Writer
+    generator: CompletionGenerator
     scorer: Scorer | None
     eos_token_ids: frozenset[int]
     mask_truncated_completions: bool
@@ -101,7 +101,7 @@ class Rollout:
 
     def start_generating(self, rows: Sequence[Row], group: int) -> Callable[[], GeneratedCompletions]:
         """Start completing rows; the returned function waits for the completions."""
-        return self.writer.begin(self.writer.prompts(rows), group)
+        return self.generator.start(self.generator.prompts_of(rows), group)
 
     def generate_and_score(
         self, rows: Sequence[Row], group: int, mode: str, generated_ahead: GeneratedCompletions | None = None
@@ -121,7 +121,7 @@ class Rollout:
     def default_generate_and_score(self, rows: Sequence[Row], group: int, mode: str) -> Experience:
         """`generate_and_score` without a user-defined `_generate_and_score_completions`."""
         rows = self.reset_environments(rows)
-        prompts, next_phase = self.writer.prompts(rows), "training" if mode == "train" else "evaluating"
+        prompts, next_phase = self.generator.prompts_of(rows), "training" if mode == "train" else "evaluating"
         if self.overrides is None:
             completions = self.default_generate(prompts, group, mode)
         else:
@@ -138,11 +138,11 @@ class Rollout:
         if self.scorer is None:
             self.report_progress(next_phase)
             if self.table is not None:
-                self.table.add(mode, self.writer.decoded(prompt_ids), self.writer.decoded(completion_ids))
+                self.table.add(mode, self.generator.decode(prompt_ids), self.generator.decode(completion_ids))
             return Experience(scored)
         texts = completions.messages
         if texts is None:
-            texts = self.writer.completions(prompts, prompt_ids, completion_ids)
+            texts = self.generator.completion_texts(prompts, prompt_ids, completion_ids)
         result = self.scorer(rows, prompts, texts, completions, masks, group, self.metrics[mode])
         self.report_progress(f"{result}, {next_phase}")
         advantages = result.advantages.advantages
@@ -158,7 +158,8 @@ class Rollout:
     def default_generate(self, prompts: list, group: int, mode: str) -> GeneratedCompletions:
         """Generate one completion per prompt, and add length and token metrics."""
         ahead, self._generated_ahead = self._generated_ahead, None
-        completions = self.writer.write(prompts, group) if ahead is None else self.writer.checked(ahead)
+        generator = self.generator
+        completions = generator.generate(prompts, group) if ahead is None else generator.with_image_features(ahead)
         metrics = self.metrics[mode]
         lengths = [int(by_model.sum()) for by_model in completions.by_model]
         tokens = sum(map(len, completions.prompt_ids)) + sum(lengths)

@@ -119,7 +119,7 @@ class UserMethods:
         completions = call.rollout.default_generate(prompts, call.group, call.mode)
         texts = completions.messages
         if texts is None:
-            texts = call.rollout.writer.completions(prompts, completions.prompt_ids, completions.completion_ids)
+            texts = call.rollout.generator.completion_texts(prompts, completions.prompt_ids, completions.completion_ids)
         prompt_ids = [list(map(int, ids)) for ids in completions.prompt_ids]
         completion_ids = [list(map(int, ids)) for ids in completions.completion_ids]
         outputs = prompt_ids, completion_ids, texts
@@ -132,7 +132,7 @@ class UserMethods:
         return outputs
 
     def default_tokenize(self, prompts: list) -> tuple:
-        encoded = self._require_call("_tokenize_prompts").rollout.writer.encoded(prompts)
+        encoded = self._require_call("_tokenize_prompts").rollout.generator.encode(prompts)
         self._super_results["_tokenize_prompts"] = encoded, None
         return [list(ids) for ids in encoded.ids], None, {}
 

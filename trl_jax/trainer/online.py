@@ -54,7 +54,7 @@ from trl_jax.trainer.reference import policy_reference, reference_as_model, set_
 from trl_jax.training import setup
 from trl_jax.training.forward import balance_experts
 from trl_jax.training.logging import tell
-from trl_jax.training.policy_writer import Sampling
+from trl_jax.training.policy_generator import Sampling
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.rollout import RolloutParts
 from trl_jax.training.server import ServerParts, adapter_rank, by_first, connect, default_root, fused_adapter
@@ -400,7 +400,7 @@ class RolloutTrainer(BaseTrainer):
     def _complete_once(
         self, prompt_ids: Sequence[Sequence[int]], images: Any, group: int
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Complete text prompts, as `PolicyWriter.complete_once` does, for `_generate_single_turn`.
+        """Complete text prompts, as `PolicyGenerator.complete_once` does, for `_generate_single_turn`.
 
         Raises:
             ValueError: there are images, or a token id outside of the model's vocabulary.
@@ -417,7 +417,7 @@ class RolloutTrainer(BaseTrainer):
                 "vllm_mode='server', or train in one process."
             )
         with self._setup.on_device():
-            completions, logps = self.parts.rollout_steps.rollout.writer.complete_once(prompt_ids, group)
+            completions, logps = self.parts.rollout_steps.rollout.generator.complete_once(prompt_ids, group)
         return [ids.tolist() for ids in completions], None if logps is None else [row.tolist() for row in logps]
 
     def _rollout_options(self) -> dict[str, Any]:
@@ -711,7 +711,7 @@ class OnlineTrainer(RolloutTrainer):
                 raise RuntimeError(
                     "_tokenize_prompts gives the ids of texts, and this run has images. Call trainer.processing_class."
                 )
-            return self.parts.rollout_steps.rollout.writer.prompt_ids(prompts), None, {}
+            return self.parts.rollout_steps.rollout.generator.prompt_ids(prompts), None, {}
         return self._user_method("_tokenize_prompts").default_tokenize(prompts)
 
     def _user_method(self, name: str) -> UserMethods:

@@ -31,7 +31,7 @@ from trl_jax.trainer.online_dpo_config import OnlineDPOConfig
 from trl_jax.trainer.overrides import REFUSED, TrainerTraits, by_name, check_generate
 from trl_jax.trainer.reference import loaded_reference, reference_as_model
 from trl_jax.training.data import Batches, Completer, GeneratedSteps, image_columns
-from trl_jax.training.policy_writer import up_to_end
+from trl_jax.training.policy_generator import up_to_end
 from trl_jax.training.reference import ReferenceModel
 from trl_jax.training.setup import Policy
 from trl_jax.training.state import Setup

@@ -43,7 +43,7 @@ from trl_jax.training.devices import ShardedStep
 from trl_jax.training.events import Events
 from trl_jax.training.forward import Forward, PolicyEqualsReference
 from trl_jax.training.logging import ProgressLine
-from trl_jax.training.policy_writer import PolicyWriter, Sampling, with_features
+from trl_jax.training.policy_generator import PolicyGenerator, Sampling, with_features
 from trl_jax.training.rollout_processes import RankRewards, begin_local_part
 from trl_jax.training.server import ServerParts, ServerPolicy
 from trl_jax.training.state import Setup
@@ -62,12 +62,12 @@ def rollout_steps(
     seeds = None if parts.server is None else TorchGenerator(args.seed)
     alone = several() and _completes_alone(parts, args.compute_dtype)
     logps = CompletionLogps(setup, forward, sharded_step)
-    writer = PolicyWriter(
+    generator = PolicyGenerator(
         setup, parts.sampling, streams, line, alone=alone, rollout_func=parts.rollout_func, user_methods=parts.own,
         server=None if parts.server is None else ServerPolicy(setup, parts.server, seeds), rewards=parts.rewards,
     )  # fmt: skip
     rollout = Rollout(
-        writer=writer,
+        generator=generator,
         scorer=None if parts.rewards is None else _scorer(setup, parts.rewards, logps, line),
         eos_token_ids=frozenset({*parts.sampling.ends, setup.processing_class.pad_token_id}),
         mask_truncated_completions=parts.drops_truncated,

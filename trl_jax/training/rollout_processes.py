@@ -34,8 +34,8 @@ def local_part(rows: int) -> slice:
     return slice(jax.process_index() * size, (jax.process_index() + 1) * size)
 
 
-def write_local_part(
-    write: Callable[[list, int], GeneratedCompletions | None],
+def generate_local_part(
+    generate: Callable[[list, int], GeneratedCompletions | None],
     prompts: list,
     group: int,
     streams: Sequence[TorchGenerator],
@@ -43,7 +43,7 @@ def write_local_part(
     """Complete this process's part of the prompts, and gather the completions of the other processes.
 
     Args:
-        write: completes prompts, with a number of equal ones in a row, from the stream of `local_rank`; None without
+        generate: completes prompts, with a number of equal ones in a row, from the stream of `local_rank`; None without
             prompts.
         streams: of all ranks; those that processes have used are set to their new state everywhere.
     """
@@ -51,7 +51,7 @@ def write_local_part(
 
     def do() -> tuple[GeneratedCompletions | None, GeneratorState]:
         # A group of completions may be split over two ranks.
-        completions = write(local_prompts, math.gcd(group, len(local_prompts)))
+        completions = generate(local_prompts, math.gcd(group, len(local_prompts)))
         return completions, stream.state()
 
     gathered = of_each_process(do)
