@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import warnings
@@ -237,6 +238,16 @@ def test_the_reference_is_there_to_look_at(model, checkpoint, tmp_path):
     before.state.global_step = 1  # as if a step had been taken
     with pytest.raises(ValueError, match="Cannot compute reference log-probs for a dataset passed"):
         before.evaluate(table(4, seed=3))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_the_reference_is_not_the_reference_of_the_run(model, tmp_path, copied):
+    reference = make(trl_jax, model, tmp_path).ref_model
+    before = {name: np.asarray(values) for name, values in reference.state_dict().items()}
+    clone = copied(reference)
+    clone.load_state_dict({name: 0 * values for name, values in before.items()})
+    assert all(np.array_equal(values, before[name]) for name, values in reference.state_dict().items())
+    assert not any(np.any(values) for values in clone.parameters())
 
 
 @only_thorough

@@ -15,6 +15,7 @@ from trl_jax.core.text import brief
 from trl_jax.data.batch import Batch
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.native_backend import NativeBackend
+from trl_jax.hub.parameters import Weights
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantization import halves
@@ -141,8 +142,9 @@ class _ReferenceView(PreTrainedModel):
             self._reference.take(self.params)
         return loaded
 
-    def _copied(self, copied: Any) -> Any:
-        return super()._copied(lambda state: copied(state | {"_reference": None}))
+    def _set_weights(self, weights: Weights) -> None:
+        super()._set_weights(weights)
+        self._reference = None  # also in a copy, whose weights are its own
 
 
 def _mixed(reference: dict[str, jax.Array], policy: dict[str, jax.Array], mixup_alpha: float) -> dict[str, jax.Array]:
