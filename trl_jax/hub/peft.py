@@ -162,7 +162,8 @@ def merged(
     If the head is tied to a token embedding with an adapter, it is untied: the adapter does not apply to the head.
 
     Raises:
-        ValueError: the adapter also covers the vision tower, but the model was loaded without it.
+        ValueError: the adapter also covers the vision tower, but the model was loaded without it; or it has a bias that
+            the layer has not.
     """
     plan, plain = backend.plan, NativeBackend(backend.base.source)
     if plan.carried and plain.source.config.vision_arch is None:
@@ -230,6 +231,12 @@ def _merged_matrix(
         exists = jnp.asarray(adapter.exists)[:, None, None] if adapter.stacked else adapter.exists[0]
         changed[weight] = jnp.where(exists, scaled, moved)
     if "bias" in leaves:
+        if f"{path}.bias" not in arrays:
+            module = adapter.name.rpartition(".")[2]
+            raise ValueError(
+                f"merge_and_unload: the adapter of {module} has a bias (lora_bias=True), but the layer has none that "
+                "could hold it, so PEFT cannot merge it either. Use the model with its adapter."
+            )
         of_bias = jnp.squeeze(scale, -1) if adapter.stacked else scale
         changed[f"{path}.bias"] = arrays[f"{path}.bias"] + of_bias * our_rows(leaves["bias"])
     return changed

@@ -134,6 +134,13 @@ def _assert_same_gradients(model, theirs, logits, ids, mask):
     assert compared == len(found) - len([tensor for tensor in found if ".base_layer." in tensor])
 
 
+def test_a_bias_without_a_layer_bias_cannot_be_merged(bases):
+    lora = LoraConfig(target_modules=["q_proj"], lora_bias=True)
+    model = find_checkpoint(str(bases[False]), head="lm").load_adapted(lora, 0)
+    with pytest.raises(ValueError, match="the adapter of q_proj has a bias"):
+        model.merge_and_unload()
+
+
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_new_adapter_is_drawn_as_pefts(tie, bases):
     from transformers import set_seed
