@@ -231,6 +231,25 @@ def test_repositories_of_another_time(other, tmp_path):
     assert saved == before
 
 
+def test_every_part_of_the_config_has_the_dtype_that_is_saved(tmp_path, monkeypatch):
+    """As in transformers, also a part that is not computed, and one with the dtype under its old name."""
+    from transformers import AutoModelForImageTextToText
+
+    audio = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
+    text, parts, prefixes = towers.CASES["gemma4"]
+    monkeypatch.setitem(towers.CASES, "gemma4", (text, parts | {"audio_config": audio}, prefixes))
+    towers.build(tmp_path / "there", "gemma4")
+    path = tmp_path / "there" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["torch_dtype"] = config["text_config"].pop("dtype")
+    path.write_text(json.dumps(config))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "there", dtype="bfloat16").save_pretrained(tmp_path / "ours")
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "there", dtype="bfloat16")
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, wanted = (json.loads((tmp_path / side / "config.json").read_text()) for side in ("ours", "theirs"))
+    assert ours == wanted and ours["audio_config"]["dtype"] == "bfloat16"
+
+
 def test_what_prepares_images_is_saved_beside_a_trained_model(tmp_path, caplog):
     """A chat template in a file of the processor becomes the tokenizer's."""
     folder, template = tmp_path / "there", "{% for message in messages %}{{ message['content'] }}{% endfor %}"

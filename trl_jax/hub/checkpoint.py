@@ -27,6 +27,7 @@ from trl_jax.core.files import Pieces, as_dtype, write_whole
 from trl_jax.core.text import brief, listed
 from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.config import NativeConfig, read_native_config
+from trl_jax.hub.config_reader import config_class
 from trl_jax.hub.families import Family
 from trl_jax.hub.formats import (
     CheckpointFiles,
@@ -528,9 +529,10 @@ def saved_config(config: NativeConfig, *, dtype: str, changed: Mapping[str, Any]
         written.pop("num_labels", None)  # transformers derives it from id2label
     written.pop("torch_dtype", None)
     written["dtype"] = dtype
-    for part in ("text_config", "vision_config"):
+    for part in config_class(config.family.model_type).sub_configs:
         if isinstance(written.get(part), dict):
-            written[part] = {**written[part], "dtype": dtype}
+            values = {key: value for key, value in written[part].items() if key != "torch_dtype"}
+            written[part] = values | {"dtype": dtype}
     if "text_config" not in raw:  # older files keep these keys at the top level
         changed = dict(changed)
         changed |= changed.pop("text_config", {})
