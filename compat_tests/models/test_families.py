@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +136,26 @@ def test_a_key_that_transformers_alone_knows_is_refused(family, built, tmp_path,
     (tmp_path / "config.json").write_text(json.dumps(config | {"attention_twist": 3}))
     with pytest.raises(ValueError, match=f"does not know for model_type '{family}': attention_twist=3"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "text"),
+    [
+        ("gemma4_text", {"per_layer_config": {"1": 5}}, "per_layer_config: 1 must be an object, got 5"),
+        ("hunyuan_v1_moe", {"moe_topk": []}, "moe_topk must be a whole number, or a list with the same one for each"),
+        ("lfm2", {"full_attn_idxs": 3, "layer_types": None}, "full_attn_idxs must be a list of the numbers of layers"),
+    ],
+)
+def test_a_wrong_value_of_a_family_is_named(model_type, values, text):
+    config = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    with pytest.raises(ValueError, match=f"model/config.json: {text}"):
+        families.read_arch(config | values, Path("model/config.json"))
+
+
+def test_a_text_config_of_null_is_that_of_the_class():
+    config = json.loads(CONFIG_MAPPING["llava"]().to_json_string(use_diff=False))
+    _, arch = families.read_arch(config | {"text_config": None}, Path("model/config.json"))
+    assert arch == families.read_arch(config, Path("model/config.json"))[1]
 
 
 def test_a_key_that_nobody_knows_is_passed_over(built, tmp_path, caplog):

@@ -25,7 +25,7 @@ def modern_flags(flags: list[str], names: Iterable[str]) -> tuple[list[str], dic
         names: the current names, with underscores.
 
     Returns:
-        The flags, translate_old_names ones last; environment variables to set; and a warning for each old name.
+        The flags, translated ones last; environment variables to set; and a warning for each old name.
 
     Raises:
         TypeError: as `translate_old_names`.

@@ -76,8 +76,9 @@ def _heads(config: ConfigReader, base: Arch, types: list[str]) -> dict[str, Head
 def _by_layer(config: ConfigReader, base: Arch, types: list[str]) -> dict[str, tuple[int, int]]:
     """Key heads and channels of each type of layer, which all layers of the type must have."""
     sizes, section = {}, config.section("per_layer_config")
+    layers = ConfigReader(section, f"{config.source}: per_layer_config")
     for layer, kind in enumerate(types):
-        reader = ConfigReader(section.get(str(layer)) or {}, f"{config.source}: per_layer_config.{layer}")
+        reader = ConfigReader(layers.section(str(layer)), f"{layers.source}.{layer}")
         size = reader.size("num_key_value_heads", base.num_key_heads), reader.size("head_dim", base.head_dim)
         reader.finish()
         if sizes.setdefault(kind, size) != size:

@@ -60,7 +60,7 @@ def _top_k(config: ConfigReader, layers: int) -> int:
     value = config.value("moe_topk")
     if not isinstance(value, list):
         return config.size("moe_topk")
-    if value != value[:1] * layers:
+    if not value or value != value[:1] * layers:
         raise config.wrong("moe_topk", value, "a whole number, or a list with the same one for each layer")
     return config.with_values(moe_topk=value[0]).size("moe_topk")
 

@@ -50,6 +50,8 @@ def _read_mixers(config: ConfigReader, types: list[str], num_layers: int) -> lis
 
 def _types(config: ConfigReader, num_layers: int) -> list[str]:
     attend = config.value("full_attn_idxs", list(range(num_layers)))
+    if not isinstance(attend, list) or not all(type(layer) is int for layer in attend):
+        raise config.wrong("full_attn_idxs", attend, "a list of the numbers of layers")
     return [_ATTENTION if layer in attend else _CONVOLUTION for layer in range(num_layers)]
 
 

@@ -74,7 +74,7 @@ def _arch(config: ConfigReader, texts: Texts) -> Arch:
         raise config.wrong("model_type of text_config", text["model_type"], f"{supported} for this model_type")
     of_text = {*text, "rope_scaling", "rope_theta"}
     config.skip(*of_text)
-    if "text_config" in config.raw:
+    if config.section("text_config"):
         _warn_of_copies(config, of_text - whole.__dataclass_fields__.keys(), text)
     rope = text.get("rope_parameters") or {}
     text["rope_parameters"] = {key: value for key, value in rope.items() if key not in _PASSED_OVER}
