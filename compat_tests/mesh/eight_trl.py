@@ -7,6 +7,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 
 import pytest
+from datasets import Dataset
 
 from compat_tests.effort import thorough
 from compat_tests.mesh.rank import rows_of
@@ -61,7 +62,6 @@ def test_a_loss_that_multiplies_by_the_number_of_processes_is_trls(trl, checkpoi
     """As transformers' own does, because ranks take the mean of their gradients."""
     import jax.numpy as jnp
     import optax
-    from datasets import Dataset
 
     import trl_jax
 
@@ -82,3 +82,26 @@ def test_a_loss_that_multiplies_by_the_number_of_processes_is_trls(trl, checkpoi
     ours, theirs = steps_of(trainer.state.log_history)[0], steps_of(trl("SFT").logs)[0]
     for name in ("loss", "grad_norm"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
+def test_a_prediction_step_of_ones_own_leaves_steps_as_they_are(checkpoint, tmp_path):
+    """It gets whole batches in evaluations, while steps are still divided over the devices."""
+    import trl_jax
+
+    class Own(trl_jax.SFTTrainer):
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return loss * self.accelerator.num_processes, logits, labels  # 1: the inputs have the rows of all devices
+
+    config = CONFIG | {"mesh_shape": "data:2", "per_device_train_batch_size": ROWS // 2, "max_steps": 2}
+    runs = []
+    for kind in (trl_jax.SFTTrainer, Own):
+        args = trl_jax.SFTConfig(str(tmp_path / kind.__name__), **reference.BASE | config)
+        rows = Dataset.from_list(rows_of("SFT", 24))
+        trainer = kind(str(checkpoint(**SMALL)), args, train_dataset=rows, eval_dataset=rows.select(range(5)))
+        trainer.train()
+        runs.append((steps_of(trainer.state.log_history), trainer.evaluate()))
+    (steps, evaluated), (ours, of_own) = runs
+    for one, other in zip(steps, ours, strict=True):
+        assert_same(one, other)
+    assert of_own["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-4)

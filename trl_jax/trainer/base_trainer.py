@@ -309,7 +309,7 @@ class BaseTrainer(abc.ABC):
             loss=lambda: self.loss if "loss" in overridden or "loss" in vars(self) else None,
             loss_functions=loss_functions(type(self), self._compute_loss_func),
             overridden=overridden,
-            prediction_step=lambda *args: self.prediction_step(*args),
+            prediction_step=self._user_prediction,
             prepare_dataset=lambda *args: self.prepare_dataset(*args),
             save_checkpoint=self._save_progress,
             save_model=lambda *args, **options: self.save_model(*args, **options),
@@ -329,18 +329,24 @@ class BaseTrainer(abc.ABC):
         finally:
             self._super_calls = before
 
-    def _user_loss(self, model: Any, *args: Any, **options: Any) -> Any:
-        """Call the user-defined `compute_loss`, whose `self._metrics` are those of its batch.
-
-        Its inputs are the micro-batches of all devices, as for a single process, and the step takes no mean over
-        processes, for which losses of several processes multiply by their number.
-        """
+    @contextlib.contextmanager
+    def _as_one_process(self) -> Iterator[None]:
+        """A context in which a script's method computes the loss of a batch of all devices, as a single process does.
+        The step takes no mean over processes, for which losses of several processes multiply by their number."""
         world, self.accelerator.num_processes = self.accelerator.num_processes, 1
         try:
-            with self._overriding(metrics=model.metrics):
-                return self.compute_loss(model, *args, **options)
+            yield
         finally:
             self.accelerator.num_processes = world
+
+    def _user_loss(self, model: Any, *args: Any, **options: Any) -> Any:
+        """Call the user-defined `compute_loss`, whose `self._metrics` are those of its batch."""
+        with self._as_one_process(), self._overriding(metrics=model.metrics):
+            return self.compute_loss(model, *args, **options)
+
+    def _user_prediction(self, *args: Any) -> Any:
+        with self._as_one_process():
+            return self.prediction_step(*args)
 
     def _user_step(self, compute: Callable[[Any], Any], inputs: Any, num_items: Any, last: bool) -> Any:
         """Call the user-defined `training_step` on a micro-batch; `last` for the last one of a step."""

@@ -1,4 +1,4 @@
-"""What a trainer class accepts from a script: what may be passed, overridden or set, and which names of TRL are refused
+"""What a trainer class accepts from a script: what may be passed, overridden or set, and which names of TRL are
 refused because trl_jax never calls or reads them."""
 
 from __future__ import annotations

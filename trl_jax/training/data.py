@@ -122,7 +122,7 @@ def training_loader(setup: Setup, dataset: Dataset | IterableDataset) -> Example
     again = isinstance(dataset, Dataset) and setup.length.num_epochs > 1
     return ExampleLoader(
         dataset,
-        **_examples(setup, dataset, "train", again=again),
+        **_examples(setup, dataset, "train", again=again, by_batch=setup.steps_by_batch),
         step_layout=training_layout(setup, _plan_of_lengths(setup, dataset, lengths)),
         fill_last=setup.progress.fill_last,
         shuffle=args.train_sampling_strategy != "sequential",
@@ -140,9 +140,10 @@ def evaluation_loader(
     Args:
         virtual: the virtual tokens that precede each text; None uses those of the run's model.
     """
+    again = isinstance(dataset, Dataset)
     return ExampleLoader(
         dataset,
-        **_examples(setup, dataset, "eval", again=isinstance(dataset, Dataset), virtual=virtual),
+        **_examples(setup, dataset, "eval", again=again, by_batch=bool(setup.batch_methods), virtual=virtual),
         step_layout=evaluation_layout(setup),
         fill_last=False,
         shuffle=False,
@@ -154,7 +155,7 @@ def evaluation_loader(
 
 def _plan_of_lengths(setup: Setup, dataset: Dataset | IterableDataset, lengths: np.ndarray | None) -> LayoutPlan | None:
     """The layout of steps by the lengths of the training set's texts; None if these are not surveyed."""
-    if setup.batch_methods or setup.encoder is not None:
+    if setup.steps_by_batch or setup.encoder is not None:
         return None
     return layout.plan(
         setup.args,
@@ -175,20 +176,21 @@ def _plan_of_lengths(setup: Setup, dataset: Dataset | IterableDataset, lengths: 
 
 
 def _examples(
-    setup: Setup, dataset: Any, name: str, *, again: bool, virtual: VirtualTokens | None = None
+    setup: Setup, dataset: Any, name: str, *, again: bool, by_batch: bool, virtual: VirtualTokens | None = None
 ) -> dict[str, Any]:
     """How an `ExampleLoader` makes examples of rows.
 
     Args:
         name: "train" or "eval".
         again: whether rows are used more than once.
+        by_batch: whether a script's methods get the batches.
     """
     if setup.encoder is None:
         example = example_maker(setup.task, setup.virtual if virtual is None else virtual)
         return {"columns": setup.task.columns, "example": example}
     return {
         "columns": image_columns(dataset),
-        "example": _image_example_maker(setup, again=again),
+        "example": _image_example_maker(setup, cached=again and not by_batch),
         "where": argument(name),
         "image_rows": setup.task.image_rows,
     }
@@ -266,10 +268,10 @@ class SampledOrder:
         return len(sampler) if full else None
 
 
-def _image_example_maker(setup: Setup, *, again: bool) -> Callable[[dict[str, Any]], Example]:
-    """Row -> example, with image features if these are cached and rows are used more than once."""
+def _image_example_maker(setup: Setup, *, cached: bool) -> Callable[[dict[str, Any]], Example]:
+    """Row -> example, with image features if these may be `cached`: a script's methods get the patches."""
     task, encoder, args, store = setup.task, setup.encoder, setup.args, setup.features
-    if store is None or not again or setup.batch_methods:  # user-defined losses get the patches
+    if store is None or not cached:
         return lambda row: task.image_example(row, encoder, args.max_length)
     store.follow(setup.model, setup.reference)
 
@@ -325,18 +327,19 @@ def training_layout(setup: Setup, plan: LayoutPlan | None = None) -> StepLayout:
         weighting = "micro_batches"
     accumulation = setup.args.gradient_accumulation_steps
     sizes = {"batch_size": setup.micro_batch_examples, "accumulation": accumulation}
-    return _layout(setup, plan, weighting=weighting, trains=True, **sizes)
+    return _layout(setup, plan, by_batch=setup.steps_by_batch, weighting=weighting, trains=True, **sizes)
 
 
 def evaluation_layout(setup: Setup) -> StepLayout:
     """The layout of an evaluation batch."""
-    batch_size = setup.args.per_device_eval_batch_size * setup.shards
-    return _layout(setup, None, batch_size=batch_size, weighting=_weighting(setup), accumulation=1, trains=False)
+    sizes = {"batch_size": setup.args.per_device_eval_batch_size * setup.shards, "accumulation": 1}
+    by_batch = bool(setup.batch_methods)
+    return _layout(setup, None, by_batch=by_batch, weighting=_weighting(setup), trains=False, **sizes)
 
 
-def _layout(setup: Setup, plan: LayoutPlan | None, **options: Any) -> StepLayout:
-    """A layout with these further fields."""
-    if setup.batch_methods:
+def _layout(setup: Setup, plan: LayoutPlan | None, *, by_batch: bool, **options: Any) -> StepLayout:
+    """A layout with these further fields; with `by_batch`, of whole batches of padded rows."""
+    if by_batch:
         plan = LayoutPlan("padded")  # scripts get rows
     elif plan is None:
         how = {"striped": _striped(setup.sharding_plan), "branches": setup.online, "compares": setup.compares}
@@ -349,7 +352,7 @@ def _layout(setup: Setup, plan: LayoutPlan | None, **options: Any) -> StepLayout
         views=plan.views,
         whole_micro_batches=_needs_whole_micro_batches(setup.task, setup.router_aux_loss_coef),
         shards=setup.shards,
-        divided=not setup.batch_methods,
+        divided=not by_batch,
         padding_free=setup.task.padding_free,
         **options,
     )

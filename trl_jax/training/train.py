@@ -284,7 +284,7 @@ class Training:
         setup.events.handler.train_dataloader = batches
         steps = batches if setup.online else steps_of(batches, "get_train_dataloader")
         laid_out = training_layout(setup).layout  # printed unless a survey has already printed it
-        tell_layout(printed, laid_out, reason_of_layout(setup), user_loss=bool(setup.batch_methods))
+        tell_layout(printed, laid_out, reason_of_layout(setup), user_loss=setup.steps_by_batch)
         train_step.start(tx)
         changed = RecompileCheck(setup, hooks.refresh_task, self.build_optimizer, hooks.loss)
         new_optimizer, groups = partial(self._new_optimizer, changed), len(self.choice.groups) or GROUPS
