@@ -105,3 +105,28 @@ def test_a_prediction_step_of_ones_own_leaves_steps_as_they_are(checkpoint, tmp_
     for one, other in zip(steps, ours, strict=True):
         assert_same(one, other)
     assert of_own["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_noise_depends_on_the_texts_of_one_device(own_loss, checkpoint, tmp_path, monkeypatch):
+    """As in TRL, each of whose ranks concatenates its own texts: two devices are like two micro-batches."""
+    import trl_jax
+    from trl_jax.nn.layers import Noise
+
+    class Own(trl_jax.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    monkeypatch.setattr(Noise, "__call__", lambda self, x: x + self.alpha / self.length)  # not random
+    rows = Dataset.from_list([{"text": "How do I bake the bread?"}] * 4)
+    config = reference.BASE | {
+        "neftune_noise_alpha": 7.0, "padding_free": True, "max_length": None, "pad_to_multiple_of": None,
+        "per_device_train_batch_size": 2, "max_steps": 1,
+    }  # fmt: skip
+    losses = []
+    for more in ({"mesh_shape": "data:2"}, {"mesh_shape": "data:1", "gradient_accumulation_steps": 2}):
+        args = trl_jax.SFTConfig(str(tmp_path / more["mesh_shape"][-1]), **config | more)
+        trainer = (Own if own_loss else trl_jax.SFTTrainer)(str(checkpoint(**SMALL)), args, train_dataset=rows)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

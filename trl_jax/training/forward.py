@@ -172,10 +172,14 @@ class Forward:
         loss, sums = self._with_aux_loss(*self._setup.objective.loss(outputs, batch), outputs, batch)
         return sums | {"loss": loss}
 
-    def random_options(self, key: jax.Array | None, lengths: jax.Array) -> dict[str, Any]:
-        """The random options of `outputs` in training, for one pass over texts of these `lengths`."""
+    def random_options(self, key: jax.Array | None, lengths: jax.Array, *, devices: int = 1) -> dict[str, Any]:
+        """The random options of `outputs` in training, for one pass over texts of these `lengths`.
+
+        Args:
+            devices: the number of devices whose texts these are. Each device's part of a divided step is a pass.
+        """
         setup = self._setup
-        concatenated = setup.shards if setup.task.padding_free else None
+        concatenated = devices if setup.task.padding_free else None
         return random_options(setup.args, setup.model.backend, key, lengths, setup.pad_to_multiple_of, concatenated)
 
 

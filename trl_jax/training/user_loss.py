@@ -160,7 +160,8 @@ class UserLoss:
         """
 
         def random_options(call: int, lengths: jax.Array) -> dict[str, Any]:
-            return self._forward.random_options(jax.random.fold_in(key, first_call + call), lengths)
+            call_key = jax.random.fold_in(key, first_call + call)
+            return self._forward.random_options(call_key, lengths, devices=self.setup.shards)
 
         return self.kind.of_run(
             self.setup,
