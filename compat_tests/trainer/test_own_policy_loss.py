@@ -451,6 +451,8 @@ def test_a_method_that_arrays_have_with_another_meaning_makes_a_loss_one_in_torc
         ("import torch", "x.mean()", None),
         ("import torch, jax", "x.std()", None),
         ("", "x.std()", None),
+        ("import torch\ndef other(x):\n    return x.std()\n", "x.other()", None),  # an attribute of the same name
+        ("import torch\ndef other(x):\n    return x.std()\n", "other(x)", "return x.std()"),
     ):
         file, names = tmp_path / f"{len(list(tmp_path.iterdir()))}.py", {}
         file.write_text(f"{imported}\n{text.format(call)}")

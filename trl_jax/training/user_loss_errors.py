@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import inspect
 import io
 import linecache
@@ -149,7 +150,9 @@ def found_in_torch(name: str, functions: Iterable[Callable]) -> WrittenInTorch |
         line = _line_in_torch(function) if knows_torch(function) and takes_tensors(function) else None
         if line is not None:
             return WrittenInTorch(name, line, TypeError(line))
-        waiting += [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+        # Not co_names, which has the names of attributes, too: `self.model` is not the script's function `model`.
+        read = dict.fromkeys(step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL")
+        waiting += [function.__globals__[name] for name in read if name in function.__globals__]
     return None
 
 
