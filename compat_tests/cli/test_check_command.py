@@ -155,6 +155,13 @@ def test_methods_that_a_subclass_may_override_are_known():
     } | {name: kind for name, kind in found.items() if name.startswith("Surrogate(")}  # fmt: skip
 
 
+def test_arguments_of_unknown_values_keep_the_order_of_the_script():
+    names = "seed output_dir num_train_epochs learning_rate max_steps logging_steps save_steps eval_steps".split()
+    script = f"import os\nfrom trl import SFTConfig\nSFTConfig({', '.join(f'{name}=os.getpid()' for name in names)})"
+    found = [finding.what for finding in findings(read(script)) if "=..." in finding.what]
+    assert found == [f"SFTConfig({name}=...)" for name in names]
+
+
 def test_arguments_that_only_hold_together():
     refused = findings(read("from trl import SFTConfig\nSFTConfig(eval_strategy='steps', load_best_model_at_end=True, "
                             "save_strategy='epoch')"))  # fmt: skip

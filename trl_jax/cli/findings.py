@@ -534,7 +534,7 @@ def config_findings(call: Call, meaning: Meaning, config: type) -> Iterator[Find
         if finding.kind != "refused":
             accepted[argument] = value
         yield finding._replace(kind="works", text="") if _ON_ONE_DEVICE in finding.text else finding
-    for argument in arguments.keys() - known_values.keys():
+    for argument in [name for name in arguments if name not in known_values]:  # in the order of the script
         yield _unknown_value_finding(line, name, argument, config)
     combined = try_call(line, f"{name}(...)", partial(deviceless, **{"output_dir": "out"} | accepted))
     if _ON_ONE_DEVICE in combined.text:
