@@ -648,6 +648,9 @@ def test_what_a_script_does_with_its_models_counts_as_in_trl(name, checkpoint, t
 def test_a_reference_that_cannot_be_set_is_refused(config, make):
     trainer = make(**config)
     trainer.ref_model = trainer.ref_model  # no change
+    if trainer.ref_model is not None:
+        with pytest.raises(TypeError, match="ref_model was set to a str; expected a model"):
+            trainer.ref_model = "gpt2"
     with pytest.raises(AttributeError, match="Set beta in the arguments|set beta in the arguments"):
         trainer.ref_model = None if config else trainer.model
 

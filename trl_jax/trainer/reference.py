@@ -14,6 +14,7 @@ from trl_jax.config.base import BaseConfig
 from trl_jax.config.shared import shared
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.pretrained import PreTrainedModel
+from trl_jax.hub.torch_objects import is_torch_model
 from trl_jax.tasks.task import Task
 from trl_jax.trainer.arguments import InitOnlyAttribute, accepting_old_keywords, as_config, check_config, refuse
 from trl_jax.trainer.base_trainer import BaseTrainer
@@ -132,6 +133,7 @@ def set_reference(trainer: Any, ref_model: Any) -> None:
 
     Raises:
         AttributeError: the trainer has no reference model of its own, or `ref_model` is None.
+        TypeError: `ref_model` is not a model.
     """
     if "parts" not in vars(trainer):
         return  # set before super().__init__, which overwrites it, as in TRL
@@ -146,6 +148,11 @@ def set_reference(trainer: Any, ref_model: Any) -> None:
     if current is not None and ref_model is None:
         raise AttributeError("ref_model was set to None, but the steps compute with it. Set beta in the arguments.")
     if current is not None:
+        if not isinstance(ref_model, PreTrainedModel) and not is_torch_model(ref_model):
+            raise TypeError(
+                f"ref_model was set to a {type(ref_model).__name__}; expected a model, as from "
+                "AutoModelForCausalLM.from_pretrained."
+            )
         current.load_state_dict(ref_model.state_dict())
 
 
