@@ -3,10 +3,12 @@ _prepare_dataset, samplers, weight decay, logged numbers, and prediction steps i
 
 from __future__ import annotations
 
+import importlib
+
 import optax
 import pytest
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 import trl_jax
 from compat_tests.parity.reference import BASE
@@ -309,8 +311,8 @@ def test_a_method_that_a_script_sets_on_our_class_is_its_own(checkpoint, tmp_pat
         trl_jax.RewardTrainer(str(checkpoint(**FACTS)), args, train_dataset=table(8))
 
 
-def own_loader(package):
-    class Own(package.SFTTrainer):
+def own_loader(trainer):
+    class Own(trainer):
         batch = CONFIG["per_device_train_batch_size"]
 
         def get_train_dataloader(self):
@@ -329,7 +331,7 @@ def test_a_data_loader_of_torch_gives_rows_and_their_order(checkpoint, tmp_path)
 
     def make(package, out):
         args = package.SFTConfig(str(out), **CONFIG | {"num_train_epochs": 2, "max_steps": -1})
-        return own_loader(package)(model=str(folder), args=args, train_dataset=rows)
+        return own_loader(package.SFTTrainer)(model=str(folder), args=args, train_dataset=rows)
 
     theirs, ours = both(make, tmp_path)
     assert len(logged(ours)) == 4 and logged(ours) == pytest.approx(logged(theirs), abs=1e-5)
@@ -339,6 +341,28 @@ def test_a_data_loader_of_torch_gives_rows_and_their_order(checkpoint, tmp_path)
         ValueError, match="DataLoader with batch_size=3; expected self.args.per_device_train_batch_size, 2"
     ):
         ours.train()
+
+
+@pytest.mark.parametrize("name", ["ORPO", "GKD"])
+def test_a_data_loader_without_a_collator(name, checkpoint, tmp_path):
+    """Our ORPO and GKD trainers have no data_collator."""
+    chat = {"tokenizer": {"chat_template": True}}
+    folder, config = checkpoint(**CAUSAL, **chat), CONFIG | {"max_length": 48}
+    config.pop("pad_to_multiple_of")
+    rows, options = Dataset.from_list(preference_rows(6, "chat_prompt")), {}
+    if name == "GKD":
+        rows, config = Dataset.from_list(text_rows(6, "chat")), config | {"lmbda": 0.0, "beta": 0.3}
+        options["teacher_model"] = str(checkpoint(**CAUSAL | {"num_hidden_layers": 2}, **chat))
+
+    def make(package, out):
+        module = importlib.import_module(f"{package.__name__}.experimental.{name.lower()}")
+        args = getattr(module, f"{name}Config")(str(out), **config)
+        trainer, tokenizer = own_loader(getattr(module, f"{name}Trainer")), AutoTokenizer.from_pretrained(folder)
+        return trainer(model=str(folder), args=args, train_dataset=rows, processing_class=tokenizer, **options)
+
+    theirs, ours = both(make, tmp_path)
+    assert len(logged(ours)) == 2 and min(logged(theirs)) > 1e-3
+    assert logged(ours) == pytest.approx(logged(theirs), rel=1e-4)
 
 
 @pytest.mark.parametrize("count", [6, 5], ids=["full batches", "a short last batch"])

@@ -457,10 +457,12 @@ def in_order_of(
             f"{method} returned a DataLoader over a {type(dataloader.dataset).__qualname__}; expected a "
             "datasets.Dataset, such as self.train_dataset."
         )
+    # Without a collate function, a DataLoader takes torch's default.
+    collate = None if collator is None and _is_default_collate(dataloader.collate_fn) else dataloader.collate_fn
     settings = (
         ("batch_size", dataloader.batch_size, "args.per_device_train_batch_size", args.per_device_train_batch_size),
         ("drop_last", dataloader.drop_last, "args.dataloader_drop_last", args.dataloader_drop_last),
-        ("collate_fn", dataloader.collate_fn, "data_collator", collator),
+        ("collate_fn", collate, "data_collator", collator),
     )
     for name, used, source, value in settings:
         if used is not value and used != value:
@@ -472,6 +474,11 @@ def in_order_of(
     order = SampledOrder(dataloader.sampler, ordered.steps, method, dataloader.generator, prepared(dataloader))
     ordered.steps = ordered.steps.in_order(order)
     return ordered
+
+
+def _is_default_collate(function: Any) -> bool:
+    module = getattr(function, "__module__", "")
+    return module == "torch.utils.data._utils.collate" and function.__name__ == "default_collate"
 
 
 def steps_of(batches: Any, method: str) -> ExampleLoader:
@@ -654,6 +661,14 @@ class GeneratedSteps(abc.ABC):
     @property
     def drop_last(self) -> bool:
         return self.loader.drop_last
+
+    @property
+    def seed(self) -> int:
+        return self.loader.seed
+
+    def in_order(self, order: Callable[[int], np.ndarray]) -> GeneratedSteps:
+        """A copy with a user-defined order: epoch -> row indices."""
+        return replace(self, loader=self.loader.in_order(order))
 
     def with_layout(self, **changes: Any) -> ExampleLoader:
         """The loader of the dataset's own rows, with these fields of the layout replaced."""
