@@ -11,6 +11,7 @@ from compat_tests.effort import usual
 from compat_tests.parity.reference import BASE
 from compat_tests.tiny import text_rows
 from compat_tests.trainer.trainers import FACTS, make, table
+from trl_jax.hub.torch_state import rates_of
 
 torch, trl = pytest.importorskip("torch"), pytest.importorskip("trl")
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
@@ -43,7 +44,7 @@ OPTIMIZERS = {
     "plain": (lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1), None),
     "sgd": (
         lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5, weight_decay=0.1),
-        lambda tx: torch.optim.lr_scheduler.CosineAnnealingLR(tx, 3, eta_min=1e-3),
+        lambda tx: warmup_and_cosine(tx),
     ),
     "adam": (
         lambda model: torch.optim.Adam(model.parameters(), lr=2e-3),
@@ -166,6 +167,43 @@ def test_the_first_step_takes_a_rate_that_is_set_after_the_scheduler_was_made(fo
             found.append((rates.seen, [log["loss"] for log in trainer.state.log_history[:3]]))
         assert [step[-1] for step in found[1][0]] == [pytest.approx(step[-1]) for step in found[0][0]]
         assert found[1][1] == pytest.approx(found[0][1], abs=1e-4)
+
+
+def warmup_and_cosine(tx):
+    parts = [
+        torch.optim.lr_scheduler.LinearLR(tx, 0.1, total_iters=2),
+        torch.optim.lr_scheduler.CosineAnnealingLR(tx, 6, eta_min=1e-3),
+    ]
+    return torch.optim.lr_scheduler.SequentialLR(tx, parts, milestones=[2])
+
+
+def restarts(tx):
+    return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(tx, 2, T_mult=2, eta_min=1e-5)
+
+
+def nested(tx):
+    constant = torch.optim.lr_scheduler.LambdaLR(tx, lambda step: 0.5 + 0.1 * step)
+    parts = [constant, restarts(tx), torch.optim.lr_scheduler.StepLR(tx, 2, 0.5)]
+    return torch.optim.lr_scheduler.SequentialLR(tx, parts, milestones=[2, 8])
+
+
+@pytest.mark.parametrize("schedule_of", [warmup_and_cosine, restarts, nested])
+@pytest.mark.parametrize("done", [0, 2])
+def test_rates_are_those_of_a_scheduler_of_torch(schedule_of, done):
+    """Also of one that has taken steps. Neither it nor its optimizer changes."""
+    parameters = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    tx = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=1e-2)
+    schedule = schedule_of(tx)
+    for _ in range(done):
+        tx.step()
+        schedule.step()
+    rate, theirs = rates_of(schedule, tx), []
+    ours = [rate(step) for step in range(14)]
+    for _ in range(14):
+        theirs.append(tx.param_groups[1]["lr"])
+        tx.step()
+        schedule.step()
+    assert ours == pytest.approx(theirs, rel=1e-12) and len(set(ours)) > 3
 
 
 def by_half(tx):

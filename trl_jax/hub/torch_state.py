@@ -217,14 +217,12 @@ def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
         base, factor, done = float(scheduler.base_lrs[0]), scheduler.lr_lambdas[0], scheduler.last_epoch
         if all(fn is factor for fn in scheduler.lr_lambdas):
             return lambda step: base * factor(done + step) if step else first
-    simple = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"
-    kinds = {getattr(schedulers, name) for name in simple.split()}
-    if type(scheduler) not in kinds or len(set(scheduler.base_lrs)) > 1:
+    if not all(map(_can_be_replayed, _parts_of(scheduler))):
         raise TypeError(
             f"optimizers: the scheduler is a {type(scheduler).__module__}.{type(scheduler).__qualname__}; supported "
             "are transformers' schedules, such as get_cosine_schedule_with_warmup(...), a LambdaLR with one function "
-            f"for all groups, and, if all groups have the same learning rate, {', '.join(simple.split())}. Or pass a "
-            "function of the step, as in optimizers=(optax.adamw(1.0), lambda step: 1e-4)."
+            f"for all groups, and, if all groups have the same learning rate, {', '.join(_REPLAYED)}, and SequentialLR "
+            "of these. Or pass a function of the step, as in optimizers=(optax.adamw(1.0), lambda step: 1e-4)."
         )
     replayed, rates = _with_optimizer_of_its_own(scheduler), [first]
 
@@ -237,6 +235,32 @@ def rates_of(scheduler: Any, optimizer: Any) -> Callable[[int], float]:
         return rates[step]
 
     return rate
+
+
+_REPLAYED = (
+    "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+)  # fmt: skip
+
+
+def _parts_of(scheduler: Any) -> list[Any]:
+    """The schedulers that a SequentialLR consists of; any other scheduler by itself."""
+    from torch.optim import lr_scheduler as schedulers
+
+    if type(scheduler) is not schedulers.SequentialLR:
+        return [scheduler]
+    return [part for child in scheduler._schedulers for part in _parts_of(child)]
+
+
+def _can_be_replayed(scheduler: Any) -> bool:
+    """Whether a scheduler's rates depend on the step only and are the same for all groups."""
+    from torch.optim import lr_scheduler as schedulers
+
+    if len(set(getattr(scheduler, "base_lrs", ()))) > 1:
+        return False
+    if type(scheduler) is schedulers.LambdaLR:
+        return all(function is scheduler.lr_lambdas[0] for function in scheduler.lr_lambdas)
+    return type(scheduler) in {getattr(schedulers, name) for name in _REPLAYED}
 
 
 def _rate_of_first_step(scheduler: Any, optimizer: Any) -> float:
@@ -267,9 +291,17 @@ def _with_optimizer_of_its_own(scheduler: Any) -> Any:
     first = scheduler.optimizer.param_groups[0]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(first["lr"]))
     optimizer.param_groups[0]["initial_lr"] = first["initial_lr"]
-    replayed = copy.copy(scheduler)
-    replayed.optimizer, replayed.base_lrs = optimizer, replayed.base_lrs[:1]
-    return replayed
+
+    def copied(scheduler: Any) -> Any:
+        replayed = copy.copy(scheduler)
+        replayed.optimizer = optimizer
+        for per_group in {"base_lrs", "lr_lambdas"} & vars(replayed).keys():
+            setattr(replayed, per_group, getattr(replayed, per_group)[:1])
+        if "_schedulers" in vars(replayed):
+            replayed._schedulers = list(map(copied, replayed._schedulers))
+        return replayed
+
+    return copied(scheduler)
 
 
 # Data loaders of a script, and their samplers
