@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import textwrap
 from types import SimpleNamespace
 
@@ -373,6 +374,65 @@ def test_a_script_in_torch_is_the_run_of_trl(checkpoint, tmp_path):
     assert groups[0] == groups[1]
 
 
+CHANGING = """
+import torch
+
+class Own(Trainer):
+    def _compute_loss(self, model, inputs):
+        mask = inputs["completion_mask"]
+        lengths = mask.sum(1)
+        weights = lengths / lengths.float().mean()
+        inputs = dict(inputs, advantages=inputs["advantages"] * weights)
+        inputs["completion_mask"] = mask * (torch.arange(mask.size(1)) < 4)
+        loss = super()._compute_loss(model, inputs)
+        self._metrics["train" if self.model.training else "eval"]["own/weight"].append(weights.max().item())
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        full = torch.cat([inputs["prompt_mask"], mask], 1)
+        logps, *_ = self._get_per_token_logps_and_entropies(model, ids, full, mask.size(1))
+        return loss + 0.01 * (logps * mask).sum() / mask.sum() / self.current_gradient_accumulation_steps
+"""
+
+
+class Random(GRPOTrainer):
+    """Changes what super() gets in place, by numbers that are the same in the two calls of a micro-batch."""
+
+    drawn = ()
+
+    def _compute_loss(self, model, inputs):
+        factor = torch.rand(1) + np.random.rand() + random.random()
+        self.drawn = (*self.drawn, factor.item())
+        inputs["advantages"] *= factor
+        return super()._compute_loss(model, inputs)
+
+
+def test_what_super_gets_may_be_random(trained):
+    found = trained(Random, max_steps=2)[0]
+    drawn = found.drawn[-6:]  # of the last three micro-batches
+    assert drawn[::2] == drawn[1::2] and len(set(drawn)) == 3
+    assert all(log["grad_norm"] > 0 for log in found.state.log_history if "grad_norm" in log)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_a_script_in_torch_that_changes_what_super_gets_is_the_run_of_trl(checkpoint, tmp_path, kind):
+    """The advantages and the mask; it also adds to the loss, and logs."""
+    (tmp_path / "script.py").write_text(CHANGING)
+    runs, config = [], BASE | CONFIG | {"max_steps": 3}
+    if kind == "RLOO":
+        config = {name: value for name, value in config.items() if name not in ("loss_type", "delta")}
+    for package in (trl, trl_jax):
+        names = {"Trainer": getattr(package, f"{kind}Trainer"), "__name__": "script"}
+        exec(compile(CHANGING, str(tmp_path / "script.py"), "exec"), names)
+        args = getattr(package, f"{kind}Config")(str(tmp_path / package.__name__), **config)
+        rows = Dataset.from_list(prompt_rows(6))
+        trainer = names["Own"](str(checkpoint(**SMALL)), reward_funcs=length_reward, args=args, train_dataset=rows)
+        trainer.train()
+        trainer.save_model()
+        runs.append((trainer, read_weights(tmp_path / package.__name__)))
+    same(runs[1], runs[0], rtol=1e-4, atol=1e-4)
+    weights = [[log["own/weight"] for log in run[0].state.log_history if "loss" in log] for run in runs]
+    assert weights[1] == pytest.approx(weights[0], rel=1e-5) and len(weights[0]) == 3
+
+
 CALLING = """
 import torch
 import torch.nn.functional as F
@@ -524,8 +584,24 @@ def raises(self, inputs, ids):
     raise KeyError("of the script")
 
 
-def other_advantages(self, inputs, ids):
-    return super(Failing, self)._compute_loss(self.given, inputs | {"advantages": inputs["advantages"] * 2.0})
+def with_advantages(of):
+    def loss(self, inputs, ids):
+        return super(Failing, self)._compute_loss(self.given, inputs | {"advantages": of(self, inputs, ids)})
+
+    return loss
+
+
+def logps_in_torch(self, inputs, ids):
+    return self._get_per_token_logps_and_entropies(self.given, ids, None, inputs["completion_ids"].size(1))[0]
+
+
+def twice(self, inputs, ids):
+    super(Failing, self)._compute_loss(self.given, inputs | {"advantages": 2 * inputs["advantages"]})
+    return super(Failing, self)._compute_loss(self.given, inputs | {"advantages": 3 * inputs["advantages"]})
+
+
+def other_ids(self, inputs, ids):
+    return super(Failing, self)._compute_loss(self.given, inputs | {"completion_ids": 0 * inputs["completion_ids"]})
 
 
 def other_tokens(self, inputs, ids):
@@ -536,11 +612,6 @@ def other_tokens(self, inputs, ids):
 def many_numbers(self, inputs, ids):
     for number in range(33):
         self._metrics["train"][f"number{number}"].append(1.0)
-    return super(Failing, self)._compute_loss(self.given, inputs)
-
-
-def in_place(self, inputs, ids):
-    inputs["advantages"] *= torch.tensor(2.0)
     return super(Failing, self)._compute_loss(self.given, inputs)
 
 
@@ -564,12 +635,18 @@ def test_what_a_loss_in_torch_cannot_do_is_said(checkpoint, tmp_path):
     for chosen, error, words in (
         (lambda self, inputs, ids: self.given(ids).logits.mean(), ValueError, "predict no token of the completion"),
         (raises, KeyError, "of the script"),
+        (other_ids, TypeError, "got another completion_ids than the inputs have. It takes other advantages"),
         (
-            other_advantages,
+            with_advantages(lambda self, inputs, ids: inputs["advantages"][:, None] * inputs["completion_mask"]),
             TypeError,
-            "got another advantages than the inputs have. In torch",
+            r"advantages has the shape \[4, \d+\]; super\(\)._compute_loss takes \[4\]",
         ),
-        (in_place, TypeError, "got another advantages than the inputs have. In torch"),
+        (
+            with_advantages(lambda self, inputs, ids: inputs["advantages"] + logps_in_torch(self, inputs, ids).mean(1)),
+            TypeError,
+            "advantages depends on the parameters",
+        ),
+        (twice, TypeError, "got another advantages than in the method's first call"),
         (backwards, TypeError, r"calls \.backward\(\), which trl_jax does itself"),
         (lambda self, inputs, ids: self.model(ids).logits.mean(), TypeError, "calls self.model, whose outputs"),
         (

@@ -7,10 +7,12 @@ optional, so it is only imported inside functions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import math
+import random
 import re
 import sys
 import tempfile
@@ -250,6 +252,20 @@ def without_gradient() -> Any:
     import torch
 
     return torch.no_grad()
+
+
+@contextlib.contextmanager
+def random_states_unchanged() -> Iterator[None]:
+    """A context that restores the global random generators of torch, NumPy and Python when it ends."""
+    import torch
+
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 # The values of a parameter as a torch tensor

@@ -142,11 +142,11 @@ class CompletionEvaluator:
             sums = jax.tree.map(fetched, self.sums(setup.arrays, batch, **values))
             return sums if setup.completions_loss is None else setup.completions_loss.finish(sums)
 
-        try:
-            return computed()
-        except TraceAgain:
-            self.recompile()
-            return computed()
+        while True:
+            try:
+                return computed()
+            except TraceAgain:
+                self.recompile()
 
 
 # Evaluation and prediction over prepared datasets.

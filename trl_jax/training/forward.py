@@ -28,8 +28,8 @@ LOGITS = "logits"
 
 
 class TraceAgain(BaseException):
-    """A user-defined loss needs logits, which the function that is being traced, or was compiled, does not compute. It
-    will if it is traced again. Not an Exception, which the script may catch."""
+    """A user-defined loss needs values, such as logits, which the function that is being traced, or was compiled, does
+    not compute. It will if it is traced again. Not an Exception, which the script may catch."""
 
 
 class Forward:

@@ -250,11 +250,12 @@ class TrainStep:
         """Run the step on a batch: update the model's parameters, and return the step's metrics."""
         setup = self._setup
         key = None if self._key is None else jax.random.fold_in(self._key, setup.state.global_step)
-        try:
-            metrics = self._computed(batch, np.float32(rate), key)
-        except TraceAgain:  # the loss was NaN, so the step has changed nothing
-            self.recompile(self._tx)
-            metrics = self._computed(batch, np.float32(rate), key)
+        metrics = None
+        while metrics is None:
+            try:
+                metrics = self._computed(batch, np.float32(rate), key)
+            except TraceAgain:  # the loss was NaN, so the step has changed nothing
+                self.recompile(self._tx)
         self._compilation.done(batch.arrays.tokens.shape)
         if setup.reference is not None and setup.reference.moves_after(setup.state.global_step + 1):
             # A schedule-free optimizer takes gradients at other points than its averages (the model's params).

@@ -7,6 +7,8 @@ it calls the model, the step is traced again, and computes the logits of the com
 
 - A loss in jax.numpy is traced, with a `CompletionsPass`.
 - A loss in torch is called back by the compiled step (`TorchCalls`), with a `TorchPass`, and also returns its gradient.
+  If it changes what it passes to `super()`, it is called twice: first up to that call, to learn the inputs of the
+  task's loss, which JAX computes before the second call.
 
 The trainer's methods that such a loss may call (`super()._compute_loss`, `_get_per_token_logps_and_entropies`, ...) ask
 the `current` pass.
@@ -65,9 +67,11 @@ class UserCompletionsLoss:
 
     current: the pass that is being traced, or computed in torch; None outside.
     needs_logits: whether the script was found to call the model.
+    changed_inputs: names of inputs that a script in torch was found to change for `super()`.
     """
 
     needs_logits = False
+    changed_inputs: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -160,6 +164,16 @@ class UserCompletionsLoss:
             f"each micro-batch of a device, {4 * math.prod(shape) / 2**20:,.1f} MiB, and as much for their gradient.",
         )
         self.needs_logits = True
+
+    def need_inputs(self, names: frozenset[str]) -> None:
+        """Learn these inputs of `super()` in a first call of a loss in torch, from the next trace on."""
+        tell(
+            self.setup().progress.printed,
+            "inputs of super()",
+            f"_compute_loss passes other {', '.join(sorted(names))} to super(), so the step calls it twice for each "
+            "micro-batch: first up to super(), then as a whole.",
+        )
+        self.changed_inputs |= names
 
     def with_rows(
         self, arrays: Batch, micro_batches: Sequence[Sequence[ScoredCompletion]], generations: Sequence[Experience]
@@ -355,19 +369,15 @@ class CompletionsPass:
         logits = jnp.where(same, self._by_row(self._outputs[LOGITS]), jnp.nan)[:, first:]
         return jnp.pad(logits, ((0, 0), (before, 1), (0, 0)), constant_values=jnp.nan)
 
-    def parts(self) -> tuple[dict[str, jax.Array], str | None]:
-        """The differentiable values that a loss may use: `logps` and `entropy` `[B, C]` and, if available, `aux_loss`,
-        the task's `loss` and `logits` `[B, C, V]`; and the reason if the task's loss is missing."""
-        options, refusal = {"entropy": True, "aux_loss": AUX_LOSS in self._outputs}, None
+    def of_model(self) -> dict[str, jax.Array]:
+        """The differentiable values that a loss may use: `logps` and `entropy` `[B, C]` and, if available, `aux_loss`
+        and `logits` `[B, C, V]`."""
+        options = {"entropy": True, "aux_loss": AUX_LOSS in self._outputs}
         logps = self.logps(self.model, self._ids, self._num_positions, **options)
-        parts = dict(zip(("logps", "entropy", "aux_loss"), logps, strict=True))
-        try:
-            parts["loss"] = self.default_loss(self.inputs)
-        except TypeError as error:
-            refusal = str(error)
+        values = dict(zip(("logps", "entropy", "aux_loss"), logps, strict=True))
         if LOGITS in self._outputs:
-            parts[LOGITS] = self._by_row(self._outputs[LOGITS])
-        return {name: part for name, part in parts.items() if part is not None}, refusal
+            values[LOGITS] = self._by_row(self._outputs[LOGITS])
+        return {name: value for name, value in values.items() if value is not None}
 
     def only_where(self, used: jax.Array) -> CompletionsPass:
         """The pass with outputs that get a gradient only if `used`: an unused loss may have infinite derivatives, and
@@ -416,11 +426,7 @@ class CompletionsPass:
                     generated_tokens=inputs["num_items_in_batch"],
                     part=part,
                 )
-        if altered := sorted(changed - {"advantages", "old_logps", "completion_mask", *TRL_LOGPS}):
-            raise TypeError(
-                f"super()._compute_loss got another {', '.join(altered)} than the inputs have. It takes other "
-                "advantages, log-probabilities and another completion_mask; write the rest in the method itself."
-            )
+        check_replaceable(changed)
         loss, sums = task.loss(self._outputs, batch._replace(extras=Extras(example, batch.extras.text, read)))
         if self._setup.router_aux_loss_coef:
             loss, sums = with_aux_loss(loss, sums, self._outputs[AUX_LOSS], batch, self._setup.router_aux_loss_coef)
@@ -431,6 +437,15 @@ class CompletionsPass:
         """Sums over micro-batches `[M]`: the task's, if its loss was computed, and those of the script's metrics."""
         members = jnp.any(jnp.atleast_2d(self._batch.micro_batch) & (self._batch.weight > 0), axis=-1)
         return (self.default_sums or {}) | user_sums(self.metrics, members)
+
+
+def check_replaceable(names: set[str]) -> None:
+    """Raise TypeError if `super()._compute_loss` does not take other values for all of these inputs."""
+    if altered := sorted(names - {"advantages", "old_logps", "completion_mask", *TRL_LOGPS}):
+        raise TypeError(
+            f"super()._compute_loss got another {', '.join(altered)} than the inputs have. It takes other "
+            "advantages, log-probabilities and another completion_mask; write the rest in the method itself."
+        )
 
 
 def check_asked(model_of_pass: Any, model: Any, ids: Any, input_ids: Any, completion: int, logits_to_keep: int) -> None:
@@ -526,6 +541,24 @@ class PolicyInPass:
 SLOTS = 32  # maximum number of metrics that such a loss may log: a compiled step has a fixed number of outputs
 
 
+class ChangesInputs(TraceAgain):
+    """The loss passes other values of the inputs `names` to `super()` than it got, and the step has not asked for them
+    before. It will if it is traced again."""
+
+    def __init__(self, names: frozenset[str]):
+        super().__init__()
+        self.names = names
+
+
+class _Reached(BaseException):
+    """A loss that is called to learn what it passes to `super()` got there, with these inputs. Not an Exception, which
+    the script may catch."""
+
+    def __init__(self, inputs: dict[str, Any]):
+        super().__init__()
+        self.inputs = inputs
+
+
 class TorchCalls:
     """Calls a loss in torch from within the compiled step. The script gets log-probabilities and entropies as tensors
     that require gradients, and JAX continues the backward pass from their gradients."""
@@ -541,69 +574,97 @@ class TorchCalls:
 
     def __call__(self, of_pass: CompletionsPass) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Trace a call of the script's loss. Returns the loss of the pass, and sums over micro-batches."""
-        leaves, refusal = of_pass.parts()
+        leaves, refusal = of_pass.of_model(), None
         if LOGITS in leaves:
             check_threads(self._owner.setup())
-        numbers = {"micro_batches": jnp.asarray(of_pass.micro_batches), "real": of_pass.real}
-        others = {"inputs": of_pass.inputs, "widths": of_pass.widths} | numbers
-        results = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, jnp.float32),
-            (jnp.zeros(()), leaves, jnp.zeros(SLOTS)),
-        )
-
-        def call(leaves: dict[str, Any], others: dict[str, Any]) -> tuple:
-            return self._call(leaves, others, refusal, results)
-
-        def of_device(*arrays: Any) -> tuple:
-            return jax.pure_callback(call, results, *arrays)
-
-        everywhere = PartitionSpec()  # replicated on all devices over which XLA partitions matrix products
-        called = on_each_device(of_device, everywhere, everywhere)
-        loss, gradients, logged = called(jax.lax.stop_gradient(leaves), others)
+        others = {"inputs": of_pass.inputs, "widths": of_pass.widths, "real": of_pass.real}
+        others["micro_batches"] = jnp.asarray(of_pass.micro_batches)
+        changed = {name: of_pass.inputs[name] for name in self._owner.changed_inputs & of_pass.inputs.keys()}
+        if changed:
+            changed = _called_back(self._changed_inputs, _float32(changed), leaves, others)
+        try:
+            leaves["loss"] = of_pass.default_loss(of_pass.inputs | changed)
+        except TypeError as error:
+            refusal = str(error)
+        results = _float32((jnp.zeros(()), leaves, jnp.zeros(SLOTS)))
+        others["changed"] = changed
+        loss, gradients, logged = _called_back(partial(self._call, refusal=refusal), results, leaves, others)
         of_pass.metrics |= {f"{number}": [logged[number]] for number in range(SLOTS)}
         self._task_sums |= set(of_pass.default_sums or ())
         sums = of_pass.sums()
         if "loss" in leaves:
             used = of_pass.only_where(gradients["loss"] != 0)
-            leaves["loss"] = used.default_loss(used.inputs)
+            leaves["loss"] = used.default_loss(used.inputs | changed)
         return _continued(loss, leaves, gradients), sums
 
-    def _call(self, leaves: dict, others: dict, refusal: str | None, results: Any) -> tuple:
-        """The loss, its gradients with respect to the leaves, and the numbers that the script logs, NaN in free slots.
+    def _changed_inputs(self, results: Any, leaves: dict, others: dict) -> dict[str, np.ndarray]:
+        """The inputs with the names in `results` that the script passes to `super()`, from a call that ends there."""
+        inputs = {name: np.array(others["inputs"][name], np.float32) for name in results}
 
-        An error is stored for `finished`: raised here, it would become a long message of the XLA runtime.
-        """
+        def learned() -> dict[str, np.ndarray]:
+            of_pass = self._pass(leaves, others, None, learns=True)
+            try:
+                with torch_bridge.random_states_unchanged():
+                    self._loss(of_pass)
+            except _Reached as reached:
+                for name in inputs.keys() & reached.inputs.keys():
+                    passed = reached.inputs[name]
+                    inputs[name][tuple(map(slice, passed.shape))] = passed
+            return inputs
+
+        return self._stored(learned, results, leaves) if others["real"] else inputs
+
+    def _call(self, results: Any, leaves: dict, others: dict, *, refusal: str | None) -> tuple:
+        """The loss, its gradients with respect to the leaves, and the numbers that the script logs, NaN in free
+        slots."""
+        if not others["real"]:  # the last step of an epoch may have fewer passes than others
+            return (*_filled(results[:2], 0), *_filled(results[2:], np.nan))
+        return self._stored(partial(self._computed, leaves, others, refusal), results, leaves)
+
+    def _stored(self, compute: Callable[[], Any], results: Any, leaves: dict) -> Any:
+        """What `compute` returns, or NaN if it raised an error, now or before in this step. The error is stored for
+        `finished`: raised here, it would become a long message of the XLA runtime."""
         with self._lock:
             try:
-                if self._error is not None:
-                    return _filled(results, np.nan)
-                if not others["real"]:  # the last step of an epoch may have fewer passes than others
-                    return (*_filled(results[:2], 0), *_filled(results[2:], np.nan))
-                return self._computed(jax.tree.map(np.asarray, leaves), others, refusal)
+                if self._error is None:
+                    return compute()
+            except ChangesInputs as error:
+                self._owner.need_inputs(error.names)
+                self._error = error
             except TraceAgain as error:
                 self._owner.need_logits(leaves["logps"].shape)
                 self._error = error
-                return _filled(results, np.nan)
             except Exception as error:
                 self._error = error
-                return _filled(results, np.nan)
             finally:
                 self._owner.current = None
+            return _filled(results, np.nan)
+
+    def _pass(self, leaves: dict, others: dict, refusal: str | None, *, learns: bool = False) -> TorchPass:
+        """The pass with TRL's widths: the step's are rounded up."""
+        arrays, (prompt, completion) = jax.tree.map(np.asarray, others["inputs"]), map(int, others["widths"])
+        length = arrays["completion_ids"].shape[1]
+        arrays, leaves, changed = (
+            {name: _cut(name, np.asarray(values), prompt, completion, length) for name, values in of_kind.items()}
+            for of_kind in (arrays, leaves, others.get("changed", {}))
+        )
+        micro_batches = int(others["micro_batches"])
+        return TorchPass(self._owner.setup().model, arrays, leaves, changed, micro_batches, refusal, learns=learns)
+
+    def _loss(self, of_pass: TorchPass) -> Any:
+        self._owner.current = of_pass
+        evaluates = contextlib.nullcontext() if self._owner.setup().model.training else torch_bridge.without_gradient()
+        with self._owner.parameters_refused(), evaluates:
+            return torch_scalar(self._owner.name, self._owner.compute_loss(of_pass.model, of_pass.inputs))
 
     def _computed(self, leaves: dict, others: dict, refusal: str | None) -> tuple:
-        setup = self._owner.setup()
-        arrays, (prompt, completion) = jax.tree.map(np.asarray, others["inputs"]), map(int, others["widths"])
-        whole, length = leaves, arrays["completion_ids"].shape[1]  # the step's length is rounded up; TRL's is not
-        arrays = {name: _cut(name, values, prompt, completion, length) for name, values in arrays.items()}
-        leaves = {name: _cut(name, values, prompt, completion, length) for name, values in whole.items()}
-        self._owner.current = of_pass = TorchPass(setup.model, arrays, leaves, int(others["micro_batches"]), refusal)
-        evaluates = contextlib.nullcontext() if setup.model.training else torch_bridge.without_gradient()
-        with self._owner.parameters_refused(), evaluates:
-            loss = torch_scalar(self._owner.name, self._owner.compute_loss(of_pass.model, of_pass.inputs))
+        setup, whole = self._owner.setup(), jax.tree.map(np.asarray, leaves)
+        of_pass = self._pass(leaves, others, refusal)
+        loss = self._loss(of_pass)
         check_bonus(setup, asked=of_pass.asked)
         self._was_finite |= np.isfinite(loss.item())
-        counts = arrays["completion_mask"].any()  # without a token that counts, a mean is NaN
-        if of_pass.gave_logits and counts and not self._was_finite and np.isfinite(leaves[LOGITS]).all():
+        counts = np.any(others["inputs"]["completion_mask"])  # without a token that counts, a mean is NaN
+        if of_pass.gave_logits and counts and not self._was_finite and np.isfinite(whole[LOGITS]).all():
             raise ValueError(
                 "The trainer's own loss is not finite, although all logits of completions are. It may read positions "
                 "that predict no token of the completion, where model(...) gives NaN. Select logits[:, -C - 1 : -1] "
@@ -663,6 +724,20 @@ def check_threads(setup: Setup) -> None:
         )
 
 
+def _called_back(function: Callable, results: Any, leaves: dict, others: dict) -> Any:
+    """Call `function(results, leaves, others)` on the host, once per device. Returns arrays as `results` describes."""
+
+    def of_device(*arrays: Any) -> Any:
+        return jax.pure_callback(partial(function, results), results, *arrays)
+
+    everywhere = PartitionSpec()  # replicated on all devices over which XLA partitions matrix products
+    return on_each_device(of_device, everywhere, everywhere)(jax.lax.stop_gradient(leaves), others)
+
+
+def _float32(arrays: Any) -> Any:
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, jnp.float32), arrays)
+
+
 def _filled(results: Any, value: float) -> Any:
     """Arrays with the shapes of `results`, filled with this value."""
     return jax.tree.map(lambda result: np.full(result.shape, value, np.float32), results)
@@ -681,16 +756,28 @@ class TorchPass:
     asked: whether the script called `super()`. gave_logits: whether it called the model.
     """
 
-    def __init__(self, model: Any, arrays: dict, leaves: dict, micro_batches: int, refusal: str | None):
+    def __init__(
+        self,
+        model: Any,
+        arrays: dict,
+        leaves: dict,
+        changed: dict,
+        micro_batches: int,
+        refusal: str | None,
+        *,
+        learns: bool = False,
+    ):
         """
         Args:
             model: the policy.
-            leaves: what has gradients; see `CompletionsPass.parts`.
+            leaves: what has gradients: `CompletionsPass.of_model`, and the task's loss.
+            changed: the inputs of the task's loss that differ from `arrays`, by the script's first call.
             refusal: why the task's loss is not available.
+            learns: whether this is the first call, which ends with `_Reached` in `super()`.
         """
         self.model = PolicyInPass(model, self)
         self.inputs, self.micro_batches = torch_bridge.batch_tensors(arrays), micro_batches
-        self._arrays, self._refusal = arrays, refusal
+        self._arrays, self._changed, self._refusal, self._learns = arrays, changed, refusal, learns
         self._ids = np.concatenate([arrays["prompt_ids"], arrays["completion_ids"]], axis=1)
         self.asked = self.gave_logits = False
         self._leaves = torch_bridge.as_leaves(leaves)[0]
@@ -749,18 +836,47 @@ class TorchPass:
     def default_loss(self, inputs: dict[str, Any]) -> Any:
         """The task's loss of the micro-batch, scaled as in TRL.
 
+        Args:
+            inputs: the pass's; a script may have changed the advantages, the log-probabilities and the mask.
+
         Raises:
-            TypeError: the inputs were changed.
+            TypeError: something else was changed, or these depend on the parameters or on anything but the inputs.
+            ChangesInputs: the task's loss of the changed inputs has not been computed.
         """
+        changed = set(other_values(inputs, self._arrays))
+        check_replaceable(changed)
+        self._check_changed(inputs, changed)
+        arrays = {
+            name: np.asarray(torch_bridge.as_arrays(inputs[name])) for name in self._arrays.keys() & inputs.keys()
+        }
+        if self._learns:
+            raise _Reached(arrays)
+        if changed - self._changed.keys():
+            raise ChangesInputs(frozenset(changed))
         if self._refusal is not None:
             raise TypeError(self._refusal)
-        if changed := other_values(inputs, self._arrays):
+        arrays |= {name: arrays[name].astype(np.float32) for name in self._changed.keys() & arrays.keys()}
+        if others := other_values(arrays, self._arrays | self._changed):
             raise TypeError(
-                f"super()._compute_loss got another {', '.join(changed)} than the inputs have. In torch it takes them "
-                "unmodified: write the loss in jax.numpy, or change them in _generate_and_score_completions."
+                f"super()._compute_loss got another {', '.join(others)} than in the method's first call. A method that "
+                "changes inputs is called twice for each micro-batch, so what it passes to super() may only depend on "
+                "them, and it may call super() once. Or write the loss in jax.numpy."
             )
         self.asked = True
         return self._leaves["loss"].clone()
+
+    def _check_changed(self, inputs: dict[str, Any], changed: set[str]) -> None:
+        for name in sorted(changed):
+            if np.shape(inputs[name]) != self._arrays[name].shape:
+                raise TypeError(
+                    f"{name} has the shape {list(np.shape(inputs[name]))}; super()._compute_loss takes "
+                    f"{list(self._arrays[name].shape)}. Write the loss of other shapes in the method itself."
+                )
+            if getattr(inputs[name], "requires_grad", False):
+                raise TypeError(
+                    f"{name} depends on the parameters, and super()._compute_loss takes it as a constant. Pass "
+                    f"{name}.detach(), or write the loss in the method itself."
+                )
 
     def gradients(self, loss: Any) -> dict[str, np.ndarray]:
         """The derivatives of the loss with respect to the leaves."""
