@@ -222,9 +222,8 @@ def test_every_screen_has_something_to_look_at(page):
         assert plain <= 30 or page.name == "api.md", f"{page.name} is nothing but text up to line {number}"
 
 
-FILES = {
-    str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if not path.relative_to(ROOT).parts[0].startswith(".")
-}
+FOLDERS = ("trl_jax", "compat_tests", "benchmarks", "examples", "docs")
+FILES = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 PACKAGE = {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in FILES if path.startswith("trl_jax/")}
 
 
