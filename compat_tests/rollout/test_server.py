@@ -347,6 +347,7 @@ def test_a_rollout_func_of_rloo_and_distillation(make, folder, turns):
         make([], None, "Distillation", more | {"rollout_func": turns, "tools": [len]})
 
 
+@only_thorough
 def test_replayed_completions_distill_as_those_of_this_process(serve, make, checkpoint, turns):
     teacher = {"teacher_model": str(checkpoint(**SMALL | {"num_hidden_layers": 2}))}
     own = make([], None, "Distillation", teacher | {"rollout_func": turns}, max_steps=3, logging_steps=1)
@@ -387,6 +388,7 @@ def ran(*command):
     return process, said
 
 
+@only_thorough
 def test_a_script_in_the_manner_of_trl_runs_unmodified(serve, folder, tmp_path):
     stub, script = serve(), tmp_path / "script.py"
     script.write_text(SCRIPT.format(out=str(tmp_path / "out"), port=stub.port, model=str(folder)))
@@ -517,7 +519,7 @@ def reached(stub, moment, path):
 # The timeouts are 5 s because the stub runs in this process and does not answer while a program compiles.
 
 
-@usual("dies-completing", "dies-pushing", "hangs-completing")
+@usual("dies-pushing", "hangs-completing")
 @pytest.mark.parametrize("moment", ["completing", "pushing"])
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_server_that_dies_or_hangs_ends_the_run_within_the_timeout(how, moment, serve, make, tmp_path):
@@ -540,7 +542,7 @@ def test_a_server_that_dies_or_hangs_ends_the_run_within_the_timeout(how, moment
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("moment", ["completing", "pushing"])
+@pytest.mark.parametrize("moment", [thorough("completing"), "pushing"])
 def test_a_server_that_is_restarted_gets_the_weights(moment, serve, make):
     """The run goes on with the completions of a server that was not restarted."""
     make([serve()], recorder(seen := []), logging_steps=1).train()
@@ -618,7 +620,7 @@ def test_a_server_that_is_down_is_named_within_the_timeout(serve, make):
 
 
 @pytest.mark.parametrize("steps", [{"steps_per_generation": 1}, thorough({"generate_ahead": True})])
-@pytest.mark.parametrize("dies_at", [3, 5])  # within the first epoch, and at the start of the second
+@pytest.mark.parametrize("dies_at", [thorough(3), 5])  # within the first epoch, and at the start of the second
 def test_a_run_whose_server_dies_is_resumed(serve, make, tmp_path, steps, dies_at):
     """With the completions and losses of an undisturbed run. The checkpoint is that of the last finished step."""
     config = {

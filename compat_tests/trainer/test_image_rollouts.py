@@ -233,6 +233,7 @@ def test_a_picture_is_sent_to_a_server_once_for_its_completions(llava, tmp_path,
     assert len(encoded) == 2 == len([path for path, _ in stub.seen if path.endswith("render")])
 
 
+@only_thorough
 def test_servers_generate_ahead_of_a_frozen_tower_and_a_run_resumes(llava, tmp_path):
     """The server replays the same completions at any time, so generating ahead changes no number."""
     stub = StubServer(llava)
@@ -347,6 +348,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(where, last, llava, tm
     assert [entry["loss"] for entry in again] == [entry["loss"] for entry in entries]
 
 
+@only_thorough
 def test_images_in_messages_equal_a_column(llava, tmp_path):
     column = [row for row in prompts() if row["images"]]
     inside = [

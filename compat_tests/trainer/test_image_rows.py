@@ -179,6 +179,7 @@ def test_losses_of_other_models_are_trls(name, kind, tmp_path, monkeypatch):
             assert own[entry] == pytest.approx(their[entry], rel=2e-4, abs=limit), entry
 
 
+@only_thorough
 def test_layouts_have_the_same_numbers(llava, tmp_path):
     losses = {}
     for layout in ("padded", "packed", "shared"):
@@ -243,6 +244,7 @@ def test_a_trained_tower_is_computed_for_the_policy_and_for_the_reference(layout
     assert ran == [2, 2]
 
 
+@only_thorough
 def test_recomputing_the_layers_of_the_tower_changes_nothing(llava, tmp_path):
     found = []
     for options in ({}, {"gradient_checkpointing": True, "remat_policy": "nothing_saveable"}):

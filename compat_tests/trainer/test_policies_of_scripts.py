@@ -260,7 +260,7 @@ SET_IN_STEPS = {  # what a callback sets before each step
 }
 
 
-@usual("GRPO loss", "RLOO")
+@usual("GRPO loss")
 @pytest.mark.parametrize("name", SET_IN_STEPS)
 def test_what_a_callback_sets_counts_from_this_step_on(name, checkpoint, tmp_path):
     trl, changes, found = pytest.importorskip("trl"), SET_IN_STEPS[name], []
