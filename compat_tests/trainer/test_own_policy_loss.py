@@ -23,7 +23,7 @@ from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE, read_weights
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.trainer.rloo_trainer import RLOOTrainer
-from trl_jax.training.user_completions_loss import UserCompletionsLoss, check_threads
+from trl_jax.training.user_completions_loss import UserCompletionsLoss, check_mask, check_threads
 from trl_jax.training.user_loss_errors import found_in_torch
 
 CONFIG = {
@@ -393,6 +393,32 @@ class Own(Trainer):
 """
 
 
+OTHERS = """
+import torch
+
+class Own(Trainer):
+    def _compute_loss(self, model, inputs):
+        inputs = inputs | {"old_per_token_logps": inputs["old_per_token_logps"] - 0.1}
+        if self.state.global_step != 1:
+            inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] * 1.1
+        seen = torch.ones_like(inputs["completion_mask"])
+        seen[:, 1] = 0
+        return super()._compute_loss(model, inputs | {"tool_mask": seen})
+"""
+
+
+def test_a_mask_that_super_takes_has_fewer_tokens_at_the_end():
+    given, last = np.array([[1, 1, 1, 0], [1, 0, 1, 1]]), np.array([[1, 1, 0, 0], [1, 0, 0, 0]])
+    for mask in (given, last, 0 * last):
+        check_mask(mask, mask, given, tool_mask=True)
+    with pytest.raises(TypeError, match="is 1 for tokens that do not count in the inputs, such as padding"):
+        check_mask(0 * given + 1, given, given, tool_mask=True)
+    first = np.array([[0, 1, 1, 0], [0, 0, 0, 0]])
+    with pytest.raises(TypeError, match=r"would also hide this token from them.* Write the loss in the method itself"):
+        check_mask(first, first, given, tool_mask=False)
+    check_mask(given, first, given, tool_mask=True)
+
+
 class Random(GRPOTrainer):
     """Changes what super() gets in place, by numbers that are the same in the two calls of a micro-batch."""
 
@@ -412,16 +438,16 @@ def test_what_super_gets_may_be_random(trained):
     assert all(log["grad_norm"] > 0 for log in found.state.log_history if "grad_norm" in log)
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_a_script_in_torch_that_changes_what_super_gets_is_the_run_of_trl(checkpoint, tmp_path, kind):
-    """The advantages and the mask; it also adds to the loss, and logs."""
-    (tmp_path / "script.py").write_text(CHANGING)
-    runs, config = [], BASE | CONFIG | {"max_steps": 3}
+@pytest.mark.parametrize("kind, script", [("GRPO", CHANGING), ("RLOO", CHANGING), ("GRPO", OTHERS)])
+def test_a_script_in_torch_that_changes_what_super_gets_is_the_run_of_trl(checkpoint, tmp_path, kind, script):
+    """The advantages and the mask; it also adds to the loss, and logs. Or log-probabilities, and it adds a mask."""
+    (tmp_path / "script.py").write_text(script)
+    runs, config = [], BASE | CONFIG | {"max_steps": 3} | ({"beta": 0.1} if script is OTHERS else {})
     if kind == "RLOO":
         config = {name: value for name, value in config.items() if name not in ("loss_type", "delta")}
     for package in (trl, trl_jax):
         names = {"Trainer": getattr(package, f"{kind}Trainer"), "__name__": "script"}
-        exec(compile(CHANGING, str(tmp_path / "script.py"), "exec"), names)
+        exec(compile(script, str(tmp_path / "script.py"), "exec"), names)
         args = getattr(package, f"{kind}Config")(str(tmp_path / package.__name__), **config)
         rows = Dataset.from_list(prompt_rows(6))
         trainer = names["Own"](str(checkpoint(**SMALL)), reward_funcs=length_reward, args=args, train_dataset=rows)
@@ -429,8 +455,9 @@ def test_a_script_in_torch_that_changes_what_super_gets_is_the_run_of_trl(checkp
         trainer.save_model()
         runs.append((trainer, read_weights(tmp_path / package.__name__)))
     same(runs[1], runs[0], rtol=1e-4, atol=1e-4)
-    weights = [[log["own/weight"] for log in run[0].state.log_history if "loss" in log] for run in runs]
-    assert weights[1] == pytest.approx(weights[0], rel=1e-5) and len(weights[0]) == 3
+    name = "kl" if script is OTHERS else "own/weight"
+    weights = [[log[name] for log in run[0].state.log_history if "loss" in log] for run in runs]
+    assert weights[1] == pytest.approx(weights[0], rel=1e-4 if script is OTHERS else 1e-5) and len(weights[0]) == 3
 
 
 CALLING = """
@@ -591,6 +618,19 @@ def with_advantages(of):
     return loss
 
 
+def with_mask(of):
+    def loss(self, inputs, ids):
+        mask = of(inputs["completion_mask"].clone())
+        return super(Failing, self)._compute_loss(self.given, inputs | {"completion_mask": mask})
+
+    return loss
+
+
+def with_old(self, inputs, ids):
+    old = logps_in_torch(self, inputs, ids).detach()
+    return super(Failing, self)._compute_loss(self.given, inputs | {"old_per_token_logps": old})
+
+
 def logps_in_torch(self, inputs, ids):
     return self._get_per_token_logps_and_entropies(self.given, ids, None, inputs["completion_ids"].size(1))[0]
 
@@ -646,6 +686,9 @@ def test_what_a_loss_in_torch_cannot_do_is_said(checkpoint, tmp_path):
             TypeError,
             "advantages depends on the parameters",
         ),
+        (with_mask(lambda mask: torch.mul(mask, 0.5)), TypeError, "takes no weights of tokens"),
+        (with_mask(lambda mask: mask.index_fill(1, torch.tensor(1), 0)), TypeError, r"pass 0 in inputs\['tool_mask'\]"),
+        (with_old, TypeError, "got old_per_token_logps, which the inputs do not have"),
         (twice, TypeError, "got another advantages than in the method's first call"),
         (backwards, TypeError, r"calls \.backward\(\), which trl_jax does itself"),
         (lambda self, inputs, ids: self.model(ids).logits.mean(), TypeError, "calls self.model, whose outputs"),

@@ -395,12 +395,15 @@ class CompletionsPass:
         """The task's loss of the micro-batch, scaled as in TRL.
 
         Args:
-            inputs: the pass's; a script may have replaced the advantages, the log-probabilities and the mask.
+            inputs: the pass's; a script may have replaced the advantages, the log-probabilities and the mask, or have
+                added a `tool_mask`. A mask with other tokens than the pass has, or with weights, gives NaN.
 
         Raises:
             TypeError: something else was replaced.
         """
         batch, task = self._batch, self._setup.task
+        check_names(inputs, self._given)
+        inputs = with_tool_mask(inputs)
         changed = {name for name in inputs if name in self._given and inputs[name] is not self._given[name]}
         changed |= batch.completions.extras.keys() & {"advantages"}  # per token
         example, read = dict(batch.extras.example), dict(batch.extras.read)
@@ -413,8 +416,13 @@ class CompletionsPass:
                         f"each completion, {list(batch.weight.shape)}. Write the loss of tokens in the method itself."
                     )
         read |= {key: self._by_read(inputs[name], name) for name, key in TRL_LOGPS.items() if name in changed}
+        if "ref_per_token_logps" in changed:
+            example["at_reference"] = jnp.zeros_like(example["at_reference"])
+        valid = jnp.array(True)
         if "completion_mask" in changed:
-            counts = self._by_read(jnp.asarray(inputs["completion_mask"], jnp.float32), "completion_mask") > 0
+            mask = jnp.asarray(inputs["completion_mask"], jnp.float32)
+            counts = self._by_read(mask, "completion_mask") > 0
+            valid = jnp.all((mask == 0) | (mask == 1) & (self._given["completion_mask"] > 0))
             batch = batch._replace(text=jnp.where(counts, batch.text, len(batch.weight)))
             if "token_weight" in example:
                 lengths = of_texts(jnp.ones(len(batch.text)), batch.text, len(batch.weight))
@@ -431,7 +439,7 @@ class CompletionsPass:
         if self._setup.router_aux_loss_coef:
             loss, sums = with_aux_loss(loss, sums, self._outputs[AUX_LOSS], batch, self._setup.router_aux_loss_coef)
         self.default_sums = sums
-        return loss / self._share
+        return jnp.where(valid, loss / self._share, jnp.nan)
 
     def sums(self) -> dict[str, jax.Array]:
         """Sums over micro-batches `[M]`: the task's, if its loss was computed, and those of the script's metrics."""
@@ -445,6 +453,59 @@ def check_replaceable(names: set[str]) -> None:
         raise TypeError(
             f"super()._compute_loss got another {', '.join(altered)} than the inputs have. It takes other "
             "advantages, log-probabilities and another completion_mask; write the rest in the method itself."
+        )
+
+
+def check_names(inputs: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise TypeError if a script adds an input to those that it got, or removes one, that TRL's loss reads."""
+    names = {name for name, value in inputs.items() if value is not None}
+    added = (names - given.keys()) & (TRL_LOGPS.keys() - {"ref_per_token_logps"})  # which only beta makes TRL read
+    removed = (given.keys() - names) & {"advantages", "old_logps", *TRL_LOGPS}
+    for altered, words in ((added, "which the inputs do not have"), (removed, "which the inputs have")):
+        if altered:
+            raise TypeError(
+                f"super()._compute_loss got {'' if altered is added else 'no '}{', '.join(sorted(altered))}, {words}. "
+                "It takes other values of the same names; write the rest in the method itself."
+            )
+
+
+def with_tool_mask(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs without a `tool_mask`, which the script may add: it becomes part of `completion_mask`. As in TRL, only
+    GRPO reads it."""
+    others = {name: value for name, value in inputs.items() if name != "tool_mask"}
+    if "tool_mask" in inputs and "old_logps" not in inputs:
+        others["completion_mask"] = inputs["completion_mask"] * inputs["tool_mask"]
+    return others
+
+
+def check_mask(mask: np.ndarray, counts: np.ndarray, given: np.ndarray, *, tool_mask: bool) -> None:
+    """Raise TypeError if `super()._compute_loss` does not take a script's `completion_mask`, `[B, C]`.
+
+    Args:
+        counts: the mask and the script's `tool_mask`, multiplied.
+        given: the pass's mask.
+        tool_mask: whether the task's loss takes one.
+    """
+    if np.any((mask != 0) & (mask != 1)):
+        raise TypeError(
+            "completion_mask has other values than 0 and 1, and super()._compute_loss takes no weights of tokens. "
+            "Write the loss in the method itself."
+        )
+    if np.any(mask > given):
+        raise TypeError(
+            "completion_mask is 1 for tokens that do not count in the inputs, such as padding. super()._compute_loss "
+            "takes masks with fewer tokens only."
+        )
+    later = counts[:, ::-1].cumsum(axis=1)[:, ::-1] - counts
+    if np.any((mask < given) & (later > 0)):
+        raise TypeError(
+            "completion_mask is 0 for a token before others that count. In super()._compute_loss, it would also hide "
+            "this token from them, but the step has already run the model. "
+            + (
+                "To leave the token out of the loss only, pass 0 in inputs['tool_mask'], not in completion_mask."
+                if tool_mask
+                else "Write the loss in the method itself, or write it in jax.numpy, where the token stays visible."
+            )
         )
 
 
@@ -843,9 +904,16 @@ class TorchPass:
             TypeError: something else was changed, or these depend on the parameters or on anything but the inputs.
             ChangesInputs: the task's loss of the changed inputs has not been computed.
         """
+        check_names(inputs, self._arrays)
+        mask, inputs = inputs["completion_mask"], with_tool_mask(inputs)
         changed = set(other_values(inputs, self._arrays))
         check_replaceable(changed)
         self._check_changed(inputs, changed)
+        if "completion_mask" in changed:
+            counts, mask = (
+                torch_bridge.as_arrays(values).astype(np.float32) for values in (inputs["completion_mask"], mask)
+            )
+            check_mask(mask, counts, self._arrays["completion_mask"], tool_mask="old_logps" not in self._arrays)
         arrays = {
             name: np.asarray(torch_bridge.as_arrays(inputs[name])) for name in self._arrays.keys() & inputs.keys()
         }
