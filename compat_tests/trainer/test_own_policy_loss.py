@@ -407,6 +407,32 @@ class Own(Trainer):
 """
 
 
+GENERATING = """
+import torch
+
+class Own(Trainer):
+    def _generate_and_score_completions(self, inputs):
+        outputs = super()._generate_and_score_completions(inputs)
+        outputs["ref_per_token_logps"] = outputs["ref_per_token_logps"] * 1.1
+        outputs["tool_mask"] = torch.ones_like(outputs["completion_mask"])
+        outputs["tool_mask"][:, 1] = 0
+        return outputs
+"""
+
+
+def test_other_reference_logps_and_a_tool_mask_of_generated_completions_are_those_of_trl(checkpoint, tmp_path):
+    runs = []
+    for package in (trl, trl_jax):
+        names = {"Trainer": package.GRPOTrainer, "__name__": "script"}
+        exec(GENERATING, names)
+        args = package.GRPOConfig(str(tmp_path / package.__name__), **BASE | CONFIG | {"beta": 0.1})
+        rows = Dataset.from_list(prompt_rows(4))
+        trainer = names["Own"](str(checkpoint(**SMALL)), reward_funcs=length_reward, args=args, train_dataset=rows)
+        trainer.train()
+        runs.append([(log["kl"], log["loss"], log["grad_norm"]) for log in trainer.state.log_history[:2]])
+    assert np.array(runs[1]) == pytest.approx(np.array(runs[0]), rel=1e-3, abs=1e-6) and runs[0][0][0] > 0.1
+
+
 def test_a_mask_that_super_takes_has_fewer_tokens_at_the_end():
     given, last = np.array([[1, 1, 1, 0], [1, 0, 1, 1]]), np.array([[1, 1, 0, 0], [1, 0, 0, 0]])
     for mask in (given, last, 0 * last):

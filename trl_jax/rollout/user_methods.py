@@ -189,6 +189,10 @@ class UserMethods:
             raise TypeError(
                 f"{where} a completion_mask with other tokens than super()'s: it may only leave tokens out."
             )
+        if self.grpo_form and "tool_mask" in arrays:  # TRL's GRPO leaves a token out of the loss if either mask is 0
+            if arrays["tool_mask"].shape != shape:
+                raise TypeError(f"{where} a tool_mask {list(arrays['tool_mask'].shape)}; expected {list(shape)}.")
+            mask = mask & (arrays["tool_mask"] > 0)
         changes: dict[str, Any] = {"completion_mask": mask, "advantage": self._advantages(advantages, shape)}
         logps_names = TRL_LOGPS.keys() & super_outputs.keys()
         changes |= {TRL_LOGPS[name]: arrays[name].astype(np.float32) for name in logps_names}

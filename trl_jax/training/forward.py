@@ -201,14 +201,15 @@ def _windows(backend: Backend, max_tokens: int | None) -> dict[str, int | None]:
 
 class PolicyEqualsReference:
     """Called before each step and evaluation of a run with a reference. Compares the weights until they differ; after
-    that it assumes that they stay different, unless the reference's arrays are replaced."""
+    that it assumes that they stay different, unless the reference's arrays are replaced. False if a script may change
+    the reference's log-probabilities."""
 
     def __init__(self, setup: Setup):
         self._setup, self._compared, self._parted = setup, None, False  # _compared: the reference arrays last compared
 
     def __call__(self) -> bool:
         setup = self._setup
-        if setup.reference is None:
+        if setup.reference is None or "_generate_and_score_completions" in setup.overridden:
             return False
         if setup.reference.arrays is not self._compared:
             self._compared, self._parted = setup.reference.arrays, False
