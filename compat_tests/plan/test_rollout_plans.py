@@ -101,7 +101,7 @@ def test_programs_and_memory_are_those_of_a_run(checkpoint, bare, tmp_path, monk
     assert found.compiled._replace(seconds=0) == compiled(step, place)._replace(seconds=0)
     assert found.generation.cache == calls["next_tokens"].cache > calls["prefill"].cache
     assert found.unread == 4 * found.parameters and found.memory.parameters == 2 * found.unread
-    assert found.generation.beside == found.unread + found.memory.moments
+    assert found.generation.other_bytes == found.unread + found.memory.moments
     assert f"Generation: 8 completions of 2 prompt(s), with room for {size.prompt_places} and 64 tokens" in text(found)
 
 
@@ -273,7 +273,7 @@ def test_a_generation_beside_other_rows(bare, tmp_path):
     found = plan(replace(bare, generation=Size.parse("64x100+33")), args, topology("cpu:1"))
     own = found.generation
     assert own.size == Size(64, 64, 128, 64) and found.unread == 0
-    assert own.beside == found.memory.moments + 4 * found.parameters
+    assert own.other_bytes == found.memory.moments + 4 * found.parameters
     assert own.cache == 2 * 2 * 2 * 8 * 64 * (128 + 64)  # keys and values, bytes, heads, channels, tokens
     assert generations(args, found) == []
 

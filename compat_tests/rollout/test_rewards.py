@@ -501,7 +501,7 @@ def wrapper(**kwargs):
 
 
 @pytest.mark.parametrize(("function", "columns", "text"), [
-    (by_place, ["answer"], "by_place(a, b) needs a, b, and train_dataset has no such column; functions get its columns "
+    (by_place, ["answer"], "by_place(a, b) needs a, b, and train_dataset has the columns "
      "answer. Reward functions are called by name, with prompts, completions, completion_ids, the columns"),
     (by_place, None, "by_place(a, b) does not take prompts, completions, completion_ids, trainer_state"),
     (of_completions, None, "of_completions(completions) does not take prompts, completion_ids, trainer_state, "),

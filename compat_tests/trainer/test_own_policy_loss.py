@@ -356,19 +356,25 @@ class Own(Trainer):
 """
 
 
-def test_a_script_in_torch_is_the_run_of_trl(checkpoint, tmp_path):
-    """Its means include padding, its masks are bool, and it writes into its inputs."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    runs = []
+def by_both(script, checkpoint, tmp_path, kind="GRPO", rows=4, **config):
+    """The trained trainer and its weights, of the script's class `Own` under TRL and here."""
+    path, runs = tmp_path / "script.py", []
+    path.write_text(script)
     for package in (trl, trl_jax):
-        names = {"Trainer": package.GRPOTrainer, "__name__": "script"}
-        exec(compile(SCRIPT, str(tmp_path / "script.py"), "exec"), names)
-        args = package.GRPOConfig(str(tmp_path / package.__name__), **BASE | CONFIG)
-        rows = Dataset.from_list(prompt_rows(4))
-        trainer = names["Own"](str(checkpoint(**SMALL)), reward_funcs=length_reward, args=args, train_dataset=rows)
+        names = {"Trainer": getattr(package, f"{kind}Trainer"), "__name__": "script"}
+        exec(compile(script, str(path), "exec"), names)
+        args = getattr(package, f"{kind}Config")(str(tmp_path / package.__name__), **config or BASE | CONFIG)
+        data = Dataset.from_list(prompt_rows(rows))
+        trainer = names["Own"](str(checkpoint(**SMALL)), reward_funcs=length_reward, args=args, train_dataset=data)
         trainer.train()
         trainer.save_model()
         runs.append((trainer, read_weights(tmp_path / package.__name__)))
+    return runs
+
+
+def test_a_script_in_torch_is_the_run_of_trl(checkpoint, tmp_path):
+    """Its means include padding, its masks are bool, and it writes into its inputs."""
+    runs = by_both(SCRIPT, checkpoint, tmp_path)
     same(runs[1], runs[0], rtol=1e-4, atol=1e-5)
     groups = [[log["own/groups"] for log in run[0].state.log_history[:2]] for run in runs]
     assert groups[0] == groups[1]
@@ -421,15 +427,9 @@ class Own(Trainer):
 
 
 def test_other_reference_logps_and_a_tool_mask_of_generated_completions_are_those_of_trl(checkpoint, tmp_path):
-    runs = []
-    for package in (trl, trl_jax):
-        names = {"Trainer": package.GRPOTrainer, "__name__": "script"}
-        exec(GENERATING, names)
-        args = package.GRPOConfig(str(tmp_path / package.__name__), **BASE | CONFIG | {"beta": 0.1})
-        rows = Dataset.from_list(prompt_rows(4))
-        trainer = names["Own"](str(checkpoint(**SMALL)), reward_funcs=length_reward, args=args, train_dataset=rows)
-        trainer.train()
-        runs.append([(log["kl"], log["loss"], log["grad_norm"]) for log in trainer.state.log_history[:2]])
+    trained = by_both(GENERATING, checkpoint, tmp_path, **BASE | CONFIG | {"beta": 0.1})
+    logs = [trainer.state.log_history[:2] for trainer, _ in trained]
+    runs = [[(log["kl"], log["loss"], log["grad_norm"]) for log in of_run] for of_run in logs]
     assert np.array(runs[1]) == pytest.approx(np.array(runs[0]), rel=1e-3, abs=1e-6) and runs[0][0][0] > 0.1
 
 
@@ -467,19 +467,10 @@ def test_what_super_gets_may_be_random(trained):
 @pytest.mark.parametrize("kind, script", [("GRPO", CHANGING), ("RLOO", CHANGING), ("GRPO", OTHERS)])
 def test_a_script_in_torch_that_changes_what_super_gets_is_the_run_of_trl(checkpoint, tmp_path, kind, script):
     """The advantages and the mask; it also adds to the loss, and logs. Or log-probabilities, and it adds a mask."""
-    (tmp_path / "script.py").write_text(script)
-    runs, config = [], BASE | CONFIG | {"max_steps": 3} | ({"beta": 0.1} if script is OTHERS else {})
+    config = BASE | CONFIG | {"max_steps": 3} | ({"beta": 0.1} if script is OTHERS else {})
     if kind == "RLOO":
         config = {name: value for name, value in config.items() if name not in ("loss_type", "delta")}
-    for package in (trl, trl_jax):
-        names = {"Trainer": getattr(package, f"{kind}Trainer"), "__name__": "script"}
-        exec(compile(script, str(tmp_path / "script.py"), "exec"), names)
-        args = getattr(package, f"{kind}Config")(str(tmp_path / package.__name__), **config)
-        rows = Dataset.from_list(prompt_rows(6))
-        trainer = names["Own"](str(checkpoint(**SMALL)), reward_funcs=length_reward, args=args, train_dataset=rows)
-        trainer.train()
-        trainer.save_model()
-        runs.append((trainer, read_weights(tmp_path / package.__name__)))
+    runs = by_both(script, checkpoint, tmp_path, kind, rows=6, **config)
     same(runs[1], runs[0], rtol=1e-4, atol=1e-4)
     name = "kl" if script is OTHERS else "own/weight"
     weights = [[log[name] for log in run[0].state.log_history if "loss" in log] for run in runs]

@@ -64,7 +64,7 @@ class Finding(NamedTuple):
 
 
 def try_call(line: int, what: str, action: Callable[[], Any]) -> Finding:
-    """The finding from calling `do`: "refused" if it raises, "changed" if it warns, otherwise "works"."""
+    """The finding from calling `action`: "refused" if it raises, "changed" if it warns, otherwise "works"."""
     with warnings.catch_warnings(record=True) as caught, without_launcher():
         warnings.simplefilter("always")
         try:

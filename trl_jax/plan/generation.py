@@ -311,7 +311,7 @@ class Generation(NamedTuple):
     copied: bytes per device of the largest array that is copied when the cache grows to its full size.
     compiled: figures of the program that needs more memory, prefill or decode; None if nothing was compiled.
     decode: figures of the decoding program; None if it was not compiled.
-    beside: bytes in device memory that are not arguments of these programs.
+    other_bytes: bytes in device memory that are not arguments of these programs.
     evaluates: whether it belongs to an evaluation.
     """
 
@@ -321,7 +321,7 @@ class Generation(NamedTuple):
     copied: int
     compiled: Compiled | None
     decode: Compiled | None
-    beside: int
+    other_bytes: int
     evaluates: bool
 
     @property

@@ -123,7 +123,7 @@ class Plan:
             memory, compiled = sum(self.evaluation.memory), self.evaluation.compiled
             phases.append(self._phase("evaluation", memory, compiled, self.unread))
         if self.generation is not None:
-            most, other_bytes = self.generation.most, self.generation.beside
+            most, other_bytes = self.generation.most, self.generation.other_bytes
             phases.append(self._phase("generation", self.memory.parameters + self.memory.moments, most, other_bytes))
         return phases
 
@@ -235,7 +235,7 @@ def plan(run: Run, args: BaseConfig, topology: Topology, *, compiles: bool = Tru
     if sizes:
         models = [trainer.model] if online_steps is None else online_steps.models
         plans = [_generation(trainer, m, arguments, sizes, topology, compiles, extras["scorer"]) for m in models]
-        extras["generation"] = max(plans, key=lambda plan: plan.beside + (plan.most.peak if plan.most else 0))
+        extras["generation"] = max(plans, key=lambda plan: plan.other_bytes + (plan.most.peak if plan.most else 0))
     return replace(planned_run, why=why, **extras)
 
 

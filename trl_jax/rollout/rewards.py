@@ -131,10 +131,8 @@ def check_signature(
     needed_columns = [name for name in keywords if name not in trainer_arguments]
     passed_columns = needed_columns if columns is None else [name for name in columns if name not in _EXCLUDED_COLUMNS]
     if missing := [name for name in needed_columns if name not in passed_columns]:
-        raise TypeError(
-            f"{described} needs {', '.join(missing)}, and train_dataset has no such column; functions get its columns "
-            f"{', '.join(passed_columns) or 'other than prompt, of which there are none'}. {advice}"
-        )
+        there = f"has the columns {', '.join(passed_columns)}" if passed_columns else "only has prompts"
+        raise TypeError(f"{described} needs {', '.join(missing)}, and train_dataset {there}. {advice}")
     takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     unexpected = [name for name in (*trainer_arguments, *passed_columns) if name not in signature.parameters]
     if unexpected and not takes_any_keyword:

@@ -340,7 +340,7 @@ class BaseTrainer(abc.ABC):
             self.accelerator.num_processes = world
 
     def _user_loss(self, model: Any, *args: Any, **options: Any) -> Any:
-        """Call the user-defined `compute_loss`, whose `self._metrics` are those of its batch."""
+        """Call the user-defined `compute_loss`; during the call, `self._metrics` collects the metrics of its batch."""
         with self._as_one_process(), self._overriding(metrics=model.metrics):
             return self.compute_loss(model, *args, **options)
 

@@ -456,7 +456,7 @@ _LEGACY, _TRANSFORMERS = "trl_jax.legacy.collators", "transformers.data.data_col
 class AcceptedCollators:
     """The collators that a trainer accepts as `data_collator`.
 
-    texts: the class for rows of text, of which only `pad_to_multiple_of` is used; None: there is none.
+    texts: the class for rows of text; only its `pad_to_multiple_of` is used. None without such a class.
     images: the class for rows with images, whose options are used.
     older: names of classes of early TRL, and "DataCollatorForSeq2Seq" for transformers'.
     calls_others: whether a script's own collator is accepted, and called.

@@ -57,7 +57,7 @@ class Editable:
 
     args, task: how to train, and what to learn.
     pad_to_multiple_of: from the arguments, or from the collator that was passed.
-    tokenization: of which a script may set the tokenizer, as `processing_class`.
+    tokenization: a script may set its tokenizer, as `processing_class`.
     """
 
     args: BaseConfig
@@ -157,7 +157,7 @@ class Setup:
     editable: what a script may still set on its trainer.
     progress: what train() changes.
     overridden: names that a user's subclass of the trainer defines.
-    batch_methods: what a script defines or passes that gets whole batches of padded rows: those of BATCH_METHODS,
+    batch_methods: the methods and functions of a script that get whole batches of padded rows: BATCH_METHODS,
         `compute_loss_func`, and `_compute_loss` of DPO and KTO. Not empty: steps or evaluations go batch by batch, as
         `user_loss.py` describes.
     batch_size: `per_device_train_batch_size` at construction, which transformers keeps; 0 reads the arguments instead.

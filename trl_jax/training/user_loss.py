@@ -252,7 +252,7 @@ class UserLoss:
 
 
 class UserLossStep:
-    """A step like that of `update.make_step`, for a loss that is a mean over the examples it gets.
+    """A step like `update.make_step`, for a loss that is a mean over its examples.
 
     Micro-batches contain only real examples, so a shorter one is compiled as another program.
     """

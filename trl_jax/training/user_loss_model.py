@@ -98,7 +98,7 @@ class BoundModel:
     """The model with the parameters of this step, called on right-padded rows.
 
     `outputs` and `aux_losses` collect the results of all calls in order, and `metrics` what the script logs.
-    `training` is False in evaluation, as in torch. Other attributes are those of the trainer's model.
+    `training` is False in evaluation, as in torch. All other attributes come from the trainer's model.
 
     Subclasses also have these methods:
 
@@ -218,7 +218,7 @@ class BoundModel:
         return images, jnp.asarray(positions)
 
     def _images_of_rows(self, tokens: jax.Array, images: Images, positions: Any) -> tuple[Images, Any]:
-        """The images and positions of the rows of a call: those of the batch."""
+        """The batch's images and positions, for the rows of a call."""
         del tokens
         return images, positions
 
