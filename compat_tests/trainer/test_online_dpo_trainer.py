@@ -95,7 +95,9 @@ REFUSED = {
         ValueError,
         "an adapter of virtual tokens. Use a weight-based one such as LoRA",
     ),
-    "no column": ({"reward_funcs": lambda completions, label, **columns: []}, TypeError, "train_dataset has no such"),
+    "no column": (
+        {"reward_funcs": lambda completions, label, **columns: []}, TypeError, "needs label, and train_dataset has",
+    ),
     "images": (
         {"train_dataset": Dataset.from_list([{"prompt": "a", "image": None}])}, ValueError, "image",
     ),
