@@ -62,7 +62,7 @@ BRIDGES = (
     "hub/torch_bridge.py",
     "hub/torch_objects.py",
     "hub/torch_state.py",
-    "cli/torch_cuda.py",
+    "cli/torch_for_scripts.py",
 )
 RUNS_TRL = "cli/compare_child.py"  # runs a script under TRL itself; also inside functions
 # "llama3" as a whole word is not a family: it is the name of a RoPE scaling type that any config may use.

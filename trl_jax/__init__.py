@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
         AutoModelForSequenceClassification,
         AutoPeftModelForCausalLM,
         AutoPeftModelForSequenceClassification,
+        get_peft_model,
     )
     from trl_jax.hub.peft_config import (
         LoraConfig,
@@ -143,6 +144,7 @@ _WHERE = WHERE | {
     "get_dataset": "trl_jax.scripts.data",
     "get_kbit_device_map": "trl_jax.trainer.utils",
     "get_peft_config": "trl_jax.trainer.utils",
+    "get_peft_model": "trl_jax.hub.auto",
     "get_quantization_config": "trl_jax.trainer.utils",
     "get_training_chat_template": "trl_jax.chat_template_utils",
     "init_zero_verbose": "trl_jax.scripts.utils",

@@ -13,7 +13,7 @@ from compat_tests.cli.test_main_module import ROOT, run
 from compat_tests.effort import only_thorough
 from compat_tests.tiny import preference_rows
 from compat_tests.trainer.trainers import FACTS
-from trl_jax.cli.torch_cuda import load_anywhere
+from trl_jax.cli.torch_for_scripts import load_anywhere
 
 BF16 = """
 import json, sys, torch

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trl_jax.cli.torch_cuda import is_script_file
+from trl_jax.cli.torch_for_scripts import is_script_file
 from trl_jax.core.secrets import CleanParser, cleaned, masked_flags
 from trl_jax.core.text import FRAMES_HIDDEN, hide_frames
 from trl_jax.core.trainers import TRAINERS

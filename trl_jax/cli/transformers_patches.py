@@ -3,7 +3,7 @@
 Methods of transformers' Trainer that a script calls by name, as in `transformers.Trainer.evaluate(self, ...)`, call
 our trainer's method if `self` is our trainer. transformers' callbacks, trackers and configs are imported without its
 models: otherwise, only to recognize one, they import PEFT, torch's distributed tensors and everything else that a torch
-model needs, which is half of a script's import time.
+model needs, which is half of a script's import time. Without torch, transformers' model classes are trl_jax's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar
+
+from trl_jax.cli.torch_for_scripts import translate_bit_flags
 
 # ---- Methods of transformers' Trainer, called by name
 
@@ -216,3 +218,84 @@ def accept_no_videos(processor_mixin: type) -> None:
         return others | {name: settings for name, settings in absent.items() if settings}
 
     processor_mixin.check_argument_for_proper_class, processor_mixin.to_dict = check, to_dict
+
+
+# ---- transformers without torch
+
+
+def use_our_models(transformers: ModuleType) -> None:
+    """Without torch, make transformers' model classes those of trl_jax, for the model types that it has."""
+    if importlib.util.find_spec("torch") is not None or hasattr(type(transformers), "_has_our_models"):
+        return
+
+    class WithOurModels(type(transformers)):
+        _has_our_models = True
+
+        def __getattr__(self, name: str) -> Any:
+            ours = _our_class(name) if name.endswith(_MODEL_CLASSES) else None
+            return super().__getattr__(name) if ours is None else ours
+
+    transformers.__class__ = WithOurModels
+
+
+_MODEL_CLASSES = ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification", "ForImageTextToText",
+                  "PreTrainedModel")  # fmt: skip
+
+
+@functools.cache
+def _our_class(name: str) -> type | None:
+    """Our class for one of transformers; None if there is none. `from_pretrained` also accepts `load_in_4bit`."""
+    try:
+        ours = getattr(import_module("trl_jax"), name)
+    except (AttributeError, ImportError):
+        return None
+    if name == "PreTrainedModel":
+        return ours
+
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        return ours.from_pretrained(*args, **translate_bit_flags(kwargs))
+
+    return type(
+        name, (ours,), {"from_pretrained": staticmethod(functools.wraps(ours.from_pretrained)(from_pretrained))}
+    )
+
+
+def seed_our_stream(module: ModuleType) -> None:
+    """Without torch, make transformers' `set_seed` also seed the stream that trl_jax draws from instead of torch's."""
+    if importlib.util.find_spec("torch") is None:
+        original = module.set_seed
+
+        @functools.wraps(original)
+        def set_seed(seed: int, deterministic: bool = False) -> None:
+            from trl_jax.core.torch_random import default_generator
+
+            original(seed, deterministic)
+            default_generator().manual_seed(seed)
+
+        module.set_seed = set_seed
+
+
+def encode_without_torch(cls: type) -> None:
+    """Without torch, make `return_tensors="pt"` of tokenizers return arrays with torch's methods, and `.to(device)` of
+    what they return do nothing.
+
+    Args:
+        cls: transformers' BatchEncoding.
+    """
+    if importlib.util.find_spec("torch") is not None:
+        return
+    original = cls.convert_to_tensors
+
+    @functools.wraps(original)
+    def convert_to_tensors(self: Any, tensor_type: Any = None, prepend_batch_axis: bool = False) -> Any:
+        if str(getattr(tensor_type, "value", tensor_type)) != "pt":
+            return original(self, tensor_type, prepend_batch_axis)
+        import numpy as np
+
+        from trl_jax.hub.torch_bridge import ParameterArray
+
+        original(self, "np", prepend_batch_axis)
+        self.data = {name: np.asarray(value).view(ParameterArray) for name, value in self.data.items()}
+        return self
+
+    cls.convert_to_tensors, cls.to = convert_to_tensors, lambda self, *args, **options: self

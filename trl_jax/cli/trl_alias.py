@@ -22,14 +22,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trl_jax.cli import torch_cuda
+from trl_jax.cli import torch_for_scripts
 from trl_jax.cli.main import watch_chat_template
 from trl_jax.cli.transformers_patches import (
     accept_no_videos,
+    encode_without_torch,
     import_without_models,
     load_pixtral_processor,
     load_without_videos,
     redirect_trainer_methods,
+    seed_our_stream,
+    use_our_models,
 )
 from trl_jax.config.renamed import translate_old_names
 from trl_jax.core.trainers import EXPERIMENTAL, NEAR, TRAINERS, WHERE, check_not_experimental, placeholder
@@ -83,6 +86,7 @@ def install() -> None:
         del sys.modules[name]
     sys.meta_path.insert(0, Front())
     sys.meta_path.append(StandIns())
+    torch_for_scripts.stand_in_for_torch()
     for name in ADJUSTMENTS.keys() & sys.modules.keys():  # imported before, for example in a notebook
         ADJUSTMENTS[name](sys.modules[name])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -352,9 +356,14 @@ def _warn(environment: dict[str, str], notes: list[str]) -> None:
         warnings.warn(note, FutureWarning, stacklevel=3)
 
 
+def _patch_transformers(module: ModuleType) -> None:
+    import_without_models()
+    use_our_models(module)
+
+
 def _patch_training_args(module: ModuleType) -> None:
-    torch_cuda.patch_bf16(module)
-    torch_cuda.patch_tf32(module)
+    torch_for_scripts.patch_bf16(module)
+    torch_for_scripts.patch_tf32(module)
     _accept_old_arguments(module)
 
 
@@ -362,6 +371,7 @@ def _patch_tokenizers(module: ModuleType) -> None:
     _restore_encode_plus(module)
     cls = module.PreTrainedTokenizerBase
     cls.apply_chat_template = watch_chat_template(cls.apply_chat_template)
+    encode_without_torch(module.BatchEncoding)
 
 
 def _restore_encode_plus(module: ModuleType) -> None:
@@ -398,8 +408,7 @@ _STAND_INS = {
     "peft": (
         "LoraConfig", "TaskType", "PromptTuningConfig", "PromptTuningInit", "PromptEncoderConfig", "PrefixTuningConfig",
         "PromptEncoderReparameterizationType", "AutoPeftModelForCausalLM", "AutoPeftModelForSequenceClassification",
-        "PeftModel",
-        "prepare_model_for_kbit_training",
+        "PeftModel", "get_peft_model", "prepare_model_for_kbit_training",
     ),
 }  # fmt: skip
 # Package -> advice for a script that needs more of it than its stand-in has.
@@ -452,7 +461,7 @@ class _StandIn(ModuleType):
                 return _Rank
             if name == "prepare_model_for_kbit_training":
                 return lambda model, *args, **options: model  # a trainer prepares the model by itself
-            module = "trl_jax.hub.auto" if "PeftModel" in name else "trl_jax.hub.peft_config"
+            module = "trl_jax.hub.auto" if "peft" in name.lower() else "trl_jax.hub.peft_config"
             return getattr(importlib.import_module(module), name)
         raise ImportError(f"{self.__name__} is not installed, and {name} is not in trl_jax. {ADVICE[self.__name__]}")
 
@@ -509,11 +518,11 @@ class _Rank:
 def _imported_by_script() -> bool:
     """Whether the import in progress is an import statement of the user's script, not a call of importlib."""
     frame = sys._getframe(2)
-    while "importlib" in (file := frame.f_code.co_filename):
+    while "importlib" in (file := frame.f_code.co_filename) or file == torch_for_scripts.__file__:
         if "importlib.util" in file or file.endswith("util.py") or frame.f_back is None:
             return False
         frame = frame.f_back
-    return torch_cuda.is_script_file(file)
+    return torch_for_scripts.is_script_file(file)
 
 
 def _remember_missing() -> None:
@@ -547,18 +556,19 @@ def _shard_without_deepspeed(module: ModuleType) -> None:
 # libraries read environment variables such as HF_HOME, which scripts set first, on import.
 ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "peft.mapping_func": _accept_our_adapters,
-    "torch": torch_cuda.patch_torch,
-    "transformers": lambda module: import_without_models(),
+    "torch": torch_for_scripts.patch_torch,
+    "transformers": _patch_transformers,
     "transformers.hf_argparser": _accept_old_flags,
     "transformers.integrations.deepspeed": _shard_without_deepspeed,
-    "transformers.modeling_utils": lambda module: torch_cuda.load_anywhere(module.PreTrainedModel),
-    "transformers.models.auto.auto_factory": lambda module: torch_cuda.load_anywhere(module._BaseAutoModelClass),
+    "transformers.modeling_utils": lambda module: torch_for_scripts.load_anywhere(module.PreTrainedModel),
+    "transformers.models.auto.auto_factory": lambda module: torch_for_scripts.load_anywhere(module._BaseAutoModelClass),
     "transformers.models.auto.video_processing_auto": load_without_videos,
     "transformers.models.pixtral": load_pixtral_processor,
     "transformers.processing_utils": lambda module: accept_no_videos(module.ProcessorMixin),
     "transformers.tokenization_utils_base": _patch_tokenizers,
     "transformers.trainer": lambda module: redirect_trainer_methods(module.Trainer),
+    "transformers.trainer_utils": seed_our_stream,
     "transformers.training_args": _patch_training_args,
-    "transformers.utils": torch_cuda.patch_bf16,
+    "transformers.utils": torch_for_scripts.patch_bf16,
     "transformers.utils.quantization_config": _quantize_without_torch,
 }

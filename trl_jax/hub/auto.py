@@ -20,7 +20,7 @@ from flax import nnx
 
 from trl_jax.config.devices import mesh_axis_sizes, parse_mesh_shape
 from trl_jax.core.text import api_boundary
-from trl_jax.core.torch_random import TorchGenerator
+from trl_jax.core.torch_random import TorchGenerator, default_generator
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint import ShardingRule, Source, resized_config, tables_of_tokens
 from trl_jax.hub.config import (
@@ -43,10 +43,11 @@ from trl_jax.hub.peft import adapt, outline_adapted
 from trl_jax.hub.peft_adapters import tokens_of
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import CONFIG as ADAPTER
-from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, positions_left, read_adapter_config
+from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, as_adapter_config, positions_left, read_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization, formats, halves
 from trl_jax.hub.tensor_map import make_tensor_map
+from trl_jax.hub.torch_state import follow_torch_seed
 from trl_jax.mesh.mesh import SEQUENCE, TENSOR, ShardingPlan, make_mesh
 
 # transformers' auto classes
@@ -245,7 +246,7 @@ def class_of_family(name: str) -> type:
     return type(name, (auto,), {"__new__": lambda cls, config, **options: cls.from_config(config, **options)})
 
 
-# PEFT's auto classes: an adapter with its base model
+# PEFT's classes and functions: an adapter and its base model
 
 
 class AutoPeftModelForCausalLM:
@@ -334,6 +335,62 @@ class PeftModel(metaclass=_IfAdapted):
         if repository is not None:
             repository.fetch_adapter()
         return with_adapter(model, lora, 0, folder)
+
+
+@api_boundary
+def get_peft_model(
+    model: PreTrainedModel,
+    peft_config: Any,
+    adapter_name: str = "default",
+    mixed: bool = False,
+    autocast_adapter_dtype: bool = True,
+    revision: str | None = None,
+    low_cpu_mem_usage: bool = False,
+) -> PreTrainedModel:
+    """Put a new adapter on a loaded model, as PEFT's function of the same name does for torch models.
+
+    The adapter's initial values are PEFT's after the same `set_seed`. Without a seed they are random, as in
+    `model.generate`. Pass the result to a trainer, without `peft_config`.
+
+    Args:
+        model: what `from_pretrained` of an auto class returned. It is not changed; the result shares its arrays.
+        peft_config: an adapter config of trl_jax or peft.
+        adapter_name: must be "default".
+        mixed: must be False.
+        autocast_adapter_dtype: must be True unless the model is in float32: adapters are float32.
+        revision: the base model's revision, saved in adapter_config.json.
+        low_cpu_mem_usage: must be False, because True leaves the adapter without values.
+
+    Raises:
+        TypeError: `model` is not a model that trl_jax loaded, or `peft_config` is not an adapter config.
+        ValueError: the model already has an adapter, the config does not fit it, or an argument is not supported.
+    """
+    _check_name(adapter_name)
+    if type(model) is not PreTrainedModel:
+        raise TypeError(
+            f"get_peft_model: model is a {type(model).__module__}.{type(model).__qualname__}. trl_jax puts adapters on "
+            "models that AutoModelForCausalLM and its other classes loaded; for a torch model, use "
+            "peft.get_peft_model."
+        )
+    if isinstance(model.backend, AdaptedBackend):
+        raise ValueError(
+            f"get_peft_model: {model.name_or_path} has an adapter already. Train that one further, or pass "
+            "model.merge_and_unload()."
+        )
+    float32 = model.source.dtype == "float32"
+    for name, value, is_supported in (
+        ("mixed", mixed, not mixed),
+        ("autocast_adapter_dtype", autocast_adapter_dtype, autocast_adapter_dtype or float32),
+        ("low_cpu_mem_usage", low_cpu_mem_usage, not low_cpu_mem_usage),
+    ):
+        if not is_supported:
+            raise ValueError(f"get_peft_model: {name}={value} is not in this release of trl_jax. Leave it out.")
+    config = replace(as_adapter_config(peft_config), base_model_name_or_path=model.name_or_path)
+    if revision is not None:
+        config = replace(config, revision=revision)
+    stream = default_generator()
+    follow_torch_seed(stream)
+    return with_adapter(model, config, stream)
 
 
 def _check_name(adapter_name: str) -> None:

@@ -459,9 +459,9 @@ class TransformersModelApi(ModuleApi):
     def is_custom_code(self) -> bool:
         """Called by peft before it changes the modules."""
         raise TypeError(
-            f"peft adds modules of torch, and {self.name_or_path} computes with JAX. Pass the config to the trainer, "
-            "as peft_config=LoraConfig(...), load an adapter's folder with trl_jax.AutoPeftModelForCausalLM, or use a "
-            "model that transformers has loaded."
+            f"peft adds modules of torch, and {self.name_or_path} computes with JAX. Call trl_jax.get_peft_model, pass "
+            "the config to the trainer as peft_config=LoraConfig(...), or load an adapter's folder with "
+            "trl_jax.AutoPeftModelForCausalLM."
         )
 
     def get_parameter(self, name: str) -> Parameter:
