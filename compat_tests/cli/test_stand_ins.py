@@ -53,7 +53,7 @@ assert HfDeepSpeedConfig({"zero_optimization": {"stage": 3}}).config["zero_optim
 state = PartialState()
 with state.main_process_first():
     state.print("rank", state.process_index, "of", Accelerator().num_processes, state.is_main_process)
-for line in ("import wandb", "from unsloth import FastLanguageModel", "bnb.nn", "from peft import get_peft_model",
+for line in ("import wandb", "from unsloth import FastLanguageModel", "bnb.nn", "from peft import AdaLoraConfig",
              "state.gather"):
     try:
         exec(compile(line, __file__, "exec"))
@@ -83,7 +83,7 @@ def test_a_script_finds_what_stands_in_for_missing_packages(tmp_path):
         f"ModuleNotFoundError No module named 'wandb'. {ADVICE['wandb']}",
         f"ModuleNotFoundError No module named 'unsloth'. {ADVICE['unsloth']}",
         f"ImportError bitsandbytes is not installed, and nn is not in trl_jax. {ADVICE['bitsandbytes']}",
-        f"ImportError peft is not installed, and get_peft_model is not in trl_jax. {ADVICE['peft']}",
+        f"ImportError peft is not installed, and AdaLoraConfig is not in trl_jax. {ADVICE['peft']}",
         f"AttributeError accelerate is not installed, and trl_jax's stand-in has no gather. {ADVICE['accelerate']}",
     ]
     assert "PyTorch was not found" not in ran.stderr
@@ -114,7 +114,7 @@ def test_check_says_what_a_missing_package_means(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "is_installed", lambda name: name.partition(".")[0] not in ADVICE and plain(name))
     script = tmp_path / "script.py"
     script.write_text(
-        "from peft import LoraConfig, get_peft_model\nfrom accelerate import PartialState\n"
+        "from peft import LoraConfig, AdaLoraConfig\nfrom accelerate import PartialState\n"
         "import wandb\nimport bitsandbytes as bnb\n"
     )
     found = {

@@ -61,6 +61,8 @@ from trl_jax.cli.reading import (
     read,
     value_of,
 )
+from trl_jax.cli.torch_for_scripts import ADVICE as TORCH_ADVICE
+from trl_jax.cli.torch_for_scripts import names_to_miss
 from trl_jax.cli.trl_alias import ADVICE, spec_of, stands_in
 from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
@@ -220,6 +222,9 @@ class _Script:
                 for meaning in meanings(attribute.node, attribute.scope):
                     if isinstance(meaning, Imported) and package_of(meaning.path) in PACKAGES:
                         yield from self._import_findings(split_path(meaning.path, attribute.node.lineno))
+        if not is_installed("torch"):
+            for line, path in names_to_miss(module):
+                yield Finding(line, path, "not installed", f"The script stops here. {TORCH_ADVICE}")
 
     def _import_findings(self, name: Name) -> Iterator[Finding]:
         """The finding on a name that is imported from a package."""
@@ -242,7 +247,7 @@ class _Script:
             if what == package and stands_in(name.module, name.name):
                 yield Finding(name.line, path, "changed", _STANDS_IN)
             else:
-                advice = ADVICE.get(package, "")
+                advice = TORCH_ADVICE if package == "torch" else ADVICE.get(package, "")
                 yield Finding(name.line, what, "not installed", f"The script stops at this import. {advice}".rstrip())
         elif package in _CHECKED and name.name not in ("", "*") and not _may_have(name.module, name.name):
             text = f"The installed {package} has no such name, so the script stops at this import, under TRL, too."

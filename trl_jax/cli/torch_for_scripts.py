@@ -17,10 +17,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trl_jax.cli.reading import Module
 
 logger = logging.getLogger(__name__)
 
@@ -239,8 +242,7 @@ def _warn() -> None:
 
 ADVICE = (
     "Without torch, scripts have its dtypes, devices, seeds and GPU queries, and its classes in annotations. Install "
-    "torch, whose build for the CPU is enough: pip install torch --index-url https://download.pytorch.org/whl/cpu. Or "
-    "write this in NumPy or jax.numpy."
+    "torch, whose build for the CPU is enough, or write this in NumPy or jax.numpy."
 )
 _VERSION = "2.6.0+trl.jax"  # the oldest release that transformers takes; "+trl.jax" shows that it is not torch's own
 _DTYPES = {
@@ -287,6 +289,7 @@ def stand_in_for_torch() -> None:
         if level or name.partition(".")[0] != "torch" or not is_script_file(sys._getframe(1).f_code.co_filename):
             return original(name, globals, locals, fromlist, level)
         module = stand_in(name)
+        _warn_of_missing_names(sys._getframe(1).f_code.co_filename)
         for wanted in fromlist or ():
             if wanted != "*" and not hasattr(module, wanted):
                 raise ImportError(f"torch is not installed: cannot import {wanted} from {name}. {ADVICE}", name=name)
@@ -320,6 +323,43 @@ def has_name(path: str) -> bool:
             return False
         value = getattr(value, part)
     return True
+
+
+def names_to_miss(module: Module) -> Iterator[tuple[int, str]]:
+    """The lines of a script, and what they use of torch that the stand-in lacks."""
+    from trl_jax.cli.reading import Imported, bases, meanings
+
+    def paths(node: Any, scope: Any) -> list[str]:
+        return [meaning.path for meaning in meanings(node, scope) if isinstance(meaning, Imported)]
+
+    inner = {id(attribute.node.value) for attribute in module.attributes}
+    for attribute in module.attributes:
+        if id(attribute.node) not in inner:
+            for path in paths(attribute.node, attribute.scope):
+                if path.startswith("torch.") and not has_name(path):
+                    yield attribute.node.lineno, path
+    made = [(call.node.lineno, path) for call in module.calls for path in paths(call.node.func, call.scope)]
+    for definition in module.classes:
+        made += [(definition.node.lineno, base.path) for base in bases(definition) if isinstance(base, Imported)]
+    for line, path in made:
+        if path.partition(".")[2] in _CLASSES and path.startswith("torch."):
+            yield line, f"{path}(...)"
+
+
+@functools.cache
+def _warn_of_missing_names(file: str) -> None:
+    from trl_jax.cli.reading import read
+
+    try:
+        script = read(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # for example a cell of a notebook
+        return
+    lines: dict[str, int] = {}
+    for line, path in sorted(names_to_miss(script)):
+        lines.setdefault(path, line)
+    if lines:
+        names = ", ".join(f"{path} (line {line})" for path, line in lines.items())
+        logger.warning("torch is not installed, and %s uses %s, which raises an error there. %s", file, names, ADVICE)
 
 
 class _Part(ModuleType):

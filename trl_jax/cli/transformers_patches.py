@@ -244,16 +244,20 @@ _MODEL_CLASSES = ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassif
 
 @functools.cache
 def _our_class(name: str) -> type | None:
-    """Our class for one of transformers; None if there is none. `from_pretrained` also accepts `load_in_4bit`."""
-    try:
-        ours = getattr(import_module("trl_jax"), name)
-    except (AttributeError, ImportError):
-        return None
+    """Our class for one of transformers; None if there is none. Its `from_pretrained` also accepts `load_in_4bit`, and
+    draws a missing head from the process-wide stream, as transformers does from torch's."""
+    from trl_jax.core.torch_random import default_generator
+    from trl_jax.hub import auto, pretrained
+
     if name == "PreTrainedModel":
-        return ours
+        return pretrained.PreTrainedModel
+    try:
+        ours = vars(auto).get(name) or auto.class_of_family(name)
+    except AttributeError:
+        return None
 
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        return ours.from_pretrained(*args, **translate_bit_flags(kwargs))
+        return ours.from_pretrained(*args, **{"seed": default_generator()} | translate_bit_flags(kwargs))
 
     return type(
         name, (ours,), {"from_pretrained": staticmethod(functools.wraps(ours.from_pretrained)(from_pretrained))}

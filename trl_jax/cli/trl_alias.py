@@ -449,6 +449,8 @@ class StandIns(MetaPathFinder, Loader):
 
 def stands_in(module: str, name: str) -> bool:
     """Whether the stand-in for a missing package has this name; "" means the module itself."""
+    if module.partition(".")[0] == "torch":
+        return torch_for_scripts.has_name(f"{module}.{name}".rstrip("."))
     return module in _STAND_INS and (not name or name in _STAND_INS[module])
 
 

@@ -182,7 +182,7 @@ class _WholeModel(AutoModelForCausalLM):
 def _from_pretrained(
     name: str,
     head: HeadName,
-    seed: int,
+    seed: int | TorchGenerator,
     *,
     images: bool = False,
     text_class: bool = False,
@@ -455,7 +455,7 @@ class Checkpoint:
 
     def load(
         self,
-        seed: int,
+        seed: int | TorchGenerator,
         quantization: BitsAndBytesConfig | None = None,
         sharding_of: ShardingRule | None = None,
         *,
@@ -555,7 +555,7 @@ class Checkpoint:
     def load_adapted(
         self,
         lora: AdapterConfig,
-        seed: int,
+        seed: int | TorchGenerator,
         adapter: Path | None = None,
         quantization: BitsAndBytesConfig | None = None,
         sharding_of: ShardingRule | None = None,
@@ -570,7 +570,7 @@ class Checkpoint:
             raise _no_adapters_error(self.name, self.config.model_type)
         if self.repository is not None:
             self.repository.fetch_weights()
-        generator = TorchGenerator(seed)
+        generator = seed if isinstance(seed, TorchGenerator) else TorchGenerator(seed)
         options = self._frozen_options(lora, quantization, sharded=sharding_of is not None)
         arrays, backend = load_native(self.native, dtype=self.dtype, seed=generator, sharding_of=sharding_of, **options)
         model = self._model(arrays, backend, self.config)
