@@ -104,12 +104,10 @@ def reward(completions, **columns):
 def first(values: torch.LongTensor, model: nn.Module) -> torch.Tensor:
     return values.softmax(-1)
 
-try:
-    import transformers
-    transformers.ZamboniForCausalLM
-except AttributeError as error:
-    print("AttributeError")
-for line in ("torch.softmax", "nn.Module()", "class Own(nn.Module): ...", "from torch.nn import Linear",
+import transformers
+assert transformers.LlamaForCausalLM.__module__.startswith("trl_jax")
+for line in ("transformers.ZamboniForCausalLM", "transformers.pipeline('text-generation')",
+             "torch.softmax", "nn.Module()", "class Own(nn.Module): ...", "from torch.nn import Linear",
              "import torch.fx", "torch.Generator().manual_seed(1)"):
     try:
         exec(compile(line, __file__, "exec"))
@@ -124,7 +122,9 @@ def test_what_needs_torch_is_said_at_the_import_and_where_it_is_reached(tmp_path
     [warning] = [line for line in done.stderr.splitlines() if "torch is not installed" in line]
     assert "torch.nn.functional.softmax (line 7), torch.ones (line 7), which raises an error" in warning
     assert done.stdout.splitlines() == [
-        "AttributeError",
+        "AttributeError module transformers has no attribute ZamboniForCausalLM",
+        "ImportError transformers.pipeline needs torch, which is not installed. Call "
+        "model.generate_text(prompts, tokenizer), or model.generate, or install torch.",
         f"AttributeError torch is not installed: there is no torch.softmax. {ADVICE}",
         f"TypeError torch is not installed: there is no torch.nn.Module(...). {ADVICE}",
         f"TypeError torch is not installed: Own cannot derive from torch.nn.Module. {ADVICE}",
@@ -187,7 +187,7 @@ def test_check_lists_what_the_script_needs_torch_for(tmp_path, monkeypatch):
     plain = check.is_installed
     monkeypatch.setattr(check, "is_installed", lambda name: name.partition(".")[0] != "torch" and plain(name))
     script = tmp_path / "script.py"
-    script.write_text(MISSING.partition("try:")[0] + "\nloader = torch.utils.data.DataLoader([1])\n")
+    script.write_text(MISSING.partition("import transformers")[0] + "\nloader = torch.utils.data.DataLoader([1])\n")
     found = {(one.line, one.what): one.kind for one in check.findings(reading.read(script.read_text(), script))}
     assert found[2, "torch"] == found[3, "torch.nn.functional"] == found[4, "torch.nn"] == "changed"
     assert {place for place, kind in found.items() if kind == "not installed"} == {

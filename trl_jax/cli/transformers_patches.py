@@ -232,6 +232,8 @@ def use_our_models(transformers: ModuleType) -> None:
         _has_our_models = True
 
         def __getattr__(self, name: str) -> Any:
+            if name == "pipeline":
+                return _no_pipeline
             ours = _our_class(name) if name.endswith(_MODEL_CLASSES) else None
             return super().__getattr__(name) if ours is None else ours
 
@@ -240,6 +242,14 @@ def use_our_models(transformers: ModuleType) -> None:
 
 _MODEL_CLASSES = ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification", "ForImageTextToText",
                   "PreTrainedModel")  # fmt: skip
+
+
+def _no_pipeline(*args: Any, **options: Any) -> None:
+    """transformers' `pipeline`, which fails with a NameError without torch."""
+    raise ImportError(
+        "transformers.pipeline needs torch, which is not installed. Call model.generate_text(prompts, tokenizer), or "
+        "model.generate, or install torch."
+    )
 
 
 @functools.cache
@@ -279,15 +289,12 @@ def seed_our_stream(module: ModuleType) -> None:
         module.set_seed = set_seed
 
 
-def encode_without_torch(cls: type) -> None:
+def encode_without_torch(module: ModuleType) -> None:
     """Without torch, make `return_tensors="pt"` of tokenizers return arrays with torch's methods, and `.to(device)` of
-    what they return do nothing.
-
-    Args:
-        cls: transformers' BatchEncoding.
-    """
+    what they return do nothing."""
     if importlib.util.find_spec("torch") is not None:
         return
+    cls = module.BatchEncoding
     original = cls.convert_to_tensors
 
     @functools.wraps(original)

@@ -371,7 +371,7 @@ def _patch_tokenizers(module: ModuleType) -> None:
     _restore_encode_plus(module)
     cls = module.PreTrainedTokenizerBase
     cls.apply_chat_template = watch_chat_template(cls.apply_chat_template)
-    encode_without_torch(module.BatchEncoding)
+    encode_without_torch(module)
 
 
 def _restore_encode_plus(module: ModuleType) -> None:
