@@ -19,15 +19,13 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from trl_jax.hub import torch_bridge
 from trl_jax.hub.parameters import Refusal
 from trl_jax.hub.torch_bridge import available, knows_torch, takes_tensors
 
-# Errors of a user-defined loss: torch code on JAX arrays is translated, and values missing in a trace are explained.
+# Errors of a user-defined loss: torch code on JAX arrays, and values that do not exist in a trace.
 
 
 logger = logging.getLogger(__name__)
@@ -58,12 +56,11 @@ class WrittenInTorch(TypeError):
     """
 
     def __init__(self, name: str, line: str, error: BaseException):
-        translated = in_jax(line)
-        self.name, self.line = name, line
-        self.instead = "write it with jax.numpy" if translated is None else f"in JAX: `{translated}`"
+        self.name, self.line, self.instead = name, line, "write it with jax.numpy"
         super().__init__(
             f"{name} receives JAX arrays: torch functions do not accept them, and their methods follow NumPy: "
-            f"`{line}`; {self.instead}, with `import jax, optax, jax.numpy as jnp`. ({str(error).splitlines()[0]})"
+            f"`{line}`. Write it with jax.numpy, jax.nn and optax, or install torch, in which the loss then runs. "
+            f"({str(error).splitlines()[0]})"
         )
 
 
@@ -85,8 +82,8 @@ class NotGiven(AttributeError):
 def torch_explained(name: str) -> Iterator[None]:
     """Explain errors of a loss, with the script's line.
 
-    These are errors of torch about JAX arrays, or of arrays about torch's names, for which the line is translated to
-    jax.numpy; and errors of JAX about values that do not exist while the loss is traced.
+    These are errors of torch about JAX arrays, or of arrays about torch's names, and errors of JAX about values that do
+    not exist while the loss is traced.
 
     Raises:
         WrittenInTorch: the line uses torch, or (as NeedsValues) needs such values.
@@ -316,96 +313,3 @@ def read_in_jax_error(name: str) -> TypeError:
         "such as optax.chain(optax.add_decayed_weights(0.01), optax.adam(1e-5)). To inspect parameters, read them "
         "before train()."
     )
-
-
-# Translate a statement from torch to jax.numpy, if all resulting names exist in JAX or optax.
-
-
-_FUNCTIONAL = {"torch.nn.functional", "nn.functional", "F", "torch.special"}
-# torch function -> its replacement; {n} are the arguments, first the positional ones, then those by keyword.
-_CALLS = {
-    "cross_entropy": "optax.softmax_cross_entropy_with_integer_labels({0}, jnp.maximum({1}, 0)).mean(where={1} >= 0)",
-    "nll_loss": "-jnp.take_along_axis({0}, {1}[..., None], axis=-1).mean()",
-    "mse_loss": "jnp.mean(({0} - {1}) ** 2)",
-    "l1_loss": "jnp.mean(jnp.abs({0} - {1}))",
-    "smooth_l1_loss": "optax.huber_loss({0}, {1}).mean()",
-    "binary_cross_entropy_with_logits": "optax.sigmoid_binary_cross_entropy({0}, {1}).mean()",
-    "kl_div": "jnp.mean({1} * (jnp.log({1}) - {0}))",
-    "cosine_similarity": "optax.cosine_similarity({0}, {1})",
-    "chunk": "jnp.split({0}, {1})",
-    "gather": "jnp.take_along_axis({0}, {2}, axis={1})",
-    "masked_select": "{0}[{1}]",
-    "numel": "{0}.size",
-}
-_NAMES = {"logsigmoid": "log_sigmoid", "cat": "concatenate", "tensor": "asarray", "as_tensor": "asarray",
-          "clamp": "clip", "bmm": "matmul", "mm": "matmul"}  # fmt: skip
-_KEYWORDS = {"dim": "axis", "keepdim": "keepdims", "input": "", "other": ""}
-# Method of a tensor -> its replacement; {0} is the tensor, and {rest} are the arguments.
-_METHODS = {
-    "unsqueeze": "jnp.expand_dims({0}, {1})", "view": "{0}.reshape({rest})", "detach": "jax.lax.stop_gradient({0})",
-    "contiguous": "{0}", "cpu": "{0}", "cuda": "{0}", "float": "{0}.astype(jnp.float32)",
-    "long": "{0}.astype(jnp.int32)", "bool": "{0}.astype(bool)", "numel": "{0}.size", "size": "{0}.shape[{1}]",
-    "permute": "{0}.transpose({rest})", "masked_fill": "jnp.where({1}, {2}, {0})", "to": "{0}.astype({1})",
-    "gather": "jnp.take_along_axis({0}, {2}, axis={1})", "chunk": "jnp.split({0}, {1})",
-    "expand": "jnp.broadcast_to({0}, ({rest}))", "exp": "jnp.exp({0})", "log": "jnp.log({0})",
-    "sigmoid": "jax.nn.sigmoid({0})", "softmax": "jax.nn.softmax({0}, axis={1})",
-    "log_softmax": "jax.nn.log_softmax({0}, axis={1})", "logsumexp": "jax.nn.logsumexp({0}, axis={1})",
-}  # fmt: skip
-
-
-def in_jax(line: str) -> str | None:
-    """The line in JAX; None if a part of it has no counterpart, or it is not a whole statement."""
-    text = line.strip()
-    body = text + " pass" if text.endswith(":") else text
-    try:
-        tree = ast.parse(body)
-        written = ast.unparse(_Translated().visit(tree))
-    except (SyntaxError, KeyError, IndexError):
-        return None
-    if body is not text:
-        written = written.removesuffix("pass").rstrip()
-    return written if _exists(written) else None
-
-
-class _Translated(ast.NodeTransformer):
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        node = self.generic_visit(node)
-        name = ast.unparse(node.func)
-        owner, _, last = name.rpartition(".")
-        of_module = owner in ("jnp", "jax.nn", "optax")
-        node.keywords = [kw for kw in (_renamed(kw, node.args) for kw in node.keywords) if kw is not None]
-        if of_module and last in _CALLS:
-            return _filled(_CALLS[last], node.args, node.keywords)
-        if not of_module and isinstance(node.func, ast.Attribute) and last in _METHODS:
-            return _filled(_METHODS[last], [node.func.value, *node.args], node.keywords)
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        owner, name = ast.unparse(node.value), _NAMES.get(node.attr, node.attr)
-        if owner in _FUNCTIONAL or owner == "torch":
-            inside = name in dir(jax.nn) and name not in dir(jnp)
-            owner = "jax.nn" if inside else "jnp"
-            return ast.parse(f"{owner}.{name}", mode="eval").body
-        return self.generic_visit(node)
-
-
-def _renamed(keyword: ast.keyword, arguments: list[ast.expr]) -> ast.keyword | None:
-    """Translate a keyword to NumPy's name; one that is positional there is moved to `arguments`, and None returned."""
-    new = _KEYWORDS.get(keyword.arg, keyword.arg)
-    if new == "":
-        arguments.append(keyword.value)
-        return None
-    return ast.keyword(new, keyword.value)
-
-
-def _filled(pattern: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.AST:
-    nodes = [*arguments, *(kw.value for kw in keywords)]
-    parts = [ast.unparse(arg) if isinstance(arg, ast.Name | ast.Constant) else f"({ast.unparse(arg)})" for arg in nodes]
-    return ast.parse(pattern.format(*parts, rest=", ".join(parts[1:])), mode="eval").body
-
-
-def _exists(written: str) -> bool:
-    """Whether no torch is left, and all functions exist in JAX and optax."""
-    modules = {"jnp": jnp, "jax.nn": jax.nn, "jax.lax": jax.lax, "optax": optax}
-    names = re.findall(r"\b(jnp|jax\.nn|jax\.lax|optax)\.(\w+)", written)
-    return not re.search(r"\btorch\b|\bF\.", written) and all(name in dir(modules[owner]) for owner, name in names)
