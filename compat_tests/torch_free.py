@@ -26,6 +26,7 @@ def main() -> None:
         from_a_config(Path(folder) / "made")
         train_on_images(Path(folder) / "images")
         from_the_shell(Path(folder))
+        a_script(Path(folder))
     check("imported", [name for name in UNWANTED if name in sys.modules])
     print("Trained, evaluated, saved, loaded and scored without", ", ".join(UNWANTED) + ".")
 
@@ -123,6 +124,32 @@ def from_the_shell(folder: Path) -> None:
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=folder)
     assert (folder / "shell" / "model.safetensors").is_file()
+
+
+SCRIPT = """
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+model = AutoModelForCausalLM.from_pretrained("start", dtype=torch.float32).to("cuda")
+model = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+args = SFTConfig("adapter", max_steps=1, report_to="none", bf16=torch.cuda.is_bf16_supported())
+tokenizer = AutoTokenizer.from_pretrained("start")
+trainer = SFTTrainer(model, args, train_dataset=Dataset.from_dict({"text": ["Hello there."] * 8}))
+trainer.train()
+trainer.save_model()
+with torch.no_grad():
+    print(model.generate(**tokenizer("Hello", return_tensors="pt").to("cuda"), max_new_tokens=2))
+"""
+
+
+def a_script(folder: Path) -> None:
+    """A script that imports torch, peft and trl, and loads its model with transformers."""
+    (folder / "script.py").write_text(SCRIPT)
+    subprocess.run([sys.executable, "-m", "trl_jax", "script.py"], check=True, cwd=folder)
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
 
 
 if __name__ == "__main__":
