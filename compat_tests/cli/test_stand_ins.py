@@ -33,7 +33,9 @@ RUNNER = "from trl_jax.__main__ import main\n\nmain(sys.argv[1:])\n"
 SCRIPT = """
 import importlib.util
 from peft import LoraConfig, TaskType, prepare_model_for_kbit_training
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, PartialState, logging
+from accelerate.logging import get_logger
+from accelerate.utils import set_seed
 import bitsandbytes as bnb
 import peft
 from transformers import BitsAndBytesConfig
@@ -53,6 +55,9 @@ assert HfDeepSpeedConfig({"zero_optimization": {"stage": 3}}).config["zero_optim
 state = PartialState()
 with state.main_process_first():
     state.print("rank", state.process_index, "of", Accelerator().num_processes, state.is_main_process)
+get_logger(__name__).warning("of the main process %d", 1, main_process_only=True)
+logging.get_logger(__name__, log_level="ERROR").warning("not shown", in_order=True)
+set_seed(3)
 for line in ("import wandb", "from unsloth import FastLanguageModel", "bnb.nn", "from peft import AdaLoraConfig",
              "state.gather"):
     try:
@@ -86,7 +91,7 @@ def test_a_script_finds_what_stands_in_for_missing_packages(tmp_path):
         f"ImportError peft is not installed, and AdaLoraConfig is not in trl_jax. {ADVICE['peft']}",
         f"AttributeError accelerate is not installed, and trl_jax's stand-in has no gather. {ADVICE['accelerate']}",
     ]
-    assert "PyTorch was not found" not in ran.stderr
+    assert "PyTorch was not found" not in ran.stderr and ran.stderr.endswith("of the main process 1\n")
 
 
 def test_without_torch_transformers_does_not_say_that_models_are_missing(tmp_path):

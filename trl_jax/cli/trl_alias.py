@@ -403,7 +403,9 @@ def _accept_our_adapters(module: ModuleType) -> None:
 # Stand-ins for packages that a script imports but that are not installed
 
 _STAND_INS = {
-    "accelerate": ("PartialState", "Accelerator"),
+    "accelerate": ("PartialState", "Accelerator", "logging"),
+    "accelerate.logging": ("get_logger",),
+    "accelerate.utils": ("set_seed",),
     "bitsandbytes": (),
     "peft": (
         "LoraConfig", "TaskType", "PromptTuningConfig", "PromptTuningInit", "PromptEncoderConfig", "PrefixTuningConfig",
@@ -438,7 +440,7 @@ class StandIns(MetaPathFinder, Loader):
         if fullname not in _STAND_INS:
             raise ModuleNotFoundError(f"No module named {fullname!r}. {ADVICE[package]}", name=fullname)
         _remember_missing()
-        return ModuleSpec(fullname, self)
+        return ModuleSpec(fullname, self, is_package=fullname == "accelerate")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StandIn(spec.name)
@@ -459,13 +461,14 @@ class _StandIn(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if name in _STAND_INS[self.__name__]:
-            if self.__name__ == "accelerate":
-                return _Rank
+            if name in _OF_ACCELERATE:
+                return _OF_ACCELERATE[name]()
             if name == "prepare_model_for_kbit_training":
                 return lambda model, *args, **options: model  # a trainer prepares the model by itself
             module = "trl_jax.hub.auto" if "peft" in name.lower() else "trl_jax.hub.peft_config"
             return getattr(importlib.import_module(module), name)
-        raise ImportError(f"{self.__name__} is not installed, and {name} is not in trl_jax. {ADVICE[self.__name__]}")
+        package = self.__name__.partition(".")[0]
+        raise ImportError(f"{package} is not installed, and {name} is not in trl_jax. {ADVICE[package]}")
 
 
 class _Rank:
@@ -515,6 +518,33 @@ class _Rank:
         raise AttributeError(
             f"accelerate is not installed, and trl_jax's stand-in has no {name}. {ADVICE['accelerate']}"
         )
+
+
+class _MainProcessLogger(logging.LoggerAdapter):
+    """accelerate's logger: by default, only the main process logs."""
+
+    def log(self, level: int, message: Any, *args: Any, **options: Any) -> None:
+        main_process_only, in_order = options.pop("main_process_only", True), options.pop("in_order", False)
+        if in_order or not main_process_only or _Rank().is_main_process:
+            options["stacklevel"] = options.get("stacklevel", 1) + 1
+            super().log(level, message, *args, **options)
+
+
+def _get_logger(name: str, log_level: str | None = None) -> _MainProcessLogger:
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        logger.setLevel(log_level.upper())
+    return _MainProcessLogger(logger, {})
+
+
+# Name in accelerate -> a function that returns it.
+_OF_ACCELERATE: dict[str, Callable[[], Any]] = {
+    "PartialState": lambda: _Rank,
+    "Accelerator": lambda: _Rank,
+    "logging": lambda: _StandIn("accelerate.logging"),
+    "get_logger": lambda: _get_logger,
+    "set_seed": lambda: importlib.import_module("transformers").set_seed,
+}
 
 
 def _imported_by_script() -> bool:
