@@ -134,6 +134,14 @@ def test_what_needs_torch_is_said_at_the_import_and_where_it_is_reached(tmp_path
     ]
 
 
+@pytest.mark.parametrize(("uses", "found"), [("torch.ones(2)", False), ("torch.cuda.is_available()", True)])
+def test_a_script_that_is_prepared_for_its_absence_gets_no_half_of_torch(tmp_path, uses, found):
+    source = f"try:\n    import torch\nexcept ImportError:\n    torch = None\nprint(torch is not None and {uses})\n"
+    done = run(tmp_path, source, runner=WITHOUT + RUNNER)
+    assert done.stdout == f"{found}\n", done.stderr[-3000:]
+    assert "torch is not installed" not in done.stderr
+
+
 def paths_of(module, prefix="torch"):
     for name, value in vars(module).items():
         if not name.startswith("__"):

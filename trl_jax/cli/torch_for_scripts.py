@@ -250,7 +250,7 @@ _DTYPES = {
     "int8": "int8", "int16": "int16", "int32": "int32", "int64": "int64", "half": "float16", "float": "float32",
     "double": "float64", "short": "int16", "int": "int32", "long": "int64", "bool": "bool",
 }  # fmt: skip
-# Classes to annotate with, and for isinstance. They have no instances unless `_instances` says otherwise.
+# Classes to annotate with, and for isinstance. Only Tensor and nn.Module have instances.
 _CLASSES = (
     "Tensor", "FloatTensor", "LongTensor", "IntTensor", "BoolTensor", "Generator", "nn.Module", "nn.Parameter",
     "nn.parameter.Parameter", "optim.Optimizer", "optim.lr_scheduler.LRScheduler", "optim.lr_scheduler._LRScheduler",
@@ -286,10 +286,12 @@ def stand_in_for_torch() -> None:
     def import_for_scripts(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> ModuleType:
-        if level or name.partition(".")[0] != "torch" or not is_script_file(sys._getframe(1).f_code.co_filename):
+        frame = sys._getframe(1)
+        file = frame.f_code.co_filename
+        if level or name.partition(".")[0] != "torch" or not is_script_file(file) or frame.f_lineno in _guarded(file):
             return original(name, globals, locals, fromlist, level)
         module = stand_in(name)
-        _warn_of_missing_names(sys._getframe(1).f_code.co_filename)
+        _warn_of_missing_names(file)
         for wanted in fromlist or ():
             if wanted != "*" and not hasattr(module, wanted):
                 raise ImportError(f"torch is not installed: cannot import {wanted} from {name}. {ADVICE}", name=name)
@@ -347,15 +349,29 @@ def names_to_miss(module: Module) -> Iterator[tuple[int, str]]:
 
 
 @functools.cache
-def _warn_of_missing_names(file: str) -> None:
+def _read(file: str) -> Module | None:
+    """The script; None if it cannot be read, such as a cell of a notebook."""
     from trl_jax.cli.reading import read
 
     try:
-        script = read(Path(file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # for example a cell of a notebook
-        return
-    lines: dict[str, int] = {}
-    for line, path in sorted(names_to_miss(script)):
+        return read(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+@functools.cache
+def _guarded(file: str) -> frozenset[int]:
+    """The lines of a script that import torch and are prepared for its absence, if it uses more than the stand-in."""
+    script = _read(file)
+    if script is None or not any(names_to_miss(script)):
+        return frozenset()
+    return frozenset(name.line for name in script.names if name.guarded and name.module.partition(".")[0] == "torch")
+
+
+@functools.cache
+def _warn_of_missing_names(file: str) -> None:
+    script, lines = _read(file), {}
+    for line, path in sorted(names_to_miss(script)) if script is not None else ():
         lines.setdefault(path, line)
     if lines:
         names = ", ".join(f"{path} (line {line})" for path, line in lines.items())
