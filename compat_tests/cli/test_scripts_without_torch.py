@@ -191,6 +191,15 @@ def test_what_a_script_does_with_names_of_the_stand_in():
     np.testing.assert_array_equal(default_generator().words(5), TorchGenerator(11).words(5))
 
 
+def test_check_lists_what_of_transformers_needs_torch(tmp_path):
+    runner = "from trl_jax.cli.main import main\n\nmain(['check', *sys.argv[1:]])\n"
+    names = "AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, TrainingArguments, pipeline, set_seed"
+    done = run(tmp_path, f"import trl\nfrom transformers import {names}\n", runner=WITHOUT + runner)
+    assert [line.split()[1:3] for line in done.stdout.splitlines() if "transformers" in line.partition(":")[0]] == [
+        ["transformers.AutoModel:", "not"], ["transformers.pipeline:", "not"],
+    ], done.stderr[-2000:]  # fmt: skip
+
+
 def test_check_lists_what_the_script_needs_torch_for(tmp_path, monkeypatch):
     plain = check.is_installed
     monkeypatch.setattr(check, "is_installed", lambda name: name.partition(".")[0] != "torch" and plain(name))

@@ -63,6 +63,7 @@ from trl_jax.cli.reading import (
 )
 from trl_jax.cli.torch_for_scripts import ADVICE as TORCH_ADVICE
 from trl_jax.cli.torch_for_scripts import names_to_miss
+from trl_jax.cli.transformers_patches import needs_torch
 from trl_jax.cli.trl_alias import ADVICE, spec_of, stands_in
 from trl_jax.config.renamed import RENAMED, current_name, way_out
 from trl_jax.core.secrets import CleanParser, cleaned
@@ -249,6 +250,8 @@ class _Script:
             else:
                 advice = TORCH_ADVICE if package == "torch" else ADVICE.get(package, "")
                 yield Finding(name.line, what, "not installed", f"The script stops at this import. {advice}".rstrip())
+        elif package == "transformers" and not is_installed("torch") and needs_torch(name.name):
+            yield Finding(name.line, path, "not installed", "It needs torch, and raises an error when it is used.")
         elif package in _CHECKED and name.name not in ("", "*") and not _may_have(name.module, name.name):
             text = f"The installed {package} has no such name, so the script stops at this import, under TRL, too."
             yield Finding(name.line, path, "refused", text)

@@ -244,6 +244,13 @@ _MODEL_CLASSES = ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassif
                   "PreTrainedModel")  # fmt: skip
 
 
+def needs_torch(name: str) -> bool:
+    """Whether scripts cannot use this name of transformers without torch. Only for machines without it."""
+    found = getattr(import_module("transformers"), name, None)
+    is_placeholder = type(found).__name__ == "DummyObject" and not (name.endswith(_MODEL_CLASSES) and _our_class(name))
+    return name == "pipeline" or is_placeholder
+
+
 def _no_pipeline(*args: Any, **options: Any) -> None:
     """transformers' `pipeline`, which fails with a NameError without torch."""
     raise ImportError(
