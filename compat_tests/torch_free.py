@@ -7,6 +7,7 @@ is installed or was imported.
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import sysconfig
@@ -146,9 +147,10 @@ with torch.no_grad():
 
 
 def a_script(folder: Path) -> None:
-    """A script that imports torch, peft and trl, and loads its model with transformers."""
+    """A script that imports torch, peft and trl, and loads its model with transformers, on two devices."""
     (folder / "script.py").write_text(SCRIPT)
-    subprocess.run([sys.executable, "-m", "trl_jax", "script.py"], check=True, cwd=folder)
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    subprocess.run([sys.executable, "-m", "trl_jax", "script.py"], check=True, cwd=folder, env=env)
     assert (folder / "adapter" / "adapter_model.safetensors").is_file()
 
 

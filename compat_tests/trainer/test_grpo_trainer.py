@@ -15,6 +15,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer, TrainerCallback
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 import trl_jax
 from compat_tests.effort import only_thorough, thorough
@@ -23,6 +24,7 @@ from compat_tests.parity.grpo_cases import length_reward, prompt_rows, vowels
 from compat_tests.parity.marks import timeless
 from compat_tests.parity.reference import BASE, read_weights
 from compat_tests.trainer.trainers import FACTS
+from trl_jax.config.devices import accelerator_options
 from trl_jax.rollout.tools import call_rollout_func
 from trl_jax.trainer.grpo_trainer import GRPOTrainer
 from trl_jax.trainer.rloo_trainer import RLOOTrainer
@@ -119,6 +121,15 @@ def test_a_generation_config_that_completions_cannot_follow(name, value, text, m
         make(model=model)
     if name != "max_time":
         make(model=model, config={"generation_kwargs": {name: 1}})
+
+
+@pytest.mark.parametrize("config", [None, {"dispatch_batches": False}, AcceleratorConfig()])
+def test_a_stream_of_prompts_with_what_transformers_leaves_in_the_config(make, monkeypatch, config):
+    """transformers makes an AcceleratorConfig only if accelerate is installed."""
+    monkeypatch.setattr("transformers.training_args.is_accelerate_available", lambda *versions: False)
+    trainer = make(train=table().to_iterable_dataset(), config={"accelerator_config": config})
+    assert type(trainer.args.accelerator_config) is type(config)
+    assert not accelerator_options(trainer.args)["dispatch_batches"]
 
 
 GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")

@@ -261,9 +261,7 @@ def _no_pipeline(*args: Any, **options: Any) -> None:
 
 @functools.cache
 def _our_class(name: str) -> type | None:
-    """Our class for one of transformers; None if there is none. Its `from_pretrained` also accepts `load_in_4bit`, and
-    draws a missing head from the process-wide stream, as transformers does from torch's."""
-    from trl_jax.core.torch_random import default_generator
+    """Our class for one of transformers; None if there is none."""
     from trl_jax.hub import auto, pretrained
 
     if name == "PreTrainedModel":
@@ -272,13 +270,39 @@ def _our_class(name: str) -> type | None:
         ours = vars(auto).get(name) or auto.class_of_family(name)
     except AttributeError:
         return None
+    return for_scripts(ours)
 
+
+def for_scripts(cls: type) -> type:
+    """A subclass of one of our auto classes whose `from_pretrained` suits scripts written for torch.
+
+    A missing head is drawn from the process-wide stream, as by transformers from torch's. Weights, which torch would
+    keep on the host, are sharded over the devices of a single process: one device may be too small for them.
+    `load_in_4bit` is accepted.
+    """
+    from trl_jax.core.torch_random import default_generator
+
+    @functools.wraps(cls.from_pretrained)
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        return ours.from_pretrained(*args, **{"seed": default_generator()} | translate_bit_flags(kwargs))
+        options = {"seed": default_generator()} | translate_bit_flags(kwargs)
+        if _several_devices_here():
+            options.setdefault("mesh_shape", "fsdp:-1")
+        return cls.from_pretrained(*args, **options)
 
-    return type(
-        name, (ours,), {"from_pretrained": staticmethod(functools.wraps(ours.from_pretrained)(from_pretrained))}
-    )
+    return type(cls.__name__, (cls,), {"from_pretrained": staticmethod(from_pretrained)})
+
+
+def _several_devices_here() -> bool:
+    """Whether this is the only process, and has several devices. Joins other processes, which cannot join once JAX has
+    started."""
+    import jax
+
+    from trl_jax.config.base import BaseConfig
+    from trl_jax.mesh import processes
+
+    timeout = BaseConfig.__dataclass_fields__["initialization_timeout"].default
+    processes.join(None, None, None, timeout)
+    return not processes.several() and jax.device_count() > 1
 
 
 def seed_our_stream(module: ModuleType) -> None:

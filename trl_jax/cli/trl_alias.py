@@ -27,6 +27,7 @@ from trl_jax.cli.main import watch_chat_template
 from trl_jax.cli.transformers_patches import (
     accept_no_videos,
     encode_without_torch,
+    for_scripts,
     import_without_models,
     load_pixtral_processor,
     load_without_videos,
@@ -466,7 +467,8 @@ class _StandIn(ModuleType):
             if name == "prepare_model_for_kbit_training":
                 return lambda model, *args, **options: model  # a trainer prepares the model by itself
             module = "trl_jax.hub.auto" if "peft" in name.lower() else "trl_jax.hub.peft_config"
-            return getattr(importlib.import_module(module), name)
+            ours = getattr(importlib.import_module(module), name)
+            return for_scripts(ours) if name.startswith("AutoPeft") else ours
         package = self.__name__.partition(".")[0]
         raise ImportError(f"{package} is not installed, and {name} is not in trl_jax. {ADVICE[package]}")
 

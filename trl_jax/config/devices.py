@@ -247,14 +247,14 @@ def mesh_sizes(args: Any) -> dict[str, int]:
 
 def _check_division(args: Any, shards: int) -> None:
     """Refuse accelerate's options that change which rows a step on several devices has."""
-    config, batch_size = args.accelerator_config, args.per_device_train_batch_size
-    if config.split_batches:
+    config, batch_size = accelerator_options(args), args.per_device_train_batch_size
+    if config["split_batches"]:
         raise ValueError(
             f"accelerator_config sets split_batches=True, which would divide per_device_train_batch_size={batch_size} "
             f"by the {shards} devices that share the batch. It is not {HERE}: leave it out, and divide "
             "per_device_train_batch_size and per_device_eval_batch_size by the number of devices."
         )
-    if not config.even_batches and not args.dataloader_drop_last:
+    if not config["even_batches"] and not args.dataloader_drop_last:
         raise ValueError(
             f"accelerator_config sets even_batches=False, which is not {HERE} on {shards} devices: they fill an "
             "epoch's last batch with the epoch's first rows. Leave it out, or set dataloader_drop_last=True."
@@ -325,6 +325,13 @@ def accelerator(name: str, value: Any, values: Mapping[str, Any]) -> str | None:
         if advice and setting != default:
             return f"{name} sets {key}={setting!r}, which is not {HERE}: {advice}"
     return None
+
+
+def accelerator_options(args: Any) -> dict[str, Any]:
+    """The values of `accelerator_config`, and defaults for those that it leaves out. transformers turns the argument
+    into an AcceleratorConfig only if accelerate is installed."""
+    defaults = {key: default for key, (default, _) in ACCELERATOR.items()}
+    return defaults | as_dict_or_file("accelerator_config", args.accelerator_config)
 
 
 def fsdp_words(name: str, value: Any, values: Mapping[str, Any]) -> str | None:

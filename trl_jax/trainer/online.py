@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from transformers.training_args import ParallelismConfig
 from trl_jax.config import generation, rules
 from trl_jax.config.arguments import arg
 from trl_jax.config.base import BaseConfig
+from trl_jax.config.devices import accelerator_options
 from trl_jax.config.generation import auto_find_batch_size, mesh_shape, online, parallelism_config, uses_server
 from trl_jax.config.rules import as_dict
 from trl_jax.data.checks import argument as argument_checks
@@ -447,12 +448,13 @@ def _settle_for_streams(args: Any, train_dataset: Any, eval_dataset: Any) -> Non
     sets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
     if args is None or not any(isinstance(dataset, IterableDataset) for dataset in sets):
         return
-    if args.accelerator_config.dispatch_batches:
+    if accelerator_options(args)["dispatch_batches"]:
         raise ValueError(
             "Iterable datasets require `dispatch_batches=False`, but it is set to `True` in `accelerator_config`. "
             "Please set it to `False`."
         )
-    args.accelerator_config.dispatch_batches = False
+    if is_dataclass(args.accelerator_config):
+        args.accelerator_config.dispatch_batches = False
     if isinstance(train_dataset, IterableDataset):
         args.dataloader_num_workers = 0
 
