@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from compat_tests.cli.test_stand_ins import ROOT, RUNNER, WITHOUT
 from compat_tests.parity.dpo_cases import SMALL
 from trl_jax.cli import check, reading, torch_for_scripts
 from trl_jax.cli.torch_for_scripts import ADVICE, has_name, stand_in
+from trl_jax.training.user_loss_errors import ArraysOrTensors, found_in_torch
 
 TRAINING = """
 import json, sys
@@ -189,6 +191,58 @@ def test_what_a_script_does_with_names_of_the_stand_in():
 
     torch.manual_seed(11)
     np.testing.assert_array_equal(default_generator().words(5), TorchGenerator(11).words(5))
+
+
+FUNCTIONS = """
+import torch
+
+def best(logits, labels):
+    values, places = logits.max(-1)
+    return {"std": logits.std(), "values": values, "places": places, "row": logits.argmax(dim=-1)}
+
+def above(logits, labels):
+    return best(logits * 2, labels)
+
+def compute_loss(model, inputs):
+    return model(**inputs).logits.std()
+
+def with_norm(model, inputs):
+    return torch.linalg.norm(model(**inputs).logits)
+"""
+
+
+def test_functions_of_a_script_that_imports_torch_mean_what_torch_means(tmp_path, monkeypatch):
+    """Methods that NumPy's arrays also have, with another meaning: of tensors where torch is installed, otherwise of
+    arrays that follow torch. A loss, which is compiled, has neither."""
+    torch = pytest.importorskip("torch")
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    functions = importlib.import_module("functions")
+    values = np.random.default_rng(0).standard_normal((2, 3, 5)).astype(np.float32), np.zeros((2, 3), np.int64)
+    found = []
+    for installed in (True, False):
+        if not installed:
+            for module in ("hub.torch_bridge", "training.user_loss_errors"):
+                monkeypatch.setattr(f"trl_jax.{module}.available", lambda: False)
+        found.append([ArraysOrTensors(getattr(functions, name), name)(*values) for name in ("best", "above")])
+    expected = torch.tensor(values[0])
+    np.testing.assert_allclose(found[1][0]["std"], expected.std(), rtol=1e-6)
+    np.testing.assert_array_equal(found[1][0]["places"], expected.max(-1).indices)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-6), found[1], found[0])
+    for name, line in (("compute_loss", "return model"), ("with_norm", "return torch.linalg.norm")):
+        error = found_in_torch(name, [getattr(functions, name)])
+        assert (
+            str(error).startswith(f"{name} receives JAX arrays: torch functions do not accept them")
+            and line in error.line
+        )
+
+
+def test_rows_of_different_lengths_are_no_tensor_without_torch_either(checkpoint, tmp_path):
+    source = "import sys\nfrom transformers import AutoTokenizer\n" + (
+        "AutoTokenizer.from_pretrained(sys.argv[1])(['what', 'what is it'], return_tensors='pt')\n"
+    )
+    done = run(tmp_path, source, str(checkpoint(**SMALL)), runner=WITHOUT + RUNNER)
+    assert "ValueError: Unable to create tensor, you should probably activate truncation and/or padding" in done.stderr
 
 
 def test_check_lists_what_of_transformers_needs_torch(tmp_path):

@@ -338,6 +338,12 @@ def encode_without_torch(module: ModuleType) -> None:
 
         original(self, "np", prepend_batch_axis)
         self.data = {name: np.asarray(value).view(ParameterArray) for name, value in self.data.items()}
+        if ragged := [name for name, value in self.data.items() if value.dtype == object]:
+            raise ValueError(
+                "Unable to create tensor, you should probably activate truncation and/or padding with 'padding=True' "
+                "'truncation=True' to have batched tensors with the same length. Perhaps your features "
+                f"(`{ragged[0]}` in this case) have different lengths."
+            )
         return self
 
     cls.convert_to_tensors, cls.to = convert_to_tensors, lambda self, *args, **options: self

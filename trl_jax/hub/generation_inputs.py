@@ -22,7 +22,7 @@ from trl_jax.data.checks import check_no_media
 from trl_jax.data.images import TextImages
 from trl_jax.generation.beams import Beams
 from trl_jax.generation.sampling import Options, Processor, Renormalize, Text, logits_processors, sampling_processors
-from trl_jax.hub.torch_bridge import as_tensors, is_torch
+from trl_jax.hub.torch_bridge import as_tensors, is_tensor
 
 # Prompts: token ids in any form to unpadded rows, and back
 
@@ -72,7 +72,7 @@ def read_prompts(input_ids: Any, attention_mask: Any, settings: Settings, vocabu
     Raises:
         ValueError: input_ids are not rows of ids in the vocabulary, a row is empty, or the mask has another shape.
     """
-    in_torch = is_torch(input_ids)
+    in_torch = is_tensor(input_ids)
     if _ragged(input_ids):
         visible = [[1] * len(row) for row in input_ids] if attention_mask is None else attention_mask
         input_ids, attention_mask = left_padded(input_ids, settings.pad), left_padded(visible, 0)

@@ -45,7 +45,7 @@ from trl_jax.hub.peft import merged
 from trl_jax.hub.peft_backend import AdaptedBackend
 from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, already_initialized
 from trl_jax.hub.push import Publisher, Upload
-from trl_jax.hub.torch_bridge import as_array, as_tensors, given_dtype, is_torch, torch_modules
+from trl_jax.hub.torch_bridge import as_array, as_tensors, given_dtype, is_tensor, is_torch, torch_modules
 from trl_jax.mesh.mesh import like
 from trl_jax.models.model import merge
 
@@ -698,7 +698,7 @@ class PreTrainedModel(TransformersModelApi, GenerationApi):
         outputs = outputs if labels is None else _with_loss(outputs.logits, labels)
         if logits_to_keep and self.active.backend.head == "lm":
             outputs = outputs._replace(logits=outputs.logits[:, -logits_to_keep:])
-        return type(outputs)(*as_tensors([np.asarray(value) for value in outputs])) if is_torch(input_ids) else outputs
+        return type(outputs)(*as_tensors([np.asarray(value) for value in outputs])) if is_tensor(input_ids) else outputs
 
     forward = __call__
 

@@ -109,8 +109,14 @@ def given_dtype(value: Any) -> str | None:
     return np.dtype(value).name if isinstance(value, np.dtype | type) else None
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether `value` is a torch tensor, or the array that a script gets instead where torch is not installed."""
+    return isinstance(value, ParameterArray) or is_torch(value)
+
+
 def as_tensors(values: Any) -> Any:
-    """Convert arrays to torch tensors, also inside dicts, lists and tuples; other values are returned unchanged."""
+    """Convert arrays to torch tensors, also inside dicts, lists and tuples; other values are returned unchanged. Where
+    torch is not installed, the arrays get the methods of tensors."""
     if isinstance(values, dict):
         return {name: as_tensors(value) for name, value in values.items()}
     if isinstance(values, list | tuple):
@@ -119,9 +125,11 @@ def as_tensors(values: Any) -> Any:
 
 
 def _as_tensor(values: np.ndarray) -> Any:
+    values = values if values.flags.writeable else values.copy()
+    if not available():
+        return values.view(ParameterArray)
     import torch
 
-    values = values if values.flags.writeable else values.copy()  # which torch warns about
     if values.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
@@ -183,13 +191,14 @@ def also_of_tensors(function: Callable) -> Callable:
 
 
 def knows_torch(function: Callable) -> bool:
-    """Whether torch is installed, and a function or the module that defines it imports it."""
-    return available() and _imports(function, "torch")
+    """Whether a function or the module that defines it imports torch, or its stand-in where it is not installed."""
+    return imports_package(function, "torch")
 
 
 def takes_tensors(function: Callable) -> bool:
-    """Whether torch is installed, and neither a function nor the module that defines it imports jax."""
-    return available() and not _imports(function, "jax")
+    """Whether a function expects tensors: neither it nor the module that defines it imports jax, and torch is installed
+    or they import its stand-in."""
+    return (available() or knows_torch(function)) and not imports_package(function, "jax")
 
 
 def function_name(function: Callable) -> str:
@@ -197,7 +206,8 @@ def function_name(function: Callable) -> str:
     return function.__name__ if "__name__" in dir(function) else type(function).__qualname__
 
 
-def _imports(function: Callable, package: str) -> bool:
+def imports_package(function: Callable, package: str) -> bool:
+    """Whether a function or the module that defines it imports a package."""
     function = inspect.unwrap(function)
     if not inspect.isfunction(function):
         return False
@@ -481,7 +491,8 @@ def _in_place(name: str) -> Callable:
 
 
 class ParameterArray(np.ndarray):
-    """The values of a parameter when they were read, or a copy of them, in a script that does not import torch."""
+    """The values of a parameter when they were read, or a copy of them, in a script that does not import torch. Where
+    torch is not installed, also what such a script gets instead of tensors: batches, token ids and logits."""
 
     parameter = ""  # its name
     requires_grad, grad, grad_fn, is_leaf, is_cuda = False, None, None, True, False
@@ -605,7 +616,9 @@ class ParameterArray(np.ndarray):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and _WRITES.search(name):
             self._check_writable()
-        instead = "" if name.startswith("_") else ". Use NumPy, or import torch: then values are its tensors"
+        instead = (
+            "" if name.startswith("_") else ". Use NumPy, or install and import torch: then values are its tensors"
+        )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{instead}")
 
     def __setitem__(self, index: Any, values: Any) -> None:

@@ -95,6 +95,8 @@ class UserCompletionsLoss:
         self.current: CompletionsPass | TorchPass | None = None
         self._in_torch: TorchCalls | None = None
         self.name, self._found_in_torch = name, found_in_torch(name, functions)
+        if self._found_in_torch is not None and not torch_bridge.available():
+            raise self._found_in_torch
         self._last_values: tuple[tuple[str, Any], ...] = ()
 
     def values(self) -> tuple[tuple[str, Any], ...]:

@@ -85,6 +85,8 @@ class UserLoss:
         names = "compute_loss", "compute_loss_func", "_compute_loss"
         self.name = next((name for name in names if name in setup.batch_methods), names[0])
         if (error := found_in_torch(self.name, functions)) is not None:
+            if not torch_bridge.available():
+                raise error
             self.in_torch = True
             warn_of_torch(error)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from trl_jax.hub import torch_bridge
 from trl_jax.hub.parameters import Refusal
-from trl_jax.hub.torch_bridge import available, knows_torch, takes_tensors
+from trl_jax.hub.torch_bridge import available, imports_package, knows_torch, takes_tensors
 
 # Errors of a user-defined loss: torch code on JAX arrays, and values that do not exist in a trace.
 
@@ -57,10 +57,10 @@ class WrittenInTorch(TypeError):
 
     def __init__(self, name: str, line: str, error: BaseException):
         self.name, self.line, self.instead = name, line, "write it with jax.numpy"
+        cause = "" if str(error) == line else f" ({str(error).splitlines()[0]})"
         super().__init__(
             f"{name} receives JAX arrays: torch functions do not accept them, and their methods follow NumPy: "
-            f"`{line}`. Write it with jax.numpy, jax.nn and optax, or install torch, in which the loss then runs. "
-            f"({str(error).splitlines()[0]})"
+            f"`{line}`. Write it with jax.numpy, jax.nn and optax, or install torch, in which it then runs.{cause}"
         )
 
 
@@ -154,8 +154,8 @@ def found_in_torch(name: str, functions: Iterable[Callable]) -> WrittenInTorch |
 
 
 class ArraysOrTensors:
-    """A user-defined function that is called with arrays, or with tensors if it is found to be written in torch; its
-    result is arrays in both cases.
+    """A user-defined function that is called with arrays, or with tensors if it is found to be written in torch (arrays
+    with the methods of tensors where torch is not installed); its result is arrays in both cases.
 
     name: of the function, for errors.
     """
@@ -172,7 +172,7 @@ class ArraysOrTensors:
                 with torch_explained(self._name):
                     return self.function(*values)
             except WrittenInTorch as error:
-                if not may_run_in_torch(error):
+                if not may_run_in_torch(error) and (available() or imports_package(self.function, "jax")):
                     text = f"{self._name} receives arrays: `{error.line}`; {error.instead}."
                     raise TypeError(text) from error.__cause__
             self._in_torch = True
