@@ -19,6 +19,7 @@ from compat_tests.cli.test_stand_ins import ROOT, RUNNER, WITHOUT
 from compat_tests.parity.dpo_cases import SMALL
 from trl_jax.cli import check, reading, torch_for_scripts
 from trl_jax.cli.torch_for_scripts import ADVICE, has_name, stand_in
+from trl_jax.hub.torch_bridge import TensorLikeArray
 from trl_jax.training.user_loss_errors import ArraysOrTensors, found_in_torch
 
 TRAINING = """
@@ -187,6 +188,11 @@ def test_what_a_script_does_with_names_of_the_stand_in():
         assert plain() + called() == 3
     assert not torch.distributed.is_initialized() and not torch.backends.mps.is_available()
     assert torch.cuda.get_device_properties(0).total_memory > 2**20 and torch.cuda.empty_cache() is None
+    values = np.arange(3, dtype=np.float32).view(TensorLikeArray)
+    casts = {"long": values.long(), "int": values.int(), "bool": values.bool(), "float64": values.double()}
+    for name, cast in casts.items():
+        assert cast.dtype == values.to(getattr(torch, name)).dtype == values.to("cuda", getattr(torch, name)).dtype
+    assert values.to(torch.device("cuda")).dtype == torch.float32
     from trl_jax.core.torch_random import TorchGenerator, default_generator
 
     torch.manual_seed(11)

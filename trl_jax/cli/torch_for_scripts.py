@@ -450,11 +450,11 @@ class _Named(type):
 
     def __instancecheck__(cls, value: Any) -> bool:
         from trl_jax.hub.pretrained import PreTrainedModel
-        from trl_jax.hub.torch_bridge import ParameterArray
+        from trl_jax.hub.torch_bridge import TensorLikeArray
 
         if cls.__qualname__ == "Module":
             return isinstance(value, PreTrainedModel)
-        return cls.__qualname__ == "Tensor" and isinstance(value, ParameterArray)
+        return cls.__qualname__ == "Tensor" and isinstance(value, TensorLikeArray)
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         raise TypeError(f"torch is not installed: there is no {cls.__module__}.{cls.__qualname__}(...). {ADVICE}")

@@ -334,10 +334,10 @@ def encode_without_torch(module: ModuleType) -> None:
             return original(self, tensor_type, prepend_batch_axis)
         import numpy as np
 
-        from trl_jax.hub.torch_bridge import ParameterArray
+        from trl_jax.hub.torch_bridge import TensorLikeArray
 
         original(self, "np", prepend_batch_axis)
-        self.data = {name: np.asarray(value).view(ParameterArray) for name, value in self.data.items()}
+        self.data = {name: np.asarray(value).view(TensorLikeArray) for name, value in self.data.items()}
         if ragged := [name for name, value in self.data.items() if value.dtype == object]:
             raise ValueError(
                 "Unable to create tensor, you should probably activate truncation and/or padding with 'padding=True' "

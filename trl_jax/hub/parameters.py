@@ -23,8 +23,8 @@ import numpy as np
 
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.torch_bridge import (
-    ParameterArray,
     Size,
+    TensorLikeArray,
     as_array,
     as_tensors,
     given_dtype,
@@ -41,7 +41,7 @@ from trl_jax.mesh.mesh import spans_hosts
 # Weights: the arrays of a model, read by the names of its parameters
 
 
-def for_scripts(values: ParameterArray) -> Any:
+def for_scripts(values: TensorLikeArray) -> Any:
     """The values as scripts see them: a tensor if torch is imported, otherwise a NumPy array."""
     if "torch" not in sys.modules:
         return values
@@ -59,9 +59,9 @@ def _register_with_jax(kind: type) -> None:
     jax.tree_util.register_pytree_node(kind, lambda values: ((np.asarray(values),), None), lambda _, values: values[0])
 
 
-def _read_only(values: np.ndarray, name: str) -> ParameterArray:
+def _read_only(values: np.ndarray, name: str) -> TensorLikeArray:
     """A copy, into which scripts cannot write."""
-    copied = np.array(values).view(ParameterArray)
+    copied = np.array(values).view(TensorLikeArray)
     copied.flags.writeable, copied.parameter = False, name
     return copied
 
@@ -71,7 +71,7 @@ class _Reading(NamedTuple):
     it has the same arrays, which training replaces, the values are current and need not be read again."""
 
     arrays: list[weakref.ref]
-    values: ParameterArray
+    values: TensorLikeArray
 
     def is_current(self, name: str, arrays: dict[str, Any]) -> bool:
         pairs = zip(self.arrays, arrays.values(), strict=False)
@@ -105,7 +105,7 @@ class Weights:
         self.frozen_names: frozenset[str] | set[str] = frozenset()
         self.read: Callable[[jax.Array], Any] | None = None
         self.at_gradients, self.refusal = False, None
-        self._shapes: dict[str, ParameterArray] = {}  # arrays without memory
+        self._shapes: dict[str, TensorLikeArray] = {}  # arrays without memory
         self._last_read: _Reading | None = None
         self._kept: dict[str, _Reading] = {}
 
@@ -122,7 +122,7 @@ class Weights:
 
     def read_values(
         self, names: Collection[str] | None = None, *, keep: bool = False
-    ) -> Iterator[tuple[str, ParameterArray]]:
+    ) -> Iterator[tuple[str, TensorLikeArray]]:
         """Yield the name and the values of each parameter and buffer, or of those in `names`.
 
         Args:
@@ -135,20 +135,20 @@ class Weights:
         keep = keep and self.read is not None and any(map(spans_hosts, arrays.values()))
         for name, read in self.backend.named(self.readable(arrays), names):
             values = _read_only(read, name)
-            self._shapes[name] = np.broadcast_to(np.zeros((), values.dtype), values.shape).view(ParameterArray)
+            self._shapes[name] = np.broadcast_to(np.zeros((), values.dtype), values.shape).view(TensorLikeArray)
             self._last_read = _Reading(references, values)
             if keep:
                 self._kept[name] = self._last_read
             yield name, values
 
-    def values_of(self, name: str) -> ParameterArray:
+    def values_of(self, name: str) -> TensorLikeArray:
         """The current values: those that were kept or read last, if still current; otherwise read from the device."""
         for reading in (self._kept.get(name), self._last_read):
             if self.refusal is None and reading is not None and reading.is_current(name, self.arrays):
                 return reading.values
         return next(values for _, values in self.read_values([name]))
 
-    def unshared(self, name: str) -> ParameterArray:
+    def unshared(self, name: str) -> TensorLikeArray:
         """Like `values_of`, in memory that no later call returns, since a script's torch code may write into it."""
         values = self.values_of(name)
         if name in self._kept and values is self._kept[name].values:
@@ -159,7 +159,7 @@ class Weights:
     def forget_last_read(self) -> None:
         self._last_read = None
 
-    def shape_of(self, name: str) -> ParameterArray | None:
+    def shape_of(self, name: str) -> TensorLikeArray | None:
         """An array with the shape and the dtype of a parameter, but without memory; None if it was never read."""
         return self._shapes.get(name)
 
@@ -272,7 +272,7 @@ class _RelatedToTensors(type):
 
 class Parameter(metaclass=_RelatedToTensors):
     """A parameter of a model. It has the methods of its values: a torch tensor's if torch is imported, otherwise those
-    of `ParameterArray`.
+    of `TensorLikeArray`.
 
     A model has one object per parameter, so that scripts can compare parameters by `id` or `is`, as in torch. It reads
     the model's current values when they are needed. `requires_grad` reads and sets whether `train()` updates it.

@@ -100,10 +100,13 @@ def is_torch(value: Any) -> bool:
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
+_DTYPES = {*WEIGHT_DTYPES, "float64", "int8", "int16", "int32", "int64", "uint8", "bool"}
+
+
 def given_dtype(value: Any) -> str | None:
     """The name of a dtype, torch's or NumPy's; None for anything else, such as a device."""
     if isinstance(value, str):
-        return value if value in WEIGHT_DTYPES else None
+        return str.__str__(value) if value in _DTYPES else None
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     return np.dtype(value).name if isinstance(value, np.dtype | type) else None
@@ -111,7 +114,7 @@ def given_dtype(value: Any) -> str | None:
 
 def is_tensor(value: Any) -> bool:
     """Whether `value` is a torch tensor, or the array that a script gets instead where torch is not installed."""
-    return isinstance(value, ParameterArray) or is_torch(value)
+    return isinstance(value, TensorLikeArray) or is_torch(value)
 
 
 def as_tensors(values: Any) -> Any:
@@ -127,7 +130,7 @@ def as_tensors(values: Any) -> Any:
 def _as_tensor(values: np.ndarray) -> Any:
     values = values if values.flags.writeable else values.copy()
     if not available():
-        return values.view(ParameterArray)
+        return values.view(TensorLikeArray)
     import torch
 
     if values.dtype == ml_dtypes.bfloat16:
@@ -436,14 +439,14 @@ def without_memory(shape: tuple[int, ...], dtype: str) -> Any:
 class Extremes(NamedTuple):
     """The result of `max(dim)`, `min(dim)` and `sort`, as in torch."""
 
-    values: ParameterArray
-    indices: ParameterArray
+    values: TensorLikeArray
+    indices: TensorLikeArray
 
 
 def _along(name: str) -> Callable:
     """NumPy's method, which also takes torch's arguments."""
 
-    def method(values: ParameterArray, dim: Any = None, keepdim: bool = False, **numpys: Any) -> Any:
+    def method(values: TensorLikeArray, dim: Any = None, keepdim: bool = False, **numpys: Any) -> Any:
         options = {"axis": dim} | ({"keepdims": True} if keepdim else {}) | numpys
         return vars(np.ndarray)[name](values, **options)
 
@@ -451,7 +454,7 @@ def _along(name: str) -> Callable:
 
 
 def _unbiased(name: str) -> Callable:
-    def method(values: ParameterArray, dim: Any = None, unbiased: bool = True, **options: Any) -> Any:
+    def method(values: TensorLikeArray, dim: Any = None, unbiased: bool = True, **options: Any) -> Any:
         if isinstance(dim, bool):  # torch's std(unbiased)
             dim, unbiased = None, dim
         return _along(name)(values, dim, **{"ddof": options.pop("correction", int(unbiased))} | options)
@@ -460,7 +463,7 @@ def _unbiased(name: str) -> Callable:
 
 
 def _extreme(name: str) -> Callable:
-    def method(values: ParameterArray, dim: int | None = None, keepdim: bool = False, **numpys: Any) -> Any:
+    def method(values: TensorLikeArray, dim: int | None = None, keepdim: bool = False, **numpys: Any) -> Any:
         extremes = _along(name)(values, dim, keepdim, **numpys)
         return extremes if dim is None else Extremes(extremes, _along(f"arg{name}")(values, dim, keepdim))
 
@@ -482,15 +485,22 @@ class Size(int):
         return self.shape if dim is None else self.shape[dim]
 
 
+def _cast(dtype: type) -> Callable:
+    def method(values: TensorLikeArray) -> TensorLikeArray:
+        return values.astype(dtype)
+
+    return method
+
+
 def _in_place(name: str) -> Callable:
-    def method(values: ParameterArray, operand: Any) -> ParameterArray:
+    def method(values: TensorLikeArray, operand: Any) -> TensorLikeArray:
         values._check_writable()
         return vars(np.ndarray)[name](values, operand)
 
     return method
 
 
-class ParameterArray(np.ndarray):
+class TensorLikeArray(np.ndarray):
     """The values of a parameter when they were read, or a copy of them, in a script that does not import torch. Where
     torch is not installed, also what such a script gets instead of tensors: batches, token ids and logits."""
 
@@ -503,10 +513,10 @@ class ParameterArray(np.ndarray):
     max, min = map(_extreme, ("max", "min"))
 
     def __array_finalize__(self, of: Any) -> None:
-        self.parameter = of.parameter if isinstance(of, ParameterArray) else ""
+        self.parameter = of.parameter if isinstance(of, TensorLikeArray) else ""
 
     @property
-    def data(self) -> ParameterArray:
+    def data(self) -> TensorLikeArray:
         return self
 
     @property
@@ -527,40 +537,39 @@ class ParameterArray(np.ndarray):
     def is_floating_point(self) -> bool:
         return np.issubdtype(self.dtype, np.floating) or self.dtype.name.startswith(("bfloat", "float"))
 
-    def clone(self) -> ParameterArray:
+    def clone(self) -> TensorLikeArray:
         return self.copy()
 
-    def detach(self) -> ParameterArray:
+    def detach(self) -> TensorLikeArray:
         return self
 
-    def cpu(self) -> ParameterArray:
+    def cpu(self) -> TensorLikeArray:
         """A copy, into which a script may write."""
         return self.copy()
 
-    def to(self, *args: Any, **kwargs: Any) -> ParameterArray:
+    def to(self, *args: Any, **kwargs: Any) -> TensorLikeArray:
         """A copy, into which a script may write, with another dtype if one is named. JAX chooses the device."""
         names = [name for name in map(given_dtype, (*args, *kwargs.values())) if name is not None]
         return self.astype(np.dtype(names[0])) if names else self.copy()
 
-    def float(self) -> ParameterArray:
-        return self.astype(np.float32)
+    float, double, long, int, bool = map(_cast, (np.float32, np.float64, np.int64, np.int32, np.bool_))
 
     def numpy(self) -> np.ndarray:
         return np.asarray(self)
 
-    def abs(self) -> ParameterArray:
+    def abs(self) -> TensorLikeArray:
         return np.abs(self)
 
-    def pow(self, exponent: Any) -> ParameterArray:
+    def pow(self, exponent: Any) -> TensorLikeArray:
         return self**exponent
 
-    def sqrt(self) -> ParameterArray:
+    def sqrt(self) -> TensorLikeArray:
         return np.sqrt(self)
 
-    def isnan(self) -> ParameterArray:
+    def isnan(self) -> TensorLikeArray:
         return np.isnan(self)
 
-    def isfinite(self) -> ParameterArray:
+    def isfinite(self) -> TensorLikeArray:
         return np.isfinite(self)
 
     def norm(self, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
@@ -578,40 +587,40 @@ class ParameterArray(np.ndarray):
     def argsort(self, dim: int = -1, descending: bool = False, **numpys: Any) -> Any:
         return np.ndarray.argsort(-self if descending else self, **{"axis": dim, "kind": "stable"} | numpys)
 
-    def nonzero(self) -> ParameterArray:
+    def nonzero(self) -> TensorLikeArray:
         return np.argwhere(self)
 
-    def repeat(self, *sizes: Any, **numpys: Any) -> ParameterArray:
+    def repeat(self, *sizes: Any, **numpys: Any) -> TensorLikeArray:
         if numpys:
             return np.ndarray.repeat(self, *sizes, **numpys)
         return np.tile(self, sizes[0] if isinstance(sizes[0], tuple | list) else sizes)
 
-    def view(self, *shape: Any, **numpys: Any) -> ParameterArray:
+    def view(self, *shape: Any, **numpys: Any) -> TensorLikeArray:
         of_numpy = numpys or not shape or isinstance(shape[0], type | np.dtype | str)
         return np.ndarray.view(self, *shape, **numpys) if of_numpy else self.reshape(*shape)
 
-    def t(self) -> ParameterArray:
+    def t(self) -> TensorLikeArray:
         return self.T
 
-    def transpose(self, *dims: Any) -> ParameterArray:
+    def transpose(self, *dims: Any) -> TensorLikeArray:
         numpys = len(dims) != 2
         return np.ndarray.transpose(self, *dims) if numpys else self.swapaxes(*dims)
 
-    def permute(self, *dims: Any) -> ParameterArray:
+    def permute(self, *dims: Any) -> TensorLikeArray:
         return np.ndarray.transpose(self, *dims)
 
-    def squeeze(self, dim: int | None = None, **numpys: Any) -> ParameterArray:
+    def squeeze(self, dim: int | None = None, **numpys: Any) -> TensorLikeArray:
         if dim is None or self.shape[dim] == 1:
             return np.ndarray.squeeze(self, **{"axis": dim} | numpys)
         return self
 
-    def unsqueeze(self, dim: int) -> ParameterArray:
+    def unsqueeze(self, dim: int) -> TensorLikeArray:
         return np.expand_dims(self, dim)
 
     def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """NumPy's functions call NumPy's methods."""
-        result = on_arrays(function, ParameterArray, args, kwargs)
-        return result.view(ParameterArray) if type(result) is np.ndarray else result
+        result = on_arrays(function, TensorLikeArray, args, kwargs)
+        return result.view(TensorLikeArray) if type(result) is np.ndarray else result
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and _WRITES.search(name):

@@ -29,9 +29,9 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_new_adapter_is_pefts_after_the_same_seed(name, checkpoint, tmp_path):
     folder, saved = checkpoint(**SMALL), []
-    for package, loader in ((peft, transformers.AutoModelForCausalLM), (trl_jax, AutoModelForCausalLM)):
-        base = loader.from_pretrained(folder)
-        transformers.set_seed(5)
+    for package, library in ((peft, transformers), (trl_jax, trl_jax)):
+        base = library.AutoModelForCausalLM.from_pretrained(folder)
+        library.set_seed(5)
         options = {"revision": "main"} if name == "dora" else {}
         model = package.get_peft_model(base, CONFIGS[name](package), **options)
         model.save_pretrained(tmp_path / package.__name__)
@@ -49,6 +49,17 @@ def test_a_new_adapter_is_pefts_after_the_same_seed(name, checkpoint, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(folder), tmp_path / "trl_jax"
     )
     assert loaded.active_adapter == "default"
+
+
+def test_torchs_seed_counts_if_it_was_set_last(checkpoint):
+    model, lora = AutoModelForCausalLM.from_pretrained(checkpoint(**SMALL)), trl_jax.LoraConfig(r=2)
+    found = []
+    for set_seed in (trl_jax.set_seed, torch.manual_seed, trl_jax.set_seed):
+        set_seed(9)
+        found.append([np.asarray(array) for array in get_peft_model(model, lora).params.values()])
+    assert all(np.array_equal(*arrays) for other in found[1:] for arrays in zip(found[0], other, strict=True))
+    later = [np.asarray(array) for array in get_peft_model(model, lora).params.values()]
+    assert not all(map(np.array_equal, found[0], later))
 
 
 def test_what_cannot_be_done_is_refused(checkpoint):
