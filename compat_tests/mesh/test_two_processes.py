@@ -73,6 +73,7 @@ def test_row19_another_number_of_processes_and_row47_a_kill_in_the_middle_of_a_s
     assert_same_weights(*(read_weights(run / "checkpoint-5") for run in (left, pair / "ours")))
 
 
+@only_thorough  # by default, the test above and test_faults.py name a process that died
 def test_row47_a_process_that_has_gone_is_named(folder, tmp_path):
     endless = CONFIG | TWO | {"max_steps": 100_000, "heartbeat": 5}
     results = launch("ours", folder, tmp_path, config=[endless] * 2, killed=1)
