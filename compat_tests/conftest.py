@@ -8,6 +8,7 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 # Dozens of processes import the package: compile it once, even where the environment turns byte code off.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -118,6 +119,9 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 20, 20)
+    # At the start and end of each of TRL's runs, accelerate collects garbage to free the memory of GPUs.
+    if (memory := sys.modules.get("accelerate.utils.memory")) is not None:
+        memory.gc = SimpleNamespace(collect=lambda: 0)
 
 
 # Linux limits a process to 65,530 memory mappings. A compiled program needs several, and exceeding the limit is a
@@ -130,8 +134,8 @@ def pytest_runtest_teardown(item, nextitem):
     """Clear JAX's caches before the process runs out of memory mappings; checked every twentieth test and after each
     file.
 
-    After a file, surviving objects (mostly traced programs) are frozen: accelerate calls `gc.collect()` at the start
-    and end of each TRL run, which would scan them all.
+    After a file, and whenever caches were cleared, surviving objects (mostly traced programs) are frozen, because each
+    collection would scan them all.
     """
     global _ended
     _ended += 1
@@ -141,6 +145,7 @@ def pytest_runtest_teardown(item, nextitem):
             gc.unfreeze()
             jax.clear_caches()
             gc.collect()
+            gc.freeze()
     if another:
         gc.collect()
         gc.freeze()
