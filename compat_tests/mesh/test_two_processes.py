@@ -57,7 +57,7 @@ def test_row19_another_number_of_processes_and_row47_a_kill_in_the_middle_of_a_s
     one = alone(folder, tmp_path / "one", pair / "ours" / "checkpoint-2")  # written by two
     assert_same_curve(steps_of(one.state.log_history), wanted)
 
-    two = CONFIG | TWO | SAVING | {"resume": str(tmp_path / "one" / "checkpoint-3"), "dies": 5}  # written by one
+    two = CONFIG | TWO | SAVING | {"resume": str(tmp_path / "one" / "checkpoint-3"), "dies": 5, "grace": 3}  # by one
     codes, texts = zip(*launch("ours", folder, tmp_path, config=[two] * 2), strict=True)
     assert codes == (-9, 1), texts[1][-3000:]
     assert f"Process 0 of 2 {LOST}, so this process, number 1" in texts[1], texts[1][-3000:]
