@@ -8,6 +8,7 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 # Dozens of processes import the package: compile it once, even where the environment turns byte code off.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -65,31 +66,30 @@ def checkpoint(tmp_path_factory):
 
 # The most expensive files, in order of cost, run first: a worker that began one last would keep all others waiting.
 FIRST = (
-    "hub/vision/test_families.py", "mesh/test_eight_devices.py", "compat_tests/test_notebooks.py",
-    "tasks/test_public_tasks.py", "rollout/test_server.py", "parity/test_image_curve.py",
-    "trainer/test_image_rollouts.py", "cli/test_main_module.py", "models/test_families.py",
-    "training/test_rollout_resume.py", "trainer/test_image_rows.py", "compat_tests/test_readability.py",
-    "hub/peft/test_virtual_tokens.py", "cli/test_compare_command.py", "compat_tests/test_scripts.py",
-    "mesh/test_two_processes.py", "hub/vision/test_prefill.py", "compat_tests/test_examples.py",
-    "hub/vision/test_pictures.py", "mesh/test_faults.py", "mesh/test_one_raises.py", "trainer/test_dpo_trainer.py",
-    "generation/test_refilling.py", "parity/test_grpo_curve.py", "trainer/test_sft_trainer.py",
-    "generation/test_families.py", "training/test_user_loss.py", "exported/test_computing.py",
-    "parity/test_experts_curve.py", "generation/test_generate.py", "trainer/test_policies_of_scripts.py",
-    "trainer/test_grpo_differences.py", "parity/test_curve.py", "faults/test_saving.py", "faults/test_hub_waits.py",
-    "trainer/test_distillation_trainer.py", "mesh/test_written_together.py", "faults/test_hub.py",
-    "models/test_encoders.py", "faults/test_foreign_code.py", "hub/peft/test_training.py",
-    "parity/test_sft_models.py", "plan/test_plan.py", "trainer/test_grpo_trainer.py", "training/test_noise.py",
-    "models/test_causal_families.py", "generation/test_longrope.py", "losses/test_policy_gradient.py",
-    "parity/test_distillation_curve.py", "parity/test_sft_curve.py", "training/test_optimizers.py",
-    "training/test_layouts.py", "models/test_layouts.py", "parity/test_dpo_curve.py", "trainer/test_trainer_train.py",
-    "hub/peft/test_targets.py", "mesh/test_two_language_models.py", "cli/test_transformers_patches.py",
-    "trainer/test_ported.py", "generation/test_batches.py", "generation/test_generator.py", "data/test_sft_rows.py",
-    "faults/test_continuing.py", "generation/test_processors.py", "compat_tests/test_pointwise.py",
-    "training/test_resume.py", "cli/test_launchers.py", "trainer/test_attributes_set.py",
-    "trainer/test_kto_trainer.py", "training/test_torch_loss.py", "faults/test_secrets.py",
-    "compat_tests/test_public_names.py", "faults/test_signals.py", "faults/test_numbers.py", "exported/test_scans.py",
-    "training/test_routers.py", "hub/peft/test_causal_adapters.py", "nn/test_packed_attention.py",
-    "hub/peft/test_against_peft.py",
+    "rollout/test_server.py", "mesh/test_eight_devices.py", "generation/test_reuse.py",
+    "compat_tests/test_notebooks.py", "trainer/test_own_policy_loss.py", "trainer/test_image_rows.py",
+    "trainer/test_grpo_tools.py", "models/test_families.py", "training/test_rollout_resume.py",
+    "trainer/test_image_adapters.py", "trainer/test_own_preference_loss.py", "trainer/test_policies_of_scripts.py",
+    "hub/vision/test_families.py", "trainer/test_image_rollouts.py", "mesh/test_faults.py",
+    "compat_tests/test_scripts.py", "trainer/test_own_steps.py", "cli/test_main_module.py",
+    "mesh/test_two_processes.py", "trainer/test_image_scripts.py", "tasks/test_public_tasks.py",
+    "mesh/test_two_with_server.py", "trainer/test_async_grpo_trainer.py", "compat_tests/test_public_names.py",
+    "trainer/test_attributes_set.py", "trainer/test_sft_trainer.py", "faults/test_hub.py", "faults/test_hub_waits.py",
+    "hub/peft/test_virtual_tokens.py", "training/test_optimizer_choice.py", "mesh/test_one_raises.py",
+    "trainer/test_tool_images.py", "trainer/test_dpo_trainer.py", "training/test_features.py",
+    "parity/test_image_curve.py", "plan/test_rollout_plans.py", "mesh/test_two_language_models.py",
+    "training/test_resume.py", "cli/test_transformers_patches.py", "parity/test_grpo_curve.py",
+    "hub/test_pretrained.py", "training/test_torch_updates.py", "generation/test_generate.py", "parity/test_curve.py",
+    "mesh/test_written_together.py", "rollout/test_sampling_logps.py", "trainer/test_grpo_trainer.py",
+    "training/test_resume_beside_trl.py", "hub/peft/test_causal_adapters.py", "parity/test_dpo_curve.py",
+    "parity/test_reference_free_curve.py", "cli/test_launchers.py", "compat_tests/test_readability.py",
+    "training/test_user_loss.py", "trainer/test_trainer_train.py", "trainer/test_distillation_trainer.py",
+    "parity/test_sft_curve.py", "faults/test_signals.py", "hub/peft/test_training.py", "trainer/test_edited_configs.py",
+    "trainer/test_ported.py", "generation/test_families.py", "trainer/test_own_preference_loss_images.py",
+    "nn/test_image_attention.py", "cli/test_stand_ins.py", "training/test_policies_of_trl_resumed.py",
+    "faults/test_foreign_code.py", "training/test_torch_loss.py", "generation/test_refilling.py",
+    "hub/peft/test_resized.py", "models/test_multimodal_causal.py", "models/test_encoders.py",
+    "faults/test_continuing.py", "generation/test_complete.py", "hub/vision/test_qwen.py", "config/test_arguments.py",
 )  # fmt: skip
 
 
@@ -118,6 +118,9 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 20, 20)
+    # At the start and end of each of TRL's runs, accelerate collects garbage to free the memory of GPUs.
+    if (memory := sys.modules.get("accelerate.utils.memory")) is not None:
+        memory.gc = SimpleNamespace(collect=lambda: 0)
 
 
 # Linux limits a process to 65,530 memory mappings. A compiled program needs several, and exceeding the limit is a
@@ -130,8 +133,8 @@ def pytest_runtest_teardown(item, nextitem):
     """Clear JAX's caches before the process runs out of memory mappings; checked every twentieth test and after each
     file.
 
-    After a file, surviving objects (mostly traced programs) are frozen: accelerate calls `gc.collect()` at the start
-    and end of each TRL run, which would scan them all.
+    After a file, and whenever caches were cleared, surviving objects (mostly traced programs) are frozen, because each
+    collection would scan them all.
     """
     global _ended
     _ended += 1
@@ -141,6 +144,7 @@ def pytest_runtest_teardown(item, nextitem):
             gc.unfreeze()
             jax.clear_caches()
             gc.collect()
+            gc.freeze()
     if another:
         gc.collect()
         gc.freeze()

@@ -105,8 +105,8 @@ def test_a_hub_that_hangs_is_not_needed_for_what_is_in_the_cache(fetch, hub):
 
 
 def test_a_hub_that_hangs_costs_the_upload_and_nothing_else(trainer, hub, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv(limits.VARIABLE, "1")
     made = trainer(max_steps=1)
+    monkeypatch.setenv(limits.VARIABLE, "0.5")
     hub.fault = lambda method, path: "hang" if path.startswith("/objects/") else None
     with Clock() as clock:
         made.train()

@@ -263,6 +263,7 @@ def test_collectives_run_beside_products_on_gpus():
         jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_hide_latency": True})(1)
 
 
+@only_thorough
 def test_a_gathered_row_would_be_noticed(checkpoint, tmp_path, monkeypatch):
     loss = Forward.loss
 

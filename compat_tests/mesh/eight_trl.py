@@ -107,7 +107,7 @@ def test_a_prediction_step_of_ones_own_leaves_steps_as_they_are(checkpoint, tmp_
     assert of_own["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("own_loss", [False, True])
+@pytest.mark.parametrize("own_loss", [False, thorough(True)])
 def test_noise_depends_on_the_texts_of_one_device(own_loss, checkpoint, tmp_path, monkeypatch):
     """As in TRL, each of whose ranks concatenates its own texts: two devices are like two micro-batches."""
     import trl_jax

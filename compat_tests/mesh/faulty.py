@@ -9,7 +9,7 @@ import time
 from trl_jax.mesh import joining
 
 fault, address, count, number, timeout = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
-joining.TELL = 2.5  # seconds, a tenth of the default
+joining.TELL = 1.0  # seconds
 if fault == "joining":  # needs no JAX, whose import takes seconds
     joining.call_roll(address, count, number, timeout)
     sys.exit("joined")
@@ -37,7 +37,7 @@ with processes.together("training"):
         child.terminate()
         child.join()
         print("A child ended with", child.exitcode, flush=True)
-        time.sleep(8 * number)  # process 1 is late
+        time.sleep(6 * number)  # process 1 is late
         step("step 2")
         watch._NOTICE = 1
         raise ValueError("UNKNOWN: Gloo AllGather failed: Read error [10.0.0.2]:17843: Connection timed out")

@@ -20,9 +20,10 @@ def main(whose: str, folder: str, out: str, given: dict) -> None:
 
         jax.config.update("jax_num_cpu_devices", given.pop("devices"))
     if whose == "ours":
-        from trl_jax.mesh import processes
+        from trl_jax.mesh import processes, watch
 
         processes.HEARTBEAT = given.pop("heartbeat", HEARTBEAT)
+        watch.GRACE = given.pop("grace", watch.GRACE)
     first = os.environ.get("RANK", os.environ.get("JAX_PROCESS_ID")) == "0"
     if "resume" in given:
         go_on(folder, rows_of("Reward", given.pop("pairs", ROWS)), f"{out}/{whose}", **given)

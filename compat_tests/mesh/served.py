@@ -43,7 +43,7 @@ def called(ids: list[int], before: list[int], tokenizer: Any, tools: list | None
     return message | {"tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
 
 
-def run(kind: str, folder: str, out: str, **config: Any) -> reference.Run:
+def run(kind: str, folder: str, out: str, peft_config: Any = None, **config: Any) -> reference.Run:
     """The Run's facts are what this process's reward function received, in order. The tools of kind "called" are called
     by `called`."""
     from datasets import Dataset
@@ -71,7 +71,9 @@ def run(kind: str, folder: str, out: str, **config: Any) -> reference.Run:
     config = reference.BASE | {"num_generations": 2, "max_completion_length": 120} | config
     rows = Dataset.from_list(conversations(4))
     args = trl_jax.GRPOConfig(out, **config)
-    trainer = trl_jax.GRPOTrainer(folder, reward, args, rows, processing_class=words(), **given)
+    trainer = trl_jax.GRPOTrainer(
+        folder, reward, args, rows, processing_class=words(), peft_config=peft_config, **given
+    )
     trainer.train()
     final = Path(out) / "final"
     trainer.save_model(str(final))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -139,13 +140,13 @@ def test_lines_about_missing_processes_are_never_30_seconds_apart(monkeypatch):
 
 
 def test_processes_that_do_not_come_are_named(tmp_path):
-    found = run(tmp_path, "joining", (2, 1), timeout=4)
+    found = run(tmp_path, "joining", (2, 1), timeout=2)
     error = "TimeoutError: Process 1 of 2 could not join the run at localhost:"
     assert_ended(found, error, codes=(1,))
-    assert "within 4 s: nothing answers there (Connection refused). Start process 0 on that host" in found.texts[0]
+    assert "within 2 s: nothing answers there (Connection refused). Start process 0 on that host" in found.texts[0]
     assert "trl_jax: process 1 of 2 waits for the run at localhost:" in found.texts[0]
 
-    found = run(tmp_path, "joining", (3, 0), (3, 2), timeout=8)
+    found = run(tmp_path, "joining", (3, 0), (3, 2), timeout=5)
     assert_ended(found, *["Error: Process 1 of 3 did not join the run at localhost:"] * 2, codes=(1, 1))
     assert "trl_jax: process 0 of 3 waits at localhost:" in found.texts[0]
     assert "process 0 is there, and waits for process 1 (" in found.texts[1]
@@ -170,14 +171,22 @@ def test_numbers_that_do_not_fit_together_are_named_in_all_processes(tmp_path):
 
 def test_a_process_that_died_is_named(tmp_path):
     killed = -signal.SIGKILL
+
+    def each(fault):  # all at once, because most of a run is waiting
+        (tmp_path / fault).mkdir()
+        return run(tmp_path / fault, fault, (2, 0), (2, 1))
+
+    faults = ("kill 1", "kill in python", "kill 0")
+    with ThreadPoolExecutor() as pool:
+        runs = dict(zip(faults, pool.map(each, faults), strict=True))
     sentence = f"Process 1 of 2 {LOST}, so this process, number 0, cannot continue. {RESUME}"
-    found = run(tmp_path, "kill 1", (2, 0), (2, 1))
+    found = runs["kill 1"]
     assert_ended(found, f"RuntimeError: {sentence}", "", codes=(1, killed))
     assert "Gloo AllGather failed" in found.texts[0], found.texts[0]
-    found = run(tmp_path, "kill in python", (2, 0), (2, 1))
+    found = runs["kill in python"]
     assert_ended(found, f"trl_jax: {sentence}", "", codes=(1, killed))
 
-    found = run(tmp_path, "kill 0", (2, 0), (2, 1))
+    found = runs["kill 0"]
     sentence = f"Process 0 of 2 {LOST}, so this process, number 1, cannot continue. {RESUME}"
     assert_ended(found, "", sentence, codes=(killed, 1))
 

@@ -57,7 +57,7 @@ def test_row19_another_number_of_processes_and_row47_a_kill_in_the_middle_of_a_s
     one = alone(folder, tmp_path / "one", pair / "ours" / "checkpoint-2")  # written by two
     assert_same_curve(steps_of(one.state.log_history), wanted)
 
-    two = CONFIG | TWO | SAVING | {"resume": str(tmp_path / "one" / "checkpoint-3"), "dies": 5}  # written by one
+    two = CONFIG | TWO | SAVING | {"resume": str(tmp_path / "one" / "checkpoint-3"), "dies": 5, "grace": 3}  # by one
     codes, texts = zip(*launch("ours", folder, tmp_path, config=[two] * 2), strict=True)
     assert codes == (-9, 1), texts[1][-3000:]
     assert f"Process 0 of 2 {LOST}, so this process, number 1" in texts[1], texts[1][-3000:]
@@ -73,6 +73,7 @@ def test_row19_another_number_of_processes_and_row47_a_kill_in_the_middle_of_a_s
     assert_same_weights(*(read_weights(run / "checkpoint-5") for run in (left, pair / "ours")))
 
 
+@only_thorough  # by default, the test above and test_faults.py name a process that died
 def test_row47_a_process_that_has_gone_is_named(folder, tmp_path):
     endless = CONFIG | TWO | {"max_steps": 100_000, "heartbeat": 5}
     results = launch("ours", folder, tmp_path, config=[endless] * 2, killed=1)

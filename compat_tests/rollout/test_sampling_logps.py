@@ -91,7 +91,7 @@ def with_rollouts_in_trl(monkeypatch):
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", NoEngine)
 
 
-@usual("token_truncate-max-vespo", "truncated", "sequence_truncate-both-grpo", "off_policy")
+@usual("token_truncate-max-vespo", "truncated", "off_policy")  # with a server below, sequence_truncate-both-grpo
 @pytest.mark.parametrize("name", CORRECTED)
 def test_reported_logps_correct_the_loss_as_in_trl(name, checkpoint, tmp_path, with_rollouts_in_trl):
     config = {"use_vllm": True} | CORRECTED[name]

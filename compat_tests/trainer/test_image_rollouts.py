@@ -374,14 +374,6 @@ def test_images_in_messages_equal_a_column(llava, tmp_path):
     assert found[0] == found[1] == found[2]
 
 
-def test_a_trained_tower_computes_an_image_once_per_step(llava, tmp_path):
-    """Once to generate and once to train, for four completions."""
-    options = POLICY | {"num_generations": 4, "beta": 0.0, "max_steps": 1, "max_completion_length": 2}
-    with counted_towers() as ran:
-        trainer(trl_jax, "GRPO", llava, tmp_path, prompts(4), **options).train()
-    assert ran == [1, 1]
-
-
 @only_thorough
 def test_layouts_have_the_same_numbers(qwen, tmp_path):
     losses = {}
@@ -394,9 +386,11 @@ def test_layouts_have_the_same_numbers(qwen, tmp_path):
 
 
 def test_a_prompts_image_is_computed_once_for_its_completions(llava, tmp_path, caplog):
+    """By a trained tower, once to generate and once to train, for four completions."""
     from trl_jax.generation import generator
 
-    made = trainer(trl_jax, "GRPO", llava, tmp_path, **POLICY | {"num_generations": 4}, max_steps=1)
+    options = POLICY | {"num_generations": 4, "beta": 0.0, "max_steps": 1, "max_completion_length": 2}
+    made = trainer(trl_jax, "GRPO", llava, tmp_path, prompts(4), **options)
     seen, prefill = [], generator.prefill
 
     def watched(weights, tokens, lengths, longest, images, **options):
@@ -405,8 +399,9 @@ def test_a_prompts_image_is_computed_once_for_its_completions(llava, tmp_path, c
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "prefill", watched)
-        with caplog.at_level(logging.INFO, "trl_jax"):
+        with caplog.at_level(logging.INFO, "trl_jax"), counted_towers() as ran:
             made.train()
+    assert ran == [1, 1]
     [line] = [record.message for record in caplog.records if record.message.startswith("Images: ")]
     assert line == "Images: 1 in a step, each computed once for all texts that show it (4 without sharing)."
     assert seen == [(1, 16)]  # one prompt with four completions, and the 4 x 4 features of its image

@@ -274,7 +274,7 @@ def test_images_that_a_transform_opens(llava, tmp_path):
     rows = pairs()
     opened = rows.remove_columns("images").add_column("number", range(len(rows)))
     opened.set_transform(lambda batch: dict(rows[batch["number"]]))
-    args = trainer(trl_jax, "DPO", llava, tmp_path / "table", rows).args
+    args = trainer(trl_jax, "DPO", llava, tmp_path / "table", rows, max_steps=1).args
     losses = [
         logged(trl_jax.DPOTrainer(llava, args=args, train_dataset=table, eval_dataset={"own": table}))[0]["loss"]
         for table in (rows, opened)

@@ -13,7 +13,7 @@ from datasets import Dataset
 from PIL import Image
 
 import trl_jax
-from compat_tests.effort import usual
+from compat_tests.effort import THOROUGH, usual
 from compat_tests.hub.vision.processors import built_processor, config_for
 from compat_tests.rollout.stub_server import StubServer
 from compat_tests.trainer.vision_models import pictures, tiny_tiled, user
@@ -132,6 +132,7 @@ def run(package, qwen, out, monkeypatch, alone=False, config=None, turns=None, s
 @pytest.mark.parametrize("options", [{"tools": [draw]}, {"environment_factory": Gallery}], ids=["tools", "reset"])
 def test_a_run_is_trls(options, qwen, tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
+    options = options | {"steps": 2 if THOROUGH else 1}  # as below; test_grpo_tools.py takes two steps
     theirs, their_logs = run(trl, qwen, tmp_path / "trl", monkeypatch, **options)
     ours, our_logs = run(trl_jax, qwen, tmp_path / "ours", monkeypatch, **options)
     image = qwen[1].tokenizer.convert_tokens_to_ids("<|image_pad|>")
