@@ -661,7 +661,7 @@ def test_a_server_that_starts_late_is_waited_for(serve, make, caplog, monkeypatc
     stub, port = serve(), None
     port = stub.port
     stub.stop()
-    Timer(1.5, lambda: serve(port=port)).start()
+    Timer(0.8, lambda: serve(port=port)).start()
     make([stub], vllm_server_timeout=60)
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Waiting up to")]
     assert f"http://127.0.0.1:{port} (ConnectError" in line

@@ -14,7 +14,7 @@ import transformers
 from datasets import Dataset, IterableDataset
 
 import trl_jax
-from compat_tests.effort import only_thorough, thorough, usually
+from compat_tests.effort import only_thorough, thorough, usual, usually
 from compat_tests.hub.vision.models import CASES
 from compat_tests.hub.vision.processors import MADE_BY
 from compat_tests.models import towers
@@ -89,6 +89,7 @@ def test_a_model_object_keeps_its_folders_processor(processor, llava, tmp_path):
 OTHER_TEMPLATE = vision_models.TEMPLATE.replace("{{ eos_token }}", "bread")
 
 
+@usual("images-processor", "texts-chat_template.json", "images-processor_config.json")
 @pytest.mark.parametrize("place", ["processor", "chat_template.json", "processor_config.json"])
 @pytest.mark.parametrize("rows", ["images", "texts"])
 def test_the_processors_chat_template_is_used(place, rows, llava, tmp_path):
