@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,23 +130,30 @@ def unpaired(count: int = 6) -> Dataset:
 TEXT_ONLY = {"r": 4, "target_modules": r".*language_model.*(q|v)_proj"}  # LoRA options that leave the tower frozen
 
 
+_ran: list[list[int]] = []  # programs add to the last of them
+
+
 @contextlib.contextmanager
 def counted_towers() -> Iterator[list[int]]:
     """Yields a list that gets the number of images of each forward pass of a vision tower, in whatever program."""
-    ran, forward = [], Vision.__call__
+    forward = Vision.__call__
 
     def counted(self, images, **options):
         count = images.patches.shape[1]
         begins = (images.first == np.arange(count)) & (images.first < images.end)
-        jax.debug.callback(lambda begins: ran.append(int(begins.sum())), begins)
+        jax.debug.callback(lambda begins: _ran[-1].append(int(begins.sum())), begins)
         return forward(self, images, **options)
 
-    jax.clear_caches()  # drop programs without the callback
-    with pytest.MonkeyPatch.context() as patch:
+    _ran.append([])
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
         patch.setattr(Vision, "__call__", counted)
-        yield ran
-        jax.effects_barrier()
-    jax.clear_caches()
+        # JAX traces anew where this option has another value. Clearing its caches would compile later tests again.
+        jax.config.update("jax_numpy_rank_promotion", "warn")
+        try:
+            yield _ran[-1]
+            jax.effects_barrier()
+        finally:
+            jax.config.update("jax_numpy_rank_promotion", "allow")
 
 
 QWEN_TEMPLATE = TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
