@@ -93,6 +93,36 @@ def test_a_script_trains_an_adapter_as_under_trl(checkpoint, tmp_path, monkeypat
     assert set(saved[0]["target_modules"]) == {"q_proj", "v_proj"}
 
 
+WORKERS = """
+import json, sys
+import torch
+import torch.nn as nn
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+tokenizer, dtype, device = AutoTokenizer.from_pretrained(sys.argv[1]), torch.bfloat16, torch.device("cuda:0")
+
+
+def encode(row: dict, mask: torch.Tensor | None = None, model: nn.Module | None = None) -> dict:
+    ids = tokenizer(row["text"], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        known = isinstance(ids, torch.Tensor) and torch.cuda.is_available() and not isinstance(tokenizer, nn.Module)
+    return {"ids": ids[0], "facts": f"{known} {dtype} {device.type}"}
+
+
+if __name__ == "__main__":
+    rows = Dataset.from_list([{"text": "what is it " * number} for number in range(1, 5)])
+    print(json.dumps([rows.map(encode, num_proc=count)[:] for count in (1, 2)]))
+"""
+
+
+def test_a_function_that_names_torch_runs_in_the_workers_of_map(checkpoint, tmp_path):
+    done = run(tmp_path, WORKERS, str(checkpoint(**SMALL)), runner=WITHOUT + RUNNER)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, shared = json.loads(done.stdout.splitlines()[-1])
+    assert alone == shared and set(shared["facts"]) == {"True torch.bfloat16 cuda"} and len(shared["ids"][3]) > 8
+
+
 MISSING = """
 import torch
 import torch.nn.functional as F
