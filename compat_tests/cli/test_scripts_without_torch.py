@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import pickle
@@ -121,6 +122,43 @@ def test_a_function_that_names_torch_runs_in_the_workers_of_map(checkpoint, tmp_
     assert done.returncode == 0, done.stderr[-3000:]
     alone, shared = json.loads(done.stdout.splitlines()[-1])
     assert alone == shared and set(shared["facts"]) == {"True torch.bfloat16 cuda"} and len(shared["ids"][3]) > 8
+
+
+PEFT_NAMES = """
+import sys
+from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, PeftModelForSequenceClassification
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+folder, adapter = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder)
+assert not isinstance(model, PeftModelForCausalLM)
+get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(adapter)
+config = PeftConfig.from_pretrained(adapter)
+base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path)
+model = PeftModelForCausalLM.from_pretrained(base, adapter)
+print(type(config).__name__, config.r, isinstance(config, PeftConfig), config.base_model_name_or_path == folder)
+print(isinstance(model, PeftModel), isinstance(model, PeftModelForCausalLM),
+      isinstance(model, PeftModelForSequenceClassification))
+try:
+    PeftConfig.from_pretrained(folder)
+except ValueError as error:
+    print(str(error)[:35])
+"""
+
+
+def test_a_script_reads_the_config_of_an_adapter_as_under_peft(checkpoint, tmp_path):
+    arguments = str(checkpoint(**SMALL)), str(tmp_path / "adapter")
+    printed = [run(tmp_path, PEFT_NAMES, *arguments, runner=WITHOUT + RUNNER)]
+    if importlib.util.find_spec("peft") and importlib.util.find_spec("torch"):
+        printed.append(
+            run(tmp_path, PEFT_NAMES, *arguments, runner="import runpy, sys; runpy.run_path(sys.argv.pop(1))")
+        )
+    for done in printed:
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.splitlines() == [
+            "LoraConfig 3 True True", "True True False", "Can't find 'adapter_config.json' at",
+        ], done.stdout  # fmt: skip
 
 
 MISSING = """
