@@ -318,7 +318,7 @@ class PeftModel(metaclass=_IfAdapted):
 
         Raises:
             TypeError: `model` is not a model that trl_jax loaded.
-            FileNotFoundError, ValueError: there is no adapter, or it does not fit the model.
+            FileNotFoundError, ValueError: there is no such folder or adapter, or the adapter does not fit the model.
         """
         _check_name(adapter_name)
         if type(model) is not PreTrainedModel:
@@ -331,6 +331,8 @@ class PeftModel(metaclass=_IfAdapted):
         if arguments.values:
             raise unknown_arguments_error(arguments.values, " when a model is loaded, not its adapter")
         folder, repository = checkpoint_folder(model_id, **arguments.fetch)
+        if not (folder / ADAPTER).is_file():
+            raise ValueError(f"Can't find '{ADAPTER}' at '{model_id}'.")
         lora = read_adapter_config(folder)
         if repository is not None:
             repository.fetch_adapter()
