@@ -279,3 +279,24 @@ def test_check_lists_what_the_script_needs_torch_for(tmp_path, monkeypatch):
     assert {place for place, kind in found.items() if kind == "not installed"} == {
         (7, "torch.nn.functional.softmax"), (7, "torch.ones"), (13, "torch.utils.data.DataLoader(...)"),
     }  # fmt: skip
+
+
+CONVERTED = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+for convert in ("half", "bfloat16", "float"):
+    model = getattr(AutoModelForCausalLM.from_pretrained(sys.argv[1], torch_dtype=torch.float32), convert)()
+    weight = model.to(torch.float32).lm_head.weight
+    print([round(float(value), 9) for value in weight.detach().tolist()[5]])
+"""
+
+
+def test_a_model_that_a_script_converts_has_the_rounded_weights(checkpoint, tmp_path):
+    pytest.importorskip("torch")
+    folder = str(checkpoint(**SMALL))
+    plain = "import runpy, sys; runpy.run_path(sys.argv.pop(1))"
+    ours, theirs = (run(tmp_path, CONVERTED, folder, runner=runner) for runner in (WITHOUT + RUNNER, plain))
+    assert ours.returncode == theirs.returncode == 0, ours.stderr[-3000:] + theirs.stderr[-3000:]
+    assert ours.stdout == theirs.stdout and len(set(ours.stdout.splitlines())) == 3
