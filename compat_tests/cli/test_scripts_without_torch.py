@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import pickle
@@ -94,6 +95,74 @@ def test_a_script_trains_an_adapter_as_under_trl(checkpoint, tmp_path, monkeypat
     differing = {key for key, value in saved[1].items() if saved[0].get(key) != value}
     assert differing <= {"auto_mapping", "peft_version", "target_modules"}
     assert set(saved[0]["target_modules"]) == {"q_proj", "v_proj"}
+
+
+WORKERS = """
+import json, sys
+import torch
+import torch.nn as nn
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+tokenizer, dtype, device = AutoTokenizer.from_pretrained(sys.argv[1]), torch.bfloat16, torch.device("cuda:0")
+
+
+def encode(row: dict, mask: torch.Tensor | None = None, model: nn.Module | None = None) -> dict:
+    ids = tokenizer(row["text"], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        known = isinstance(ids, torch.Tensor) and torch.cuda.is_available() and not isinstance(tokenizer, nn.Module)
+    return {"ids": ids[0], "facts": f"{known} {dtype} {device.type}"}
+
+
+if __name__ == "__main__":
+    rows = Dataset.from_list([{"text": "what is it " * number} for number in range(1, 5)])
+    print(json.dumps([rows.map(encode, num_proc=count)[:] for count in (1, 2)]))
+"""
+
+
+def test_a_function_that_names_torch_runs_in_the_workers_of_map(checkpoint, tmp_path):
+    done = run(tmp_path, WORKERS, str(checkpoint(**SMALL)), runner=WITHOUT + RUNNER)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, shared = json.loads(done.stdout.splitlines()[-1])
+    assert alone == shared and set(shared["facts"]) == {"True torch.bfloat16 cuda"} and len(shared["ids"][3]) > 8
+
+
+PEFT_NAMES = """
+import sys
+from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, PeftModelForSequenceClassification
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+folder, adapter = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder)
+assert not isinstance(model, PeftModelForCausalLM)
+get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(adapter)
+config = PeftConfig.from_pretrained(adapter)
+base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path)
+model = PeftModelForCausalLM.from_pretrained(base, adapter)
+print(type(config).__name__, config.r, isinstance(config, PeftConfig), config.base_model_name_or_path == folder)
+print(isinstance(model, PeftModel), isinstance(model, PeftModelForCausalLM),
+      isinstance(model, PeftModelForSequenceClassification))
+for read in (PeftConfig.from_pretrained, lambda name: PeftModel.from_pretrained(base, name)):
+    try:
+        read(folder)
+    except ValueError as error:
+        print(str(error)[:35])
+"""
+
+
+def test_a_script_reads_the_config_of_an_adapter_as_under_peft(checkpoint, tmp_path):
+    arguments = str(checkpoint(**SMALL)), str(tmp_path / "adapter")
+    printed = [run(tmp_path, PEFT_NAMES, *arguments, runner=WITHOUT + RUNNER)]
+    if importlib.util.find_spec("peft") and importlib.util.find_spec("torch"):
+        printed.append(
+            run(tmp_path, PEFT_NAMES, *arguments, runner="import runpy, sys; runpy.run_path(sys.argv.pop(1))")
+        )
+    for done in printed:
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.splitlines() == [
+            "LoraConfig 3 True True", "True True False", *["Can't find 'adapter_config.json' at"] * 2,
+        ], done.stdout  # fmt: skip
 
 
 MISSING = """
@@ -270,3 +339,24 @@ def test_check_lists_what_the_script_needs_torch_for(tmp_path, monkeypatch):
     assert {place for place, kind in found.items() if kind == "not installed"} == {
         (7, "torch.nn.functional.softmax"), (7, "torch.ones"), (13, "torch.utils.data.DataLoader(...)"),
     }  # fmt: skip
+
+
+CONVERTED = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+for convert in ("half", "bfloat16", "float"):
+    model = getattr(AutoModelForCausalLM.from_pretrained(sys.argv[1], torch_dtype=torch.float32), convert)()
+    weight = model.to(torch.float32).lm_head.weight
+    print([round(float(value), 9) for value in weight.detach().tolist()[5]])
+"""
+
+
+def test_a_model_that_a_script_converts_has_the_rounded_weights(checkpoint, tmp_path):
+    pytest.importorskip("torch")
+    folder = str(checkpoint(**SMALL))
+    plain = "import runpy, sys; runpy.run_path(sys.argv.pop(1))"
+    ours, theirs = (run(tmp_path, CONVERTED, folder, runner=runner) for runner in (WITHOUT + RUNNER, plain))
+    assert ours.returncode == theirs.returncode == 0, ours.stderr[-3000:] + theirs.stderr[-3000:]
+    assert ours.stdout == theirs.stdout and len(set(ours.stdout.splitlines())) == 3

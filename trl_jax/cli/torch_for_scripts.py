@@ -442,6 +442,8 @@ class _Named(type):
     """A class of torch that scripts only name, in annotations and isinstance."""
 
     def __new__(cls, name: str, bases: tuple, values: dict[str, Any]):
+        if bases == (object,):  # dill, in a worker process of datasets.map
+            return vars(stand_in(values["__module__"]))[name]
         if bases:
             base = bases[0]
             raise TypeError(f"torch is not installed: {name} cannot derive from {base.__module__}.{base.__qualname__}. "

@@ -411,7 +411,8 @@ _STAND_INS = {
     "peft": (
         "LoraConfig", "TaskType", "PromptTuningConfig", "PromptTuningInit", "PromptEncoderConfig", "PrefixTuningConfig",
         "PromptEncoderReparameterizationType", "AutoPeftModelForCausalLM", "AutoPeftModelForSequenceClassification",
-        "PeftModel", "get_peft_model", "prepare_model_for_kbit_training",
+        "PeftConfig", "PeftModel", "PeftModelForCausalLM", "PeftModelForSequenceClassification", "get_peft_model",
+        "prepare_model_for_kbit_training",
     ),
 }  # fmt: skip
 # Package -> advice for a script that needs more of it than its stand-in has.

@@ -318,7 +318,7 @@ class PeftModel(metaclass=_IfAdapted):
 
         Raises:
             TypeError: `model` is not a model that trl_jax loaded.
-            FileNotFoundError, ValueError: there is no adapter, or it does not fit the model.
+            FileNotFoundError, ValueError: there is no such folder or adapter, or the adapter does not fit the model.
         """
         _check_name(adapter_name)
         if type(model) is not PreTrainedModel:
@@ -331,10 +331,62 @@ class PeftModel(metaclass=_IfAdapted):
         if arguments.values:
             raise unknown_arguments_error(arguments.values, " when a model is loaded, not its adapter")
         folder, repository = checkpoint_folder(model_id, **arguments.fetch)
+        if not (folder / ADAPTER).is_file():
+            raise ValueError(f"Can't find '{ADAPTER}' at '{model_id}'.")
         lora = read_adapter_config(folder)
         if repository is not None:
             repository.fetch_adapter()
         return with_adapter(model, lora, 0, folder)
+
+
+class _IfAdaptedForTask(_IfAdapted):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) and instance.backend.config.task_type == cls._task
+
+
+class PeftModelForCausalLM(PeftModel, metaclass=_IfAdaptedForTask):
+    """`PeftModel` for adapters with task_type="CAUSAL_LM"."""
+
+    _task = "CAUSAL_LM"
+
+
+class PeftModelForSequenceClassification(PeftModel, metaclass=_IfAdaptedForTask):
+    """`PeftModel` for adapters with task_type="SEQ_CLS"."""
+
+    _task = "SEQ_CLS"
+
+
+class _IfAdapterConfig(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, AdapterConfig)
+
+
+class PeftConfig(metaclass=_IfAdapterConfig):
+    """PEFT's class of the same name for scripts under `python -m trl_jax` if peft is not installed. All adapter configs
+    are instances of it."""
+
+    @staticmethod
+    @api_boundary
+    def from_pretrained(
+        pretrained_model_name_or_path: str | Path,
+        subfolder: str | None = None,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | None = None,
+        local_files_only: bool = False,
+    ) -> AdapterConfig:
+        """Read the adapter_config.json of a folder or repository, as a `LoraConfig` or the class for its type.
+
+        Raises:
+            ValueError: there is no adapter_config.json, or its type is not supported.
+        """
+        name, access = str(pretrained_model_name_or_path), {"token": token, "cache_dir": cache_dir}
+        access |= {"revision": revision, "local_files_only": local_files_only}
+        try:
+            return read_adapter_config(checkpoint_folder(name, subfolder=subfolder or "", **access)[0])
+        except FileNotFoundError as error:
+            raise ValueError(f"Can't find '{ADAPTER}' at '{name}'. {error}") from error
 
 
 @api_boundary

@@ -605,8 +605,9 @@ class TransformersModelApi(ModuleApi):
         return sys.modules["torch"].device("cpu") if "torch" in sys.modules else "cpu"
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model. A dtype sets the dtype in which its weights are saved from now on; they still train in
-        float32. A device has no effect, because JAX decides where arrays are.
+        """Return the model. A dtype rounds its weights and sets the dtype in which they are saved from now on; they
+        still train in float32, as an adapter does, which is not rounded. A device has no effect, because JAX decides
+        where arrays are.
 
         Raises:
             ValueError: weights are not saved in this dtype.
@@ -614,6 +615,8 @@ class TransformersModelApi(ModuleApi):
         for name in map(given_dtype, (*args, *kwargs.values())):
             if name is not None:
                 self.backend.save_in(name)
+                if not isinstance(self.backend, AdaptedBackend):
+                    self.params = {path: array.astype(name).astype(array.dtype) for path, array in self.params.items()}
         return self
 
     cpu = cuda = to
