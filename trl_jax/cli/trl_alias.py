@@ -404,7 +404,7 @@ def _accept_our_adapters(module: ModuleType) -> None:
 
 _STAND_INS = {
     "accelerate": ("PartialState", "Accelerator"),
-    "bitsandbytes": (),
+    "bitsandbytes": ("nn",),
     "peft": (
         "LoraConfig", "TaskType", "PromptTuningConfig", "PromptTuningInit", "PromptEncoderConfig", "PrefixTuningConfig",
         "PromptEncoderReparameterizationType", "AutoPeftModelForCausalLM", "AutoPeftModelForSequenceClassification",
@@ -463,6 +463,8 @@ class _StandIn(ModuleType):
                 return _Rank
             if name == "prepare_model_for_kbit_training":
                 return lambda model, *args, **options: model  # a trainer prepares the model by itself
+            if name == "nn":
+                return torch_for_scripts.quantized_layers()
             module = "trl_jax.hub.auto" if "peft" in name.lower() else "trl_jax.hub.peft_config"
             return getattr(importlib.import_module(module), name)
         raise ImportError(f"{self.__name__} is not installed, and {name} is not in trl_jax. {ADVICE[self.__name__]}")

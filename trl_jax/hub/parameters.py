@@ -689,6 +689,11 @@ class Submodule(ModuleApi):
         return len([number for number in numbers if number.isdigit()])
 
 
+def kind_of_layer(value: Any) -> str | None:
+    """The kind of a module, as in `Backend.layers`; None if it is not the module of a model, or has no weights."""
+    return value._whole.backend.layers.get(value._module) if issubclass(type(value), Submodule) else None
+
+
 class EmbeddingModule(Submodule):
     """The token embedding or the language model head, possibly with PEFT's modules around it."""
 
