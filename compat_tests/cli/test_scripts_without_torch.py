@@ -179,7 +179,7 @@ def first(values: torch.LongTensor, model: nn.Module) -> torch.Tensor:
 import transformers
 assert transformers.LlamaForCausalLM.__module__.startswith("trl_jax")
 for line in ("transformers.ZamboniForCausalLM", "transformers.pipeline('text-generation')",
-             "torch.softmax", "nn.Module()", "class Own(nn.Module): ...", "from torch.nn import Linear",
+             "torch.softmax", "nn.Module()", "class Own(nn.Module): ...", "from torch.nn import Dropout",
              "import torch.fx", "torch.Generator().manual_seed(1)"):
     try:
         exec(compile(line, __file__, "exec"))
@@ -200,7 +200,7 @@ def test_what_needs_torch_is_said_at_the_import_and_where_it_is_reached(tmp_path
         f"AttributeError torch is not installed: there is no torch.softmax. {ADVICE}",
         f"TypeError torch is not installed: there is no torch.nn.Module(...). {ADVICE}",
         f"TypeError torch is not installed: Own cannot derive from torch.nn.Module. {ADVICE}",
-        f"ImportError torch is not installed: cannot import Linear from torch.nn. {ADVICE}",
+        f"ImportError torch is not installed: cannot import Dropout from torch.nn. {ADVICE}",
         f"ModuleNotFoundError torch is not installed: cannot import torch.fx. {ADVICE}",
         f"TypeError torch is not installed: there is no torch.Generator(...). {ADVICE}",
     ]

@@ -58,7 +58,7 @@ with state.main_process_first():
 get_logger(__name__).warning("of the main process %d", 1, main_process_only=True)
 logging.get_logger(__name__, log_level="ERROR").warning("not shown", in_order=True)
 set_seed(3)
-for line in ("import wandb", "from unsloth import FastLanguageModel", "bnb.nn", "from peft import AdaLoraConfig",
+for line in ("import wandb", "from unsloth import FastLanguageModel", "bnb.optim", "from peft import AdaLoraConfig",
              "state.gather"):
     try:
         exec(compile(line, __file__, "exec"))
@@ -87,7 +87,7 @@ def test_a_script_finds_what_stands_in_for_missing_packages(tmp_path):
         "rank 0 of 1 True",
         f"ModuleNotFoundError No module named 'wandb'. {ADVICE['wandb']}",
         f"ModuleNotFoundError No module named 'unsloth'. {ADVICE['unsloth']}",
-        f"ImportError bitsandbytes is not installed, and nn is not in trl_jax. {ADVICE['bitsandbytes']}",
+        f"ImportError bitsandbytes is not installed, and optim is not in trl_jax. {ADVICE['bitsandbytes']}",
         f"ImportError peft is not installed, and AdaLoraConfig is not in trl_jax. {ADVICE['peft']}",
         f"AttributeError accelerate is not installed, and trl_jax's stand-in has no gather. {ADVICE['accelerate']}",
     ]

@@ -250,12 +250,12 @@ _DTYPES = {
     "int8": "int8", "int16": "int16", "int32": "int32", "int64": "int64", "half": "float16", "float": "float32",
     "double": "float64", "short": "int16", "int": "int32", "long": "int64", "bool": "bool",
 }  # fmt: skip
-# Classes to annotate with, and for isinstance. Only Tensor and nn.Module have instances.
+# Classes to annotate with, and for isinstance. Only Tensor and those of modules have instances.
 _CLASSES = (
-    "Tensor", "FloatTensor", "LongTensor", "IntTensor", "BoolTensor", "Generator", "nn.Module", "nn.Parameter",
-    "nn.parameter.Parameter", "optim.Optimizer", "optim.lr_scheduler.LRScheduler", "optim.lr_scheduler._LRScheduler",
-    "optim.lr_scheduler.LambdaLR", "utils.data.Dataset", "utils.data.DataLoader", "utils.data.IterableDataset",
-    "utils.data.Sampler", "utils.data.SequentialSampler", "utils.data.RandomSampler",
+    "Tensor", "FloatTensor", "LongTensor", "IntTensor", "BoolTensor", "Generator", "nn.Module", "nn.Linear",
+    "nn.Embedding", "nn.Parameter", "nn.parameter.Parameter", "optim.Optimizer", "optim.lr_scheduler.LRScheduler",
+    "optim.lr_scheduler._LRScheduler", "optim.lr_scheduler.LambdaLR", "utils.data.Dataset", "utils.data.DataLoader",
+    "utils.data.IterableDataset", "utils.data.Sampler", "utils.data.SequentialSampler", "utils.data.RandomSampler",
 )  # fmt: skip
 # Modules that a script may import although nothing in them can be called.
 _EMPTY = ("nn.functional", "nn.utils", "nn.utils.rnn", "nn.init", "optim", "utils", "utils.data", "multiprocessing")
@@ -438,6 +438,13 @@ class _WithoutEffect(contextlib.ContextDecorator):
         pass
 
 
+# Class -> the kinds of layers that are its instances, as in `Backend.layers`.
+_LAYERS = {
+    "Linear": ("linear", "nf4", "fp4", "int8"), "Embedding": ("embedding",), "Linear4bit": ("nf4", "fp4"),
+    "Linear8bitLt": ("int8",),
+}  # fmt: skip
+
+
 class _Named(type):
     """A class of torch that scripts only name, in annotations and isinstance."""
 
@@ -451,11 +458,14 @@ class _Named(type):
         return super().__new__(cls, name, bases, values)
 
     def __instancecheck__(cls, value: Any) -> bool:
+        from trl_jax.hub.parameters import Submodule, kind_of_layer
         from trl_jax.hub.pretrained import PreTrainedModel
         from trl_jax.hub.torch_bridge import TensorLikeArray
 
+        if cls.__qualname__ in _LAYERS:
+            return kind_of_layer(value) in _LAYERS[cls.__qualname__]
         if cls.__qualname__ == "Module":
-            return isinstance(value, PreTrainedModel)
+            return isinstance(value, PreTrainedModel | Submodule)
         return cls.__qualname__ == "Tensor" and isinstance(value, TensorLikeArray)
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
@@ -498,6 +508,15 @@ def _stand_in() -> _Part:
                         "device": _Place}.items():  # fmt: skip
         put(path, value)
     return torch
+
+
+@functools.cache
+def quantized_layers() -> _Part:
+    """The stand-in for bitsandbytes.nn: the classes of quantized layers, for isinstance."""
+    module = _Part("bitsandbytes.nn")
+    for name in ("Linear4bit", "Linear8bitLt"):
+        vars(module)[name] = _Named(name, (), {"__module__": "bitsandbytes.nn"})
+    return module
 
 
 def _answer(value: Any, *, quietly: bool) -> Callable:

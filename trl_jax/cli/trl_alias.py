@@ -407,7 +407,7 @@ _STAND_INS = {
     "accelerate": ("PartialState", "Accelerator", "logging"),
     "accelerate.logging": ("get_logger",),
     "accelerate.utils": ("set_seed",),
-    "bitsandbytes": (),
+    "bitsandbytes": ("nn",),
     "peft": (
         "LoraConfig", "TaskType", "PromptTuningConfig", "PromptTuningInit", "PromptEncoderConfig", "PrefixTuningConfig",
         "PromptEncoderReparameterizationType", "AutoPeftModelForCausalLM", "AutoPeftModelForSequenceClassification",
@@ -467,6 +467,8 @@ class _StandIn(ModuleType):
                 return _OF_ACCELERATE[name]()
             if name == "prepare_model_for_kbit_training":
                 return lambda model, *args, **options: model  # a trainer prepares the model by itself
+            if name == "nn":
+                return torch_for_scripts.quantized_layers()
             module = "trl_jax.hub.auto" if "peft" in name.lower() else "trl_jax.hub.peft_config"
             ours = getattr(importlib.import_module(module), name)
             return for_scripts(ours) if name.startswith("AutoPeft") else ours

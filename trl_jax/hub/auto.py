@@ -269,7 +269,7 @@ class AutoPeftModelForCausalLM:
 
         Args:
             adapter_name: must be "default".
-            is_trainable: accepted for compatibility; a trainer trains the adapter either way.
+            is_trainable: whether the adapter's parameters have requires_grad=True. A trainer trains them either way.
             **kwargs: passed to `AutoModelForCausalLM.from_pretrained`.
 
         Raises:
@@ -282,7 +282,7 @@ class AutoPeftModelForCausalLM:
                 f"Can't find '{ADAPTER}' at '{model.name_or_path}', which holds a full model. Load it with "
                 "AutoModelForCausalLM or AutoModelForSequenceClassification."
             )
-        return model
+        return model if is_trainable else _freeze_adapter(model)
 
 
 class AutoPeftModelForSequenceClassification(AutoPeftModelForCausalLM):
@@ -336,7 +336,13 @@ class PeftModel(metaclass=_IfAdapted):
         lora = read_adapter_config(folder)
         if repository is not None:
             repository.fetch_adapter()
-        return with_adapter(model, lora, 0, folder)
+        adapted = with_adapter(model, lora, 0, folder)
+        return adapted if is_trainable else _freeze_adapter(adapted)
+
+
+def _freeze_adapter(model: PreTrainedModel) -> PreTrainedModel:
+    model.frozen_names = frozenset(filter(model.is_trained, model.names()))
+    return model
 
 
 class _IfAdaptedForTask(_IfAdapted):

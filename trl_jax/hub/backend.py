@@ -177,6 +177,12 @@ class Backend(abc.ABC):
         """Whether a parameter, by its name in PyTorch, is trained unless user code freezes it."""
         return True
 
+    @property
+    def layers(self) -> Mapping[str, str]:
+        """The name of a module in PyTorch -> its kind: one of `modules.QUANTIZED` if its weight is quantized, otherwise
+        `Module.kind`."""
+        return {}
+
     def torch_param_layout(self) -> TorchParamLayout:
         """Where trained arrays are located in torch's tensors."""
         return TorchParamLayout()

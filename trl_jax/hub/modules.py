@@ -24,6 +24,9 @@ _EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _UNGATED = {"up_proj": ("up",), "down_proj": ("down",)}
 
 
+QUANTIZED = ("nf4", "fp4", "int8")  # formats of weights
+
+
 @dataclass(frozen=True)
 class Module:
     """A module with parameters. `{}` in its name stands for the layer number.

@@ -20,7 +20,7 @@ from trl_jax.hub.backend import Backend, Locations, Traits, fixed_values_error
 from trl_jax.hub.checkpoint import ShardingRule, Source, entries_of, load, outline, read_tensor, resized_source, save
 from trl_jax.hub.config import NativeConfig, changes, read_native_config
 from trl_jax.hub.heads import LM_HEAD
-from trl_jax.hub.modules import current_name, parameter_names, torch_tensor_map
+from trl_jax.hub.modules import QUANTIZED, current_name, in_order, modules_of, parameter_names, torch_tensor_map
 from trl_jax.hub.tensor_map import Kernel, TensorEntry
 from trl_jax.models.adapters import module_at
 from trl_jax.models.decoder import narrowest_window
@@ -111,6 +111,13 @@ class NativeBackend(Backend):
                 for name, index in entry.tensors(params[entry.path].shape):
                     locations.setdefault(name, []).append((entry.path, index))
         return {name: locations[name] for name in self._names if name in locations}
+
+    @cached_property
+    def layers(self) -> Mapping[str, str]:
+        forms = {path: form.kind for path, form in self.formats.items() if form.kind in QUANTIZED}
+        heads = {name.removesuffix(".weight"): "linear" for name in self.tied}
+        places = in_order(modules_of(self.source.config))
+        return {name: forms.get(f"{module.parts[0][0]}.weight", module.kind) for name, module, _ in places} | heads
 
     def size_of(self, path: str, array: jax.Array) -> int:
         weight, _, leaf = path.rpartition(".")

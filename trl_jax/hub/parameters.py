@@ -192,12 +192,13 @@ class Weights:
     def set_trainable(self, *names: str, trainable: bool) -> None:
         """As `PreTrainedModel.set_trainable`."""
         changed = [name for name in names if self.is_trained(name) != trainable]
-        if changed and not self.backend.can_freeze:
+        thaws = trainable and self.frozen_names.issuperset(changed)  # an adapter loaded without is_trainable
+        if changed and not (self.backend.can_freeze or thaws):
             raise ValueError(
                 f"{changed[0]}: requires_grad cannot be set to {trainable} on a model with an adapter. Use "
                 "target_modules, layers_to_transform and modules_to_save of LoraConfig to choose what is trained."
             )
-        if self.backend.can_freeze:
+        if self.backend.can_freeze or thaws:
             self.frozen_names = self.frozen_names - set(names) if trainable else self.frozen_names | set(names)
 
 
@@ -687,6 +688,11 @@ class Submodule(ModuleApi):
     def __len__(self) -> int:
         numbers = {name.partition(".")[0] for name in self._names()}
         return len([number for number in numbers if number.isdigit()])
+
+
+def kind_of_layer(value: Any) -> str | None:
+    """The kind of a module, as in `Backend.layers`; None if it is not the module of a model, or has no weights."""
+    return value._whole.backend.layers.get(value._module) if issubclass(type(value), Submodule) else None
 
 
 class EmbeddingModule(Submodule):

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from trl_jax.hub.peft_config import AdapterConfig
 
 
+_LOW_RANK = re.compile(r"\.lora_[AB]\.\w+\.weight$")
+
+
 class AdaptedBackend(Backend):
     """A native model with frozen weights and a trained adapter.
 
@@ -115,6 +118,15 @@ class AdaptedBackend(Backend):
         form = self.base.formats.get(path)
         names = [path] if form is None else [f"{path}.{name}" for name in form.leaves()]
         return [(name, arrays[name]) for name in names]
+
+    @cached_property
+    def layers(self) -> Mapping[str, str]:
+        """As the base model's, which PEFT moves into the adapters of its modules."""
+        wrapped = {name.rpartition(".base_layer.")[0] for name in self._names if ".base_layer." in name}
+        inside = {f"{self.prefix}{name}": kind for name, kind in self.base.layers.items()}
+        return {f"{name}.base_layer" if name in wrapped else name: kind for name, kind in inside.items()} | {
+            name.removesuffix(".weight"): "linear" for name in self._names if _LOW_RANK.search(name)
+        }
 
     def is_trained(self, name: str) -> bool:
         return name in self.trained_names

@@ -31,6 +31,7 @@ from trl_jax.data.batch import IGNORED, last_real_token, padded_length
 from trl_jax.hub.backend import Backend, frozen_size, trainable_masks
 from trl_jax.hub.checkpoint import Source, resized_table, tables_of_tokens
 from trl_jax.hub.generate import GenerationApi
+from trl_jax.hub.modules import QUANTIZED, torch_order
 from trl_jax.hub.parameters import (
     EmbeddingModule,
     ModuleApi,
@@ -199,6 +200,11 @@ _CALL_OPTIONS = dict.fromkeys(("return_dict", "use_cache"), (None, False, True))
     ("output_hidden_states", "output_attentions", "output_router_logits", "past_key_values", "cache", "inputs_embeds"),
     (None, False),
 )
+
+
+def _rounded(array: Any, dtype: str) -> Any:
+    """Float32 weights rounded to a dtype; quantized weights and raw bits as they are."""
+    return array.astype(dtype).astype(jnp.float32) if array.dtype == jnp.float32 else array
 
 
 def _is_without_effect(name: str, value: Any) -> bool:
@@ -452,9 +458,16 @@ class TransformersModelApi(ModuleApi):
                 images = any(path.startswith("vision.") for path in self.backend.tensors)
                 modules = torch_modules(self.config, self.backend.head, adapter, images=images)
             else:
-                modules = dict.fromkeys(owners(self.names(), self.backend.tied))
+                modules = dict.fromkeys(owners(self._names_with_quantized(), self.backend.tied))
             self._known_modules = (self.backend, in_torch), modules
         return self._known_modules[1]
+
+    def _names_with_quantized(self) -> list[str]:
+        """The names of all parameters, and of the quantized weights, which are none of them without an adapter."""
+        layers = self.backend.layers
+        if isinstance(self.backend, AdaptedBackend) or not any(kind in QUANTIZED for kind in layers.values()):
+            return self.names()
+        return torch_order((*(f"{layer}.weight" for layer in layers), *self.names()))
 
     def is_custom_code(self) -> bool:
         """Called by peft before it changes the modules."""
@@ -615,8 +628,8 @@ class TransformersModelApi(ModuleApi):
         for name in map(given_dtype, (*args, *kwargs.values())):
             if name is not None:
                 self.backend.save_in(name)
-                if not isinstance(self.backend, AdaptedBackend):
-                    self.params = {path: array.astype(name).astype(array.dtype) for path, array in self.params.items()}
+                if name != "float32" and not isinstance(self.backend, AdaptedBackend):
+                    self.params = {path: _rounded(array, name) for path, array in self.params.items()}
         return self
 
     cpu = cuda = to

@@ -301,6 +301,7 @@ def load_policy(
         _check_floats(model)
         if model.frozen:
             _check_trains(model)
+            _train_whole_adapter(model)
             _log_adapter(model)
         return model
     _check_one_adapter(bool(checkpoint.frozen) if loaded else checkpoint.adapter is not None)
@@ -324,6 +325,25 @@ def _check_trains(model: PreTrainedModel) -> None:
             f"saves only the vectors of the virtual tokens, not the network that computes them ({ENCODER}). Pass "
             "peft_config with the base model to start over."
         )
+
+
+def _train_whole_adapter(model: PreTrainedModel) -> None:
+    """Train an adapter that was loaded without is_trainable.
+
+    Raises:
+        ValueError: a script has set `requires_grad` of some of its parameters.
+    """
+    if not model.frozen_names:
+        return
+    if trained := next(filter(model.is_trained, model.names()), None):
+        raise ValueError(
+            f"model: {trained} has requires_grad=True, but {min(model.frozen_names)} has not: an adapter is trained as "
+            "a whole. Load it with is_trainable=True."
+        )
+    logger.warning(
+        "The adapter of model was loaded without is_trainable=True, so TRL would train nothing. It is trained here."
+    )
+    model.frozen_names = frozenset()
 
 
 def _check_floats(model: PreTrainedModel) -> None:
