@@ -123,3 +123,18 @@ def test_an_adapter_is_trained_as_a_whole(checkpoint, tmp_path, caplog):
         trl_jax.SFTTrainer(model, args, train_dataset=data)
     trained = trl_jax.SFTTrainer(PeftModel.from_pretrained(base, tmp_path), args, train_dataset=data).model
     assert "loaded without is_trainable=True" in caplog.text and trained.get_nb_trainable_parameters()[0] > 0
+
+
+PROCESSOR = """
+from transformers import AutoProcessor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+print(AutoProcessor.__module__, AutoModelForCausalLM.__module__, PreTrainedModel.__module__)
+"""
+
+
+def test_models_are_ours_after_a_script_has_imported_a_processor(tmp_path):
+    done = run(tmp_path, PROCESSOR, runner=WITHOUT + RUNNER)
+    assert done.returncode == 0, done.stderr[-3000:]
+    processor, *models = done.stdout.split()
+    assert processor.startswith("transformers.") and all(name.startswith("trl_jax.") for name in models)

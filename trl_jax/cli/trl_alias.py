@@ -362,6 +362,11 @@ def _patch_transformers(module: ModuleType) -> None:
     use_our_models(module)
 
 
+def _patch_processors(module: ModuleType) -> None:
+    accept_no_videos(module.ProcessorMixin)
+    use_our_models(sys.modules["transformers"])  # its import executes transformers again, which replaces the module
+
+
 def _patch_training_args(module: ModuleType) -> None:
     torch_for_scripts.patch_bf16(module)
     torch_for_scripts.patch_tf32(module)
@@ -601,7 +606,7 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.auto_factory": lambda module: torch_for_scripts.load_anywhere(module._BaseAutoModelClass),
     "transformers.models.auto.video_processing_auto": load_without_videos,
     "transformers.models.pixtral": load_pixtral_processor,
-    "transformers.processing_utils": lambda module: accept_no_videos(module.ProcessorMixin),
+    "transformers.processing_utils": _patch_processors,
     "transformers.tokenization_utils_base": _patch_tokenizers,
     "transformers.trainer": lambda module: redirect_trainer_methods(module.Trainer),
     "transformers.trainer_utils": seed_our_stream,
