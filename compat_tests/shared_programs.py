@@ -46,7 +46,9 @@ HOST_OF_OURS = HOST | frozenset("""
     num_generations num_generations_eval max_completion_length generation_batch_size steps_per_generation num_iterations
     top_p top_k min_p generation_kwargs repetition_penalty reward_weights scale_rewards multi_objective_aggregation
     reward_timeout log_completions num_completions_to_print log_unique_prompts resume_from_checkpoint
-    dataloader_num_workers max_completions_per_device lmbda seq_kd teacher_model_name_or_path
+    dataloader_num_workers max_completions_per_device lmbda seq_kd teacher_model_name_or_path generate_ahead
+    vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_server_restart_timeout
+    vllm_weights_dir log_multimodal
 """.split())  # fmt: skip
 # Fields of a task that only affect how rows are made, or what is computed from rows on the host.
 HOST_OF_TASK = frozenset(
@@ -58,12 +60,13 @@ HOST_OF_TASK = frozenset(
 # Fields of a setup that are not traced, or that the key contains in another form.
 HOST_OF_RUN = frozenset(
     """
-    editable batch_size reference sharding_plan events progress vocab_size completions_loss
+    editable batch_size reference sharding_plan events progress vocab_size completions_loss features
 """.split()
 )
 _TRACED = ("trl_jax", "jax", "flax", "optax", "numpy")
-# Modules that run on the host only: patching them does not change any program.
+# Modules that run on the host only, or that generate: patching them changes no program that is shared here.
 _HOST = (
+    "trl_jax.generation", "trl_jax.rollout", "trl_jax.training.policy_generator", "trl_jax.training.server",
     "trl_jax.cli", "trl_jax.core.secrets", "trl_jax.data", "trl_jax.training.checkpoint_files", "trl_jax.training.data",
     "trl_jax.hub.fetch", "trl_jax.hub.push", "trl_jax.rewards", "trl_jax.training.metrics",
     "trl_jax.training.reference_logps", "trl_jax.training.checkpointer", "trl_jax.training.resume",
@@ -83,11 +86,13 @@ def install() -> None:
     from trl_jax.trainer import base_trainer
     from trl_jax.training import reference_logps as precompute
     from trl_jax.training import step as train_step
+    from trl_jax.training import train
     from trl_jax.training.evaluate import CompletionEvaluator, Evaluator, LogitsEvaluation, WholeBatchEvaluation
     from trl_jax.training.rollout import CompletionLogps
 
     _after(pytest.MonkeyPatch, "__init__", lambda patch, _: _patches.add(patch))
     base_trainer.default_optimizer = _remembered(base_trainer.default_optimizer)
+    train.optimizer_of = _remembered_with_tower(train.optimizer_of)
     _after(base_trainer.BaseTrainer, "__init__", _name_trainer)
     _after(Evaluator, "__init__", _share_evaluation)
     for name in ("_one_pass", "_two_passes"):
@@ -128,12 +133,29 @@ def _remembered(default_optimizer: Callable) -> Callable:
         optimizer = default_optimizer(choice, backend, args, max_steps)
         if choice.tx is None:
             warmup = args.get_warmup_steps(max_steps)
-            _default_optimizers[id(optimizer)] = (optimizer, repr(dataclasses.replace(choice, peak=0.0)), warmup)
-            if len(_default_optimizers) > 1000:
-                _default_optimizers.popitem(last=False)
+            _remember(optimizer, repr(dataclasses.replace(choice, peak=0.0)), warmup)
         return optimizer
 
     return made
+
+
+def _remembered_with_tower(optimizer_of: Callable) -> Callable:
+    """A default optimizer is wrapped if the model has a vision tower."""
+
+    @functools.wraps(optimizer_of)
+    def made(created, choice, max_grad_norm, masks, vision):
+        optimizer = optimizer_of(created, choice, max_grad_norm, masks, vision)
+        if id(created) in _default_optimizers and optimizer is not created and not masks:
+            _remember(optimizer, *_default_optimizers[id(created)][1:], tuple(sorted(vision)))
+        return optimizer
+
+    return made
+
+
+def _remember(optimizer: Any, *key: Any) -> None:
+    _default_optimizers[id(optimizer)] = optimizer, *key
+    if len(_default_optimizers) > 1000:
+        _default_optimizers.popitem(last=False)
 
 
 def _name_trainer(trainer: Any, _: None) -> None:
@@ -262,7 +284,8 @@ def _is_patched() -> bool:
 
 
 def _on_the_host(target: Any) -> bool:
-    return any(f"{_module(target)}.".startswith(f"{place}.") for place in _HOST)
+    module = _module(target)  # trl_jax itself only has names
+    return module == "trl_jax" or any(f"{module}.".startswith(f"{place}.") for place in _HOST)
 
 
 def _package(target: Any) -> str:
