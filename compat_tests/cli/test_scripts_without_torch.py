@@ -344,12 +344,19 @@ def test_check_lists_what_the_script_needs_torch_for(tmp_path, monkeypatch):
 CONVERTED = """
 import sys
 import torch
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, set_seed
 
 for convert in ("half", "bfloat16", "float"):
     model = getattr(AutoModelForCausalLM.from_pretrained(sys.argv[1], torch_dtype=torch.float32), convert)()
     weight = model.to(torch.float32).lm_head.weight
     print([round(float(value), 9) for value in weight.detach().tolist()[5]])
+set_seed(4)
+model = get_peft_model(AutoModelForCausalLM.from_pretrained(sys.argv[1]), LoraConfig(r=2, target_modules=["q_proj"]))
+model = model.to(torch.bfloat16).to(torch.float32)
+for name in ("base_layer", "lora_A.default"):
+    weight = model.get_parameter(f"base_model.model.model.layers.0.self_attn.q_proj.{name}.weight")
+    print([round(float(value), 9) for value in weight.detach().tolist()[1]])
 """
 
 
@@ -359,4 +366,4 @@ def test_a_model_that_a_script_converts_has_the_rounded_weights(checkpoint, tmp_
     plain = "import runpy, sys; runpy.run_path(sys.argv.pop(1))"
     ours, theirs = (run(tmp_path, CONVERTED, folder, runner=runner) for runner in (WITHOUT + RUNNER, plain))
     assert ours.returncode == theirs.returncode == 0, ours.stderr[-3000:] + theirs.stderr[-3000:]
-    assert ours.stdout == theirs.stdout and len(set(ours.stdout.splitlines())) == 3
+    assert ours.stdout == theirs.stdout and len(set(ours.stdout.splitlines())) == 5

@@ -202,9 +202,14 @@ _CALL_OPTIONS = dict.fromkeys(("return_dict", "use_cache"), (None, False, True))
 )
 
 
-def _rounded(array: Any, dtype: str) -> Any:
-    """Float32 weights rounded to a dtype; quantized weights and raw bits as they are."""
-    return array.astype(dtype).astype(jnp.float32) if array.dtype == jnp.float32 else array
+def _rounded(arrays: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The arrays with float32 ones rounded to a dtype, and raw bits as they are."""
+    if dtype == "float32":
+        return arrays
+    return {
+        path: array.astype(dtype).astype(jnp.float32) if array.dtype == jnp.float32 else array
+        for path, array in arrays.items()
+    }
 
 
 def _is_without_effect(name: str, value: Any) -> bool:
@@ -618,9 +623,9 @@ class TransformersModelApi(ModuleApi):
         return sys.modules["torch"].device("cpu") if "torch" in sys.modules else "cpu"
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model. A dtype rounds its weights and sets the dtype in which they are saved from now on; they
-        still train in float32, as an adapter does, which is not rounded. A device has no effect, because JAX decides
-        where arrays are.
+        """Return the model. A dtype rounds its weights, those of an adapter, too, and sets the dtype in which they are
+        saved from now on, except for an adapter; they still train in float32. A device has no effect, because JAX
+        decides where arrays are.
 
         Raises:
             ValueError: weights are not saved in this dtype.
@@ -628,8 +633,9 @@ class TransformersModelApi(ModuleApi):
         for name in map(given_dtype, (*args, *kwargs.values())):
             if name is not None:
                 self.backend.save_in(name)
-                if name != "float32" and not isinstance(self.backend, AdaptedBackend):
-                    self.params = {path: _rounded(array, name) for path, array in self.params.items()}
+                self.params = _rounded(self.params, name)
+                if not set(QUANTIZED).intersection(self.backend.layers.values()):
+                    self.frozen = _rounded(self.frozen, name)
         return self
 
     cpu = cuda = to
