@@ -98,7 +98,7 @@ def test_without_torch_the_results_are_torchs(models, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     found = {call: value(models[0], call) for call in wanted}
     weight = models[0].get_parameter(ONE)
-    with pytest.raises(AttributeError, match="has no attribute 'topk'. Use NumPy, or import torch"):
+    with pytest.raises(AttributeError, match="has no attribute 'topk'. Use NumPy, or install and import torch"):
         weight.topk(2)
     for write in (lambda: weight.mul_(2), lambda: weight.data[0].zero_(), lambda: weight.data.t().fill_(0)):
         with pytest.raises(ValueError, match=f"Cannot write into {ONE}: these are a copy"):
