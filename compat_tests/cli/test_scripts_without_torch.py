@@ -334,6 +334,8 @@ def test_check_lists_what_the_script_needs_torch_for(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "is_installed", lambda name: name.partition(".")[0] != "torch" and plain(name))
     script = tmp_path / "script.py"
     script.write_text(MISSING.partition("import transformers")[0] + "\nloader = torch.utils.data.DataLoader([1])\n")
+    guarded = "import trl\ntry:\n    import torch\nexcept ImportError:\n    torch = None\nx = torch and torch.ones(2)\n"
+    assert not [one for one in check.findings(reading.read(guarded, script)) if one.kind == "not installed"]
     found = {(one.line, one.what): one.kind for one in check.findings(reading.read(script.read_text(), script))}
     assert found[2, "torch"] == found[3, "torch.nn.functional"] == found[4, "torch.nn"] == "changed"
     assert {place for place, kind in found.items() if kind == "not installed"} == {

@@ -223,7 +223,8 @@ class _Script:
                 for meaning in meanings(attribute.node, attribute.scope):
                     if isinstance(meaning, Imported) and package_of(meaning.path) in PACKAGES:
                         yield from self._import_findings(split_path(meaning.path, attribute.node.lineno))
-        if not is_installed("torch"):
+        prepared = any(name.guarded and package_of(name.module) == "torch" for name in module.names)
+        if not is_installed("torch") and not prepared:
             for line, path in names_to_miss(module):
                 yield Finding(line, path, "not installed", f"The script stops here. {TORCH_ADVICE}")
 

@@ -250,7 +250,7 @@ _DTYPES = {
     "int8": "int8", "int16": "int16", "int32": "int32", "int64": "int64", "half": "float16", "float": "float32",
     "double": "float64", "short": "int16", "int": "int32", "long": "int64", "bool": "bool",
 }  # fmt: skip
-# Classes to annotate with, and for isinstance. Only Tensor and those of modules have instances.
+# Classes for annotations and isinstance. Only Tensor, nn.Module, nn.Linear and nn.Embedding have instances.
 _CLASSES = (
     "Tensor", "FloatTensor", "LongTensor", "IntTensor", "BoolTensor", "Generator", "nn.Module", "nn.Linear",
     "nn.Embedding", "nn.Parameter", "nn.parameter.Parameter", "optim.Optimizer", "optim.lr_scheduler.LRScheduler",
@@ -276,9 +276,12 @@ _NEVER = (
 )  # fmt: skip
 
 
+_installed: list[Callable] = []  # the import functions that `stand_in_for_torch` has put in place
+
+
 def stand_in_for_torch() -> None:
     """Give scripts a stand-in for torch if it is not installed."""
-    if importlib.util.find_spec("torch") is not None or hasattr(builtins.__import__, "for_libraries"):
+    if importlib.util.find_spec("torch") is not None or builtins.__import__ in _installed:
         return
     original = builtins.__import__
 
@@ -293,11 +296,11 @@ def stand_in_for_torch() -> None:
         module = stand_in(name)
         _warn_of_missing_names(file)
         for wanted in fromlist or ():
-            if wanted != "*" and not hasattr(module, wanted):
+            if wanted != "*" and wanted not in vars(module):
                 raise ImportError(f"torch is not installed: cannot import {wanted} from {name}. {ADVICE}", name=name)
         return module if fromlist else stand_in("torch")
 
-    import_for_scripts.for_libraries = original
+    _installed.append(import_for_scripts)
     builtins.__import__ = import_for_scripts
 
 
@@ -321,9 +324,9 @@ def has_name(path: str) -> bool:
     for part in path.split(".")[1:]:
         if not isinstance(value, _Part):
             return True  # an attribute of a dtype, a class or a returned value
-        if not hasattr(value, part):
+        if part not in vars(value):
             return False
-        value = getattr(value, part)
+        value = vars(value)[part]
     return True
 
 

@@ -224,8 +224,8 @@ def accept_no_videos(processor_mixin: type) -> None:
 
 
 def use_our_models(transformers: ModuleType) -> None:
-    """Without torch, make transformers' model classes those of trl_jax, for the model types that it has."""
-    if importlib.util.find_spec("torch") is not None or hasattr(type(transformers), "_has_our_models"):
+    """Replace transformers' model classes by trl_jax's if torch is not installed, for supported model types."""
+    if importlib.util.find_spec("torch") is not None or "_has_our_models" in vars(type(transformers)):
         return
 
     class WithOurModels(type(transformers)):
@@ -246,7 +246,10 @@ _MODEL_CLASSES = ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassif
 
 def needs_torch(name: str) -> bool:
     """Whether scripts cannot use this name of transformers without torch. Only for machines without it."""
-    found = getattr(import_module("transformers"), name, None)
+    try:
+        found = getattr(import_module("transformers"), name)
+    except AttributeError:  # a name that this release of transformers lacks
+        return False
     is_placeholder = type(found).__name__ == "DummyObject" and not (name.endswith(_MODEL_CLASSES) and _our_class(name))
     return name == "pipeline" or is_placeholder
 
@@ -330,20 +333,21 @@ def encode_without_torch(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def convert_to_tensors(self: Any, tensor_type: Any = None, prepend_batch_axis: bool = False) -> Any:
-        if str(getattr(tensor_type, "value", tensor_type)) != "pt":
+        if tensor_type != "pt":  # also true of transformers' TensorType, a str
             return original(self, tensor_type, prepend_batch_axis)
         import numpy as np
 
-        from trl_jax.hub.torch_bridge import TensorLikeArray
+        from trl_jax.hub.torch_bridge import as_tensors
 
         original(self, "np", prepend_batch_axis)
-        self.data = {name: np.asarray(value).view(TensorLikeArray) for name, value in self.data.items()}
-        if ragged := [name for name, value in self.data.items() if value.dtype == object]:
+        arrays = {name: np.asarray(value) for name, value in self.data.items()}
+        if ragged := [name for name, array in arrays.items() if array.dtype == object]:
             raise ValueError(
                 "Unable to create tensor, you should probably activate truncation and/or padding with 'padding=True' "
                 "'truncation=True' to have batched tensors with the same length. Perhaps your features "
                 f"(`{ragged[0]}` in this case) have different lengths."
             )
+        self.data = as_tensors(arrays)
         return self
 
     cls.convert_to_tensors, cls.to = convert_to_tensors, lambda self, *args, **options: self

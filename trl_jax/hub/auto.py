@@ -20,7 +20,7 @@ from flax import nnx
 
 from trl_jax.config.devices import mesh_axis_sizes, parse_mesh_shape
 from trl_jax.core.text import api_boundary
-from trl_jax.core.torch_random import TorchGenerator, default_generator
+from trl_jax.core.torch_random import TorchGenerator
 from trl_jax.hub.backend import Backend
 from trl_jax.hub.checkpoint import ShardingRule, Source, resized_config, tables_of_tokens
 from trl_jax.hub.config import (
@@ -36,6 +36,7 @@ from trl_jax.hub.config import (
 from trl_jax.hub.config_reader import read_config
 from trl_jax.hub.families import families
 from trl_jax.hub.fetch import Repository, checkpoint_folder
+from trl_jax.hub.generate import stream_of
 from trl_jax.hub.heads import HeadName, check_labels
 from trl_jax.hub.model_types import is_exported, max_positions
 from trl_jax.hub.native_backend import NativeBackend, heads_of, load_native, outline_native
@@ -47,7 +48,6 @@ from trl_jax.hub.peft_config import AdapterConfig, LoraConfig, as_adapter_config
 from trl_jax.hub.pretrained import PreTrainedModel
 from trl_jax.hub.quantization import BitsAndBytesConfig, as_quantization, formats, halves
 from trl_jax.hub.tensor_map import make_tensor_map
-from trl_jax.hub.torch_state import follow_torch_seed
 from trl_jax.mesh.mesh import SEQUENCE, TENSOR, ShardingPlan, make_mesh
 
 # transformers' auto classes
@@ -446,9 +446,7 @@ def get_peft_model(
     config = replace(as_adapter_config(peft_config), base_model_name_or_path=model.name_or_path)
     if revision is not None:
         config = replace(config, revision=revision)
-    stream = default_generator()
-    follow_torch_seed(stream)
-    return with_adapter(model, config, stream)
+    return with_adapter(model, config, stream_of())
 
 
 def _check_name(adapter_name: str) -> None:

@@ -145,7 +145,7 @@ class GenerationApi:
         caller = UserFunctions(
             settings, prompts, logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn
         )
-        return self._complete(settings, prompts, images, caller, streamer, tokenizer, _stream(seed), dtype)
+        return self._complete(settings, prompts, images, caller, streamer, tokenizer, stream_of(seed), dtype)
 
     def _complete(
         self,
@@ -210,7 +210,7 @@ class GenerationApi:
         if arrays is not None:
             rows = [np.asarray(ids, np.int32) for ids in inputs]
             options["images"] = images_of_rows(self, rows, arrays).__getitem__
-        batches = Batches(self, settings, inputs, stream=_stream(seed), **options)
+        batches = Batches(self, settings, inputs, stream=stream_of(seed), **options)
         done = collected(batches, len(inputs) * settings.completions, progress_bar=progress_bar)
         return {completion.request_id: completion for completion in done}
 
@@ -237,7 +237,8 @@ class GenerationApi:
         return texts if group <= 1 else [texts[start : start + group] for start in range(0, len(texts), group)]
 
 
-def _stream(seed: int | None) -> TorchGenerator:
+def stream_of(seed: int | None = None) -> TorchGenerator:
+    """The stream of a seed; without one, the process-wide stream, which follows torch's seed."""
     if seed is not None:
         return TorchGenerator(seed)
     stream = default_generator()

@@ -623,9 +623,10 @@ class TransformersModelApi(ModuleApi):
         return sys.modules["torch"].device("cpu") if "torch" in sys.modules else "cpu"
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model. A dtype rounds its weights, those of an adapter, too, and sets the dtype in which they are
-        saved from now on, except for an adapter; they still train in float32. A device has no effect, because JAX
-        decides where arrays are.
+        """Round the weights to a dtype, if one is passed, and return the model.
+
+        The weights are saved in this dtype from now on, but still train in float32. An adapter's weights are rounded
+        and saved in float32. A device has no effect, because JAX decides where arrays are.
 
         Raises:
             ValueError: weights are not saved in this dtype.
